@@ -1,0 +1,1 @@
+"""Cleave: control plane that serves language models from prefill, decode and mixed pools."""

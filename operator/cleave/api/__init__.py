@@ -1,0 +1,1 @@
+"""Resources as types: LLMDeployment and InstancePool."""

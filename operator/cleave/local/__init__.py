@@ -1,0 +1,1 @@
+"""One machine without a cluster: process kubelet, up, status, down."""

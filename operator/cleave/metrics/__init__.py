@@ -1,0 +1,1 @@
+"""Figures that cross process borders."""

@@ -1,0 +1,1 @@
+"""Latency, memory, GPU and model descriptions."""

@@ -1,0 +1,1 @@
+"""Follows the fleet and picks instances."""

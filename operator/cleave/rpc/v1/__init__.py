@@ -1,0 +1,1 @@
+"""Generated from proto/cleave/rpc/v1; do not edit."""

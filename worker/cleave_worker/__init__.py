@@ -1,0 +1,1 @@
+"""Cleave worker: agent, engine launcher and emulated engine."""

@@ -1,0 +1,1 @@
+"""An engine without a model: speaks like vLLM, timed by a latency model."""

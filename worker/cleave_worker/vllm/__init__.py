@@ -1,0 +1,1 @@
+"""Plug-ins that vLLM loads through its own doors."""
