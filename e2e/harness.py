@@ -1,0 +1,164 @@
+"""Deployments brought up through the command line, as a user does, and taken down for good."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import yaml
+
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+CLEAVE = Path(sys.executable).with_name("cleave")
+MARK = "CLEAVE_STATE_DIR"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A deployment that runs on this machine."""
+
+    name: str
+    url: str
+    state_dir: Path
+
+    def cleave(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [CLEAVE, *args],
+            env=os.environ | {MARK: str(self.state_dir)},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def healths(self) -> list[agent_pb2.HealthResponse]:
+        """What each agent that answers says of its instance."""
+        found = []
+        (file,) = self.state_dir.rglob("agents")
+        for address in file.read_text().split():
+            with grpc.insecure_channel(address) as channel, suppress(grpc.RpcError):
+                agent = agent_pb2_grpc.AgentStub(channel)
+                found.append(agent.Health(agent_pb2.HealthRequest(), timeout=2))
+        return found
+
+    def instances(self) -> dict[str, agent_pb2.Registration]:
+        """Registrations by instance name."""
+        return {health.registration.instance: health.registration for health in self.healths()}
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that descends from this deployment: they inherit its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == str(self.state_dir):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return [p for p in found if p.pid != os.getpid()]
+
+    def agent(self, instance: str) -> psutil.Process:
+        """The agent's process of an instance."""
+        (found,) = [
+            p
+            for p in self.processes()
+            if "cleave_worker.agent.main" in (line := command(p)) and f"--name {instance} " in line
+        ]
+        return found
+
+    def engine(self, instance: str) -> psutil.Process:
+        """The process of an instance that serves HTTP."""
+        (found,) = [
+            p
+            for p in self.agent(instance).children(recursive=True)
+            if ("api_server" in (line := command(p)) or "emulator.main" in line)
+            and "warden" not in line
+        ]
+        return found
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) + " "
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    """Wait for something to come true; fail with its name when it does not."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def deployed(manifest: dict[str, object], folder: Path, timeout_s: int) -> Iterator[Deployment]:
+    """Bring a manifest up, hand it out ready, take it down and see that nothing is left."""
+    port = free_port()
+    name = manifest["metadata"]["name"]  # type: ignore[index]
+    file = folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump(manifest))
+    deployment = Deployment(name, f"http://127.0.0.1:{port}", folder / "state")
+    try:
+        up = deployment.cleave(
+            *("up", "-f", str(file), "--port", str(port), "--detach", "--timeout", str(timeout_s)),
+            timeout_s=timeout_s + 30,
+        )
+        assert up.returncode == 0, up.stdout + up.stderr + tails(deployment)
+        yield deployment
+        down = deployment.cleave("down", name)
+        assert down.returncode == 0, down.stdout + down.stderr
+        left = [command(p) for p in deployment.processes()]
+        assert not left, f"left running: {left}"
+    finally:
+        for process in deployment.processes():
+            process.kill()
+
+
+def idle(deployment: Deployment) -> bool:
+    """Whether no engine runs, queues or holds anything."""
+    loads = [health.load for health in deployment.healths()]
+    return not any(load.num_running or load.num_waiting or load.kv_cache_usage for load in loads)
+
+
+def tails(deployment: Deployment) -> str:
+    return "".join(
+        f"\n== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        for log in sorted(deployment.state_dir.rglob("*.log"))
+    )
+
+
+def emulated(name: str, prefill: int, decode: int, time_scale: float = 0.1) -> dict[str, object]:
+    """A manifest for instances of the emulated engine."""
+    return {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"source": "facebook/opt-13b", "servedName": name},
+            "slo": {"ttftMs": 400, "tpotMs": 40},
+            "engine": {
+                "type": "Emulated",
+                "emulated": {"latency": "distserve/opt-13b/tp1", "timeScale": time_scale},
+            },
+            "placement": {
+                "manual": [
+                    {"role": "prefill", "replicas": prefill},
+                    {"role": "decode", "replicas": decode},
+                ]
+            },
+        },
+    }

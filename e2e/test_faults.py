@@ -1,0 +1,129 @@
+"""Processes are killed; clients get answers or clear errors, and the service comes back."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+from harness import Deployment, deployed, emulated, idle, until
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One prefill and one decode instance."""
+    with deployed(emulated("pair", 1, 1), tmp_path_factory.mktemp("pair"), 60) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Two of each: something is left when one dies."""
+    with deployed(emulated("four", 2, 2), tmp_path_factory.mktemp("four"), 60) as deployment:
+        yield deployment
+
+
+def ask(
+    deployment: Deployment, prompt: str, max_tokens: int = 20, **fields: object
+) -> httpx.Response:
+    body = {
+        "model": deployment.name,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
+    return httpx.post(f"{deployment.url}/v1/completions", json=body | fields, timeout=TIMEOUT_S)
+
+
+def healthy(deployment: Deployment, instances: int) -> bool:
+    found = deployment.instances().values()
+    return (
+        len(found) == instances
+        and all(r.kv_path.verified and not r.reason for r in found)
+        and httpx.get(f"{deployment.url}/health", timeout=TIMEOUT_S).status_code == 200
+    )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("victim", ["engine", "agent"])
+def test_the_only_one_of_a_role_is_killed(pair: Deployment, role: str, victim: str) -> None:
+    expected = ask(pair, "the same question").json()["choices"][0]["text"]
+    instance = f"pair-{role}-0"
+    boot_id = pair.instances()[instance].boot_id
+    process = pair.engine(instance) if victim == "engine" else pair.agent(instance)
+    tree = process.children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+
+    during = ask(pair, "the same question")
+    if during.status_code == 200:
+        assert during.json()["choices"][0]["text"] == expected
+    else:
+        assert during.status_code in (502, 503)
+        assert during.json()["error"]["message"]
+
+    _, alive = psutil.wait_procs(tree, timeout=15)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    until(
+        lambda: healthy(pair, 2) and pair.instances()[instance].boot_id != boot_id,
+        30,
+        "the instance is back",
+    )
+    assert ask(pair, "the same question").json()["choices"][0]["text"] == expected
+
+
+def test_one_of_two_is_killed_under_load_and_no_answer_is_wrong(four: Deployment) -> None:
+    prompts = [f"question {i} " * 40 for i in range(40)]
+    expected = {p: ask(four, p).json()["choices"][0]["text"] for p in prompts}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [(p, pool.submit(ask, four, p)) for p in prompts * 3]
+        for instance in ("four-prefill-1", "four-decode-0"):
+            time.sleep(0.5)
+            os.kill(four.engine(instance).pid, signal.SIGKILL)
+        failed = 0
+        for prompt, future in answers:
+            response = future.result(timeout=60)
+            if response.status_code == 200:
+                assert response.json()["choices"][0]["text"] == expected[prompt]
+            else:
+                failed += 1
+                assert response.json()["error"]["message"]
+    # Nothing had reached these clients yet, so every request could be started again elsewhere.
+    assert failed == 0
+    until(lambda: healthy(four, 4), 30, "all four are back")
+    until(lambda: idle(four), 15, "nothing is held")
+
+
+def test_a_decode_engine_lost_mid_stream_ends_the_stream_with_an_error(pair: Deployment) -> None:
+    events = []
+    body = {"model": "pair", "prompt": "a long story", "max_tokens": 2000, "ignore_eos": True}
+    with httpx.stream(
+        "POST", f"{pair.url}/v1/completions", json=body | {"stream": True}, timeout=TIMEOUT_S
+    ) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+            if len(events) == 5:
+                os.kill(pair.engine("pair-decode-0").pid, signal.SIGKILL)
+    assert "message" in json.loads(events[-1])["error"]
+    assert "[DONE]" not in events
+    until(lambda: healthy(pair, 2), 30, "the instance is back")
+
+
+def test_a_killed_gateway_comes_back(pair: Deployment) -> None:
+    (gateway,) = [p for p in pair.processes() if "cleave.gateway.main" in " ".join(p.cmdline())]
+    os.kill(gateway.pid, signal.SIGKILL)
+
+    def answers() -> bool:
+        try:
+            return ask(pair, "still there?").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    until(answers, 30, "the gateway is back")
