@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
+
 from harness import Deployment, deployed, emulated, idle, until
 
 TIMEOUT_S = 30

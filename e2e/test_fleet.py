@@ -6,8 +6,9 @@ import random
 from collections.abc import Iterator
 
 import aiohttp
-import azure_conversation
 import pytest
+
+import azure_conversation
 from harness import Deployment, deployed, emulated, idle, until
 
 REQUESTS = 2_000

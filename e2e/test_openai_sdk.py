@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+
 from harness import Deployment, deployed, emulated, idle, until
 
 

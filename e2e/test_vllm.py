@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+
 from harness import Deployment, deployed, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
