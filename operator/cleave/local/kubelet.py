@@ -1,0 +1,195 @@
+"""The process kubelet: runs Kubernetes v1 Pods as processes of this machine.
+
+`cleave up` and end-to-end tests give it the same manifests a cluster would get. It does what pods
+notice of a kubelet: an address each, the downward API, exclusive cores, probes, restarts, graceful
+ends. `<state>/agents` is its DNS: one ip:9000 per worker pod, replaced at every change.
+What is hard: decisions are in the pure modules beside this one; this one only keeps resources
+(addresses, cores, GPUs) in step with the pods that hold them.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cleave.local import cores, environment, files, logs
+from cleave.local.network import HOST_IP, AddressShortageError, Network, busy_ports
+from cleave.local.node import Gpu, Node
+from cleave.local.pod_life import Command, PodLife
+from cleave.local.pod_spec import Manifest, PodError, PodSpec, parse
+from cleave.local.pod_status import Facts, status
+from cleave.rpc import discovery
+
+COMPONENT_LABEL = "cleave.dev/component"
+AGENT_PORT = 9000
+SHARED_CORES_ENV = "CLEAVE_ALLOW_SHARED_CORES"
+_HOUSEKEEPING_S = 5.0
+
+
+class Kubelet:
+    """Runs pods until closed; use as an async context manager, from one event loop."""
+
+    def __init__(
+        self,
+        node: Node,
+        state: Path,
+        *,
+        allow_shared_cores: bool = False,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._node = node
+        self._state = state
+        self._allow_shared_cores = allow_shared_cores
+        self._changed = changed
+        self._manifests: dict[str, Manifest] = {}
+        self._lives: dict[str, PodLife] = {}
+        self._own_cores: dict[str, frozenset[int]] = {}
+        self._own_gpus: dict[str, frozenset[Gpu]] = {}
+        self._housekeeping: asyncio.Task[None] | None = None
+
+    @property
+    def agents_file(self) -> Path:
+        """Addresses of all agents, for CLEAVE_AGENTS."""
+        return self._state / "agents"
+
+    async def __aenter__(self) -> Self:
+        files.private_folder(self._state / "logs")
+        self._network = Network(self._state.name)
+        self._publish()
+        self._housekeeping = asyncio.create_task(self._keep_house())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(self.stop(name) for name in list(self._lives)))
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        self._network.close()
+
+    def run(self, pod: Manifest) -> None:
+        """Admit `pod` and start it. Raises PodError when this machine cannot run it."""
+        spec = parse(pod)
+        if spec.name in self._lives:
+            raise PodError(f"pod {spec.name} runs already")
+        address = self._address(spec)
+        try:
+            own_cores, own_gpus = self._own(spec)
+            command = self._command(spec, address, own_cores, own_gpus)
+        except PodError:
+            self._network.give_back(address)
+            raise
+        self._manifests[spec.name] = pod
+        self._own_cores[spec.name], self._own_gpus[spec.name] = own_cores, own_gpus
+        facts = Facts(pod_ip=address, admitted_at=time.time())
+        placed = own_cores or self._shared_cores()
+        self._lives[spec.name] = PodLife(spec, facts, command, placed, self._changed)
+        self._settle()
+
+    async def stop(self, name: str, grace_s: float | None = None) -> None:
+        """Stop a pod and forget it; nothing of it runs afterwards. Unknown names are no error."""
+        life = self._lives.get(name)
+        if life is None:
+            return
+        await life.stop(grace_s)
+        if self._lives.pop(name, None) is None:
+            return  # another call was here first
+        self._network.give_back(life.facts.pod_ip)
+        for book in (self._manifests, self._own_cores, self._own_gpus):
+            book.pop(name, None)
+        self._settle()
+
+    def pods(self) -> list[Manifest]:
+        """All pods as Kubernetes shows them, status included."""
+        return [
+            {**self._manifests[name], "status": status(life.spec, life.facts)}
+            for name, life in self._lives.items()
+        ]
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a pod's container; None while it does not run."""
+        life = self._lives.get(name)
+        return life.facts.pid if life else None
+
+    def log(self, name: str) -> Path:
+        """The log file of pod `name`."""
+        return self._state / "logs" / f"{name}.log"
+
+    def _address(self, spec: PodSpec) -> str:
+        if spec.host_network:
+            if busy := busy_ports(HOST_IP, spec.ports):
+                raise PodError(f"pod {spec.name}: port {busy[0]} of {HOST_IP} is in use")
+            return HOST_IP
+        try:
+            return self._network.take(spec.ports)
+        except AddressShortageError as error:
+            raise PodError(f"pod {spec.name}: {error}") from error
+
+    def _own(self, spec: PodSpec) -> tuple[frozenset[int], frozenset[Gpu]]:
+        free_gpus = sorted(
+            set(self._node.gpus).difference(*self._own_gpus.values()), key=lambda gpu: gpu.index
+        )
+        if spec.gpus > len(free_gpus):
+            raise PodError(f"pod {spec.name}: {spec.gpus} GPU(s) needed, {len(free_gpus)} free")
+        return self._exclusive_cores(spec), frozenset(free_gpus[: spec.gpus])
+
+    def _exclusive_cores(self, spec: PodSpec) -> frozenset[int]:
+        free = self._node.cores.difference(*self._own_cores.values())
+        try:
+            return cores.allocate(free, spec.exclusive_cores)
+        except cores.CoreShortageError as error:
+            if self._allow_shared_cores:
+                return frozenset()
+            raise PodError(
+                f"pod {spec.name}: {error} of {len(self._node.cores)}; "
+                "use --allow-shared-cores to share them (slower, timings mean little)"
+            ) from error
+
+    def _command(
+        self, spec: PodSpec, address: str, own_cores: frozenset[int], own_gpus: frozenset[Gpu]
+    ) -> Command:
+        known = environment.fields(spec, address, HOST_IP, self._node.name)
+        env = environment.resolve(spec.env, known, self._overrides(spec, own_cores, own_gpus))
+        argv = environment.command_line(spec.command, env)
+        return Command(argv, {**os.environ, **env}, self.log(spec.name))
+
+    def _overrides(
+        self, spec: PodSpec, own_cores: frozenset[int], own_gpus: frozenset[Gpu]
+    ) -> dict[str, str]:
+        overrides = {discovery.ENV: f"file:{self.agents_file}"}
+        if spec.exclusive_cores and not own_cores:
+            overrides[SHARED_CORES_ENV] = "1"
+        if self._node.gpus:
+            indices = sorted(gpu.index for gpu in own_gpus)
+            overrides["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+        return overrides
+
+    def _shared_cores(self) -> frozenset[int]:
+        return cores.shared(self._node.cores, frozenset().union(*self._own_cores.values()))
+
+    def _settle(self) -> None:
+        """Bring what follows from the set of pods in step with it."""
+        shared = self._shared_cores()
+        for name, life in self._lives.items():
+            if not self._own_cores[name] and life.cores != shared:
+                life.place(shared)
+        self._publish()
+        self._changed()
+
+    def _publish(self) -> None:
+        agents = sorted(
+            f"{life.facts.pod_ip}:{AGENT_PORT}"
+            for life in self._lives.values()
+            if life.spec.labels.get(COMPONENT_LABEL) == "worker"
+        )
+        files.replace(self.agents_file, "".join(f"{agent}\n" for agent in agents))
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            for life in self._lives.values():
+                logs.bound(life.log)

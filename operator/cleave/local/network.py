@@ -1,0 +1,85 @@
+"""Loopback addresses for pods: each gets its own, so ports stay those of Kubernetes.
+
+Called by the kubelet. Linux answers on all of 127.0.0.0/8. A deployment takes a block of 254
+addresses from 127.64.0.0/10, chosen by its name so that addresses stay the same between runs.
+What is hard: another kubelet, or pods that still drain after their kubelet died, may be in the
+block. A socket held on the block's last address is the block's lock, and a pod's ports are tried
+before an address is given out.
+"""
+
+import contextlib
+import hashlib
+import socket
+from collections.abc import Iterable
+
+HOST_IP = "127.0.0.1"
+_LOCK_PORT = 10250
+"""The kubelet's own port in Kubernetes."""
+_BLOCKS = 64 * 256
+_BLOCK_ATTEMPTS = 32
+
+
+class AddressShortageError(RuntimeError):
+    """No loopback address is free for a pod; the text names the ports."""
+
+
+class Network:
+    """The block of addresses of one deployment, held until closed."""
+
+    def __init__(self, name: str) -> None:
+        first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _BLOCKS
+        for block in range(first, first + _BLOCK_ATTEMPTS):
+            high, low = divmod(block % _BLOCKS, 256)
+            self._prefix = f"127.{64 + high}.{low}"
+            with contextlib.suppress(OSError):
+                self._lock = _bound(f"{self._prefix}.255", _LOCK_PORT)
+                break
+        else:
+            raise AddressShortageError(
+                f"no loopback block is free: is port {_LOCK_PORT} taken everywhere?"
+            )
+        self._taken: set[str] = set()
+
+    def take(self, ports: Iterable[int]) -> str:
+        """An address of the block on which all `ports` are free. Raises AddressShortageError."""
+        wanted = tuple(ports)
+        for host in range(1, 255):
+            address = f"{self._prefix}.{host}"
+            if address not in self._taken and not busy_ports(address, wanted):
+                self._taken.add(address)
+                return address
+        raise AddressShortageError(
+            f"ports {', '.join(map(str, wanted))} are taken on all of {self._prefix}.0/24:"
+            " does a program listen on them on every address (0.0.0.0)?"
+        )
+
+    def give_back(self, address: str) -> None:
+        """Let `address` be taken again."""
+        self._taken.discard(address)
+
+    def close(self) -> None:
+        """Give up the block."""
+        self._lock.close()
+
+
+def busy_ports(address: str, ports: Iterable[int]) -> list[int]:
+    """Those of `ports` that another program listens on at `address`."""
+    busy = []
+    for port in ports:
+        try:
+            _bound(address, port).close()
+        except OSError:
+            busy.append(port)
+    return busy
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    bound = socket.socket()
+    try:
+        # Past connections in TIME_WAIT do not make a port busy; a listener does.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -1,0 +1,86 @@
+"""What this machine offers to pods: cores, memory, GPUs.
+
+Read once by `up` before it plans. GPUs are asked of nvidia-smi, which needs no library of ours.
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_NVIDIA_SMI_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi names it."""
+
+    index: int
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Capacity of one machine."""
+
+    name: str
+    cores: frozenset[int]
+    """Those this process may run on."""
+    memory_bytes: int
+    """Available now: free, or held by caches that give way."""
+    gpus: tuple[Gpu, ...] = ()
+
+
+def inspect() -> Node:
+    """This machine, now."""
+    return Node(
+        name=os.uname().nodename,
+        cores=frozenset(os.sched_getaffinity(0)),
+        memory_bytes=_available_bytes(),
+        gpus=_gpus(),
+    )
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return min(int(rest.split()[0]) * 1024, _cgroup_left_bytes())
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def _cgroup_left_bytes() -> int:
+    """What a container's memory limit leaves; without one, as good as everything."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:
+        return 2**63
+    return 2**63 if limit == "max" else max(0, int(limit) - used)
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ()
+    query = [smi, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    # A driver that does not work is a machine without GPUs.
+    return parse_gpus(done.stdout) if done.returncode == 0 else ()
+
+
+def parse_gpus(csv: str) -> tuple[Gpu, ...]:
+    """GPUs from nvidia-smi's lines `index, name, memory in MiB`."""
+    rows = [[field.strip() for field in line.split(",")] for line in csv.splitlines() if line]
+    return tuple(
+        Gpu(int(index), name, int(memory) * 2**20 if memory.isdigit() else 0)
+        for index, name, memory in rows
+    )

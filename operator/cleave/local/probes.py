@@ -1,0 +1,104 @@
+"""Probes of pods: one question over gRPC or HTTP, and the counting that turns answers into a state.
+
+Called by the kubelet's pod loop. The counting is pure; asking is bounded by the probe's time-out
+and any failure to ask is the answer "no".
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cleave.local.pod_spec import Probe, ProbeKind
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Answers to one probe so far; `passed` changes only at the probe's thresholds."""
+
+    passed: bool
+    successes: int = 0
+    failures: int = 0
+
+    def after(self, probe: Probe, success: bool) -> "Tally":
+        """The tally with one more answer."""
+        if success:
+            successes = self.successes + 1
+            passed = self.passed or successes >= probe.success_threshold
+            return replace(self, passed=passed, successes=successes, failures=0)
+        failures = self.failures + 1
+        passed = self.passed and failures < probe.failure_threshold
+        return replace(self, passed=passed, successes=0, failures=failures)
+
+
+class Prober(Protocol):
+    """Asks one pod one question."""
+
+    async def ask(self) -> bool:
+        """Whether the pod says yes, within the probe's time-out."""
+
+    async def close(self) -> None:
+        """Close what is kept open between questions."""
+
+
+def prober(probe: Probe, address: str) -> Prober:
+    """The prober for `probe` of the pod at `address`."""
+    if probe.kind is ProbeKind.GRPC:
+        return GrpcProber(probe, address)
+    return HttpProber(probe, address)
+
+
+class GrpcProber:
+    """Asks grpc.health.v1; one channel is kept for the life of the container."""
+
+    def __init__(self, probe: Probe, address: str) -> None:
+        self._probe = probe
+        self._channel = grpc.aio.insecure_channel(
+            f"{address}:{probe.port}", options=[("grpc.max_reconnect_backoff_ms", 1000)]
+        )
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def ask(self) -> bool:
+        """True when the service is SERVING."""
+        request = health_pb2.HealthCheckRequest(service=self._probe.target)
+        try:
+            answer = await self._health.Check(request, timeout=self._probe.timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+class HttpProber:
+    """Asks with one GET on a new connection."""
+
+    def __init__(self, probe: Probe, address: str) -> None:
+        self._probe = probe
+        self._address = address
+
+    async def ask(self) -> bool:
+        """True on a status of 200 to 399."""
+        try:
+            async with asyncio.timeout(self._probe.timeout_s):
+                status = await self._status()
+        except (OSError, TimeoutError, ValueError, IndexError):
+            return False
+        return 200 <= status < 400
+
+    async def close(self) -> None:
+        """Nothing is kept open."""
+
+    async def _status(self) -> int:
+        reader, writer = await asyncio.open_connection(self._address, self._probe.port)
+        try:
+            host = f"{self._address}:{self._probe.port}"
+            request = f"GET {self._probe.target} HTTP/1.1\r\nHost: {host}\r\nConnection: close"
+            writer.write(f"{request}\r\n\r\n".encode())
+            return int((await reader.readline()).split()[1])
+        finally:
+            writer.close()
