@@ -1,0 +1,84 @@
+"""What one emulated engine is: limits, KV hand-off, speed. Built by the command line."""
+
+import json
+import uuid
+from dataclasses import dataclass
+
+from cleave.perf.latency import Profile
+from cleave.perf.model import ModelShape
+from cleave_worker.emulator.scheduler import Limits
+
+_ROLES = ("kv_both", "kv_producer", "kv_consumer")
+_POLICIES = ("fail", "recompute")
+
+
+class ConfigError(ValueError):
+    """The engine cannot be started as asked; the message is one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """What the emulation follows of vLLM's --kv-transfer-config, and the network's speed."""
+
+    engine_id: str
+    host: str
+    port: int
+    lease_s: float = 30.0
+    """Blocks of a finished prefill are kept this long, and longer while heartbeats come."""
+    recompute_on_failure: bool = False
+    bandwidth_gbps: float = 200.0
+    """Gigabits per second of one transfer; simultaneous transfers do not share it."""
+    latency_ms: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine needs; nothing else is read from the environment."""
+
+    served_model_name: str
+    shape: ModelShape
+    profile: Profile
+    max_model_len: int
+    limits: Limits
+    block_size: int
+    num_blocks: int
+    time_scale: float = 1.0
+    """Emulated durations are multiplied by this; 0.1 is ten times faster."""
+    kv_transfer: KvTransfer | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what could never serve a request, as vLLM does at start-up."""
+        capacity = self.num_blocks * self.block_size
+        if self.max_model_len > capacity:
+            raise ConfigError(
+                f"one request of --max-model-len {self.max_model_len} tokens does not fit the KV "
+                f"cache of {capacity} tokens; lower it or raise --num-gpu-blocks-override"
+            )
+        smallest = min(self.max_model_len, self.limits.max_num_seqs, self.block_size)
+        if min(smallest, self.limits.max_num_batched_tokens) < 1 or self.time_scale < 0:
+            raise ConfigError("lengths and limits must be at least 1, --time-scale at least 0")
+
+
+def parse_kv_transfer(
+    text: str, host: str, port: int, bandwidth_gbps: float, latency_ms: float
+) -> KvTransfer:
+    """vLLM's JSON for --kv-transfer-config. Raises ConfigError on what is not emulated."""
+    try:
+        config = json.loads(text)
+        connector, role = config["kv_connector"], config["kv_role"]
+        policy = config.get("kv_load_failure_policy", "fail")
+        extra = config.get("kv_connector_extra_config") or {}
+        lease_s = float(extra.get("kv_lease_duration", 30))
+        engine_id = str(config.get("engine_id") or uuid.uuid4())
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"--kv-transfer-config is malformed: {error!r}") from error
+    if connector != "NixlConnector" or role not in _ROLES or policy not in _POLICIES:
+        raise ConfigError(
+            f"--kv-transfer-config: emulated are NixlConnector with {', '.join(_ROLES)} and "
+            f"kv_load_failure_policy {' or '.join(_POLICIES)}"
+        )
+    if bandwidth_gbps <= 0 or latency_ms < 0 or lease_s <= 0:
+        raise ConfigError("KV bandwidth and lease must be above 0, latency at least 0")
+    return KvTransfer(
+        engine_id, host, port, lease_s, policy == "recompute", bandwidth_gbps, latency_ms
+    )

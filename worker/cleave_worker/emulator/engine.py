@@ -1,0 +1,274 @@
+"""The engine loop: runs the scheduler's steps in emulated time and hands tokens to listeners.
+
+The API submits requests and aborts them; the loop computes one step after another and sleeps
+while there is nothing to do (no polling). What is hard: an iteration must end when the latency
+model says, so ends are absolute deadlines and the imprecision of sleeping does not add up.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from cleave.metrics.load_page import Load, LoadPage
+from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.emulator.config import EngineConfig
+from cleave_worker.emulator.faults import Faults
+from cleave_worker.emulator.handoff import KvDoor, TransferError
+from cleave_worker.emulator.metrics import Metrics
+from cleave_worker.emulator.scheduler import Output, Scheduler, Step
+from cleave_worker.emulator.sequence import Finish, HandOff, Request, Sequence, State
+
+_MAX_LAG_S = 0.1
+"""A loop that was held up longer does not rush through the missed time."""
+
+
+class Listener(Protocol):
+    """Where a sequence's tokens go. Called from the loop, so it must not block."""
+
+    def push(self, token: int, finish: Finish | None) -> None:
+        """One more token; the last one comes with the reason of the end."""
+
+    def fail(self, reason: str) -> None:
+        """The sequence ended without its tokens."""
+
+
+class Engine:
+    """One emulated instance."""
+
+    def __init__(self, config: EngineConfig, load_page: Path | None = None) -> None:
+        self.config = config
+        self.faults = Faults()
+        self.metrics = Metrics()
+        pool = BlockPool(config.num_blocks, config.block_size)
+        self.scheduler = Scheduler(config.limits, pool)
+        self.door: KvDoor | None = None
+        if config.kv_transfer:
+            self.door = KvDoor(
+                config.kv_transfer, self.scheduler, self.faults, self.metrics, self._on_freed
+            )
+        self._page = LoadPage(load_page) if load_page else None
+        self._listeners: dict[Sequence, Listener] = {}
+        self._pulls: dict[Sequence, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop runs (a hanging engine counts as alive, as with vLLM)."""
+        return self._loop_task is not None and not self._loop_task.done()
+
+    async def start(self) -> None:
+        """Open the KV door and start the loop. Raises OSError when the door's port is taken."""
+        if self.door:
+            await self.door.start()
+        self._loop_task = asyncio.create_task(self._run())
+        self._publish()
+
+    async def stop(self) -> None:
+        """End the loop and everything under way."""
+        tasks = [*self._pulls.values(), *([self._loop_task] if self._loop_task else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.door:
+            await self.door.stop()
+        if self._page:
+            self._page.close()
+
+    def submit(self, request: Request, listener: Listener) -> Sequence:
+        """Queue a request that fits max_model_len; its tokens go to the listener.
+
+        An engine without KV hand-off computes everything itself, as vLLM without a connector does.
+        """
+        if not self.door:
+            request = replace(request, hold=False, hand_off=None)
+        sequence = Sequence(request, time.monotonic())
+        self._listeners[sequence] = listener
+        self.scheduler.add(sequence)
+        if self.door and sequence.hand_off:
+            self.door.expect(sequence, sequence.hand_off)
+        self._wake.set()
+        self._publish()
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """The client is gone: free what the request holds here and at the prefill instance."""
+        if sequence.state is State.FINISHED:
+            return
+        hand_off = sequence.hand_off
+        self._drop(sequence, Finish.ABORT)
+        if self.door and hand_off:
+            self.door.decline(hand_off)
+
+    def gauges(self) -> dict[str, float]:
+        """The present state under vLLM's metric names."""
+        load = self._load()
+        return {
+            "num_requests_running": load.num_running,
+            "num_requests_waiting": load.num_waiting,
+            "kv_cache_usage_perc": load.kv_cache_usage,
+            "num_preemptions_total": load.num_preemptions,
+        }
+
+    async def _run(self) -> None:
+        deadline = time.monotonic()
+        while True:
+            step = self.scheduler.schedule()
+            for sequence in step.loads:
+                self._pulls[sequence] = asyncio.create_task(self._pull(sequence))
+            self._publish()
+            now = time.monotonic()
+            if not step.scheduled:
+                self._wake.clear()
+                await self._wake.wait()
+                deadline = time.monotonic()
+                continue
+            self._note_start(step, now)
+            deadline = max(deadline, now - _MAX_LAG_S) + self._duration_s(step)
+            await asyncio.sleep(max(0.0, deadline - now))
+            await self.faults.wait_until_resumed()
+            self._deliver(step)
+
+    def _duration_s(self, step: Step) -> float:
+        model_ms = self.config.profile.latency.iteration_ms(
+            step.chunks, step.batch, step.context_tokens
+        )
+        return model_ms * self.config.time_scale * self.faults.slow / 1000
+
+    def _deliver(self, step: Step) -> None:
+        now = time.monotonic()
+        self.metrics.iteration_tokens.observe(step.num_tokens)
+        outputs = self.scheduler.complete(step)
+        self.metrics.generation_tokens += len(outputs)
+        for output in outputs:
+            self._count(output, now)
+            sequence, token, finish = output
+            listener = self._listeners[sequence]
+            if finish:
+                del self._listeners[sequence]
+                if self.door and sequence.request.hold:
+                    self.door.hold(sequence)
+            listener.push(token, finish)
+
+    def _count(self, output: Output, now: float) -> None:
+        sequence, metrics = output.sequence, self.metrics
+        if sequence.first_token_at:
+            metrics.itl_s.observe(now - sequence.last_token_at)
+        else:
+            sequence.first_token_at = now
+            self._count_prompt(sequence, now)
+        sequence.last_token_at = now
+        if output.finish:
+            metrics.finished[output.finish.value] += 1
+            metrics.e2e_s.observe(now - sequence.submitted_at)
+            metrics.decode_s.observe(now - sequence.first_token_at)
+            if sequence.num_outputs > 1:
+                decode_s = now - sequence.first_token_at
+                metrics.tpot_s.observe(decode_s / (sequence.num_outputs - 1))
+
+    def _count_prompt(self, sequence: Sequence, now: float) -> None:
+        metrics, sources = self.metrics, self.metrics.prompt_tokens_by_source
+        metrics.prompt_tokens += sequence.prompt_len
+        pulled, cached = sequence.pulled_tokens, sequence.cached_tokens
+        sources["external_kv_transfer"] += pulled
+        sources["local_cache_hit"] += cached
+        sources["local_compute"] += sequence.prompt_len - pulled - cached
+        metrics.ttft_s.observe(now - sequence.submitted_at)
+        metrics.prefill_s.observe(now - sequence.scheduled_at)
+
+    def _note_start(self, step: Step, now: float) -> None:
+        for sequence, _ in step.scheduled:
+            if not sequence.scheduled_at:
+                sequence.scheduled_at = now
+                self.metrics.queue_s.observe(now - sequence.submitted_at)
+
+    async def _pull(self, sequence: Sequence) -> None:
+        door, hand_off = self.door, sequence.hand_off
+        assert door
+        assert hand_off
+        num_blocks = len(sequence.blocks) - sequence.cached_tokens // self.config.block_size
+        started = time.monotonic()
+        self.metrics.external_queries += sequence.prompt_len
+        try:
+            duration_s, num_bytes = self._transfer(num_blocks)
+            contents = await door.pull(hand_off, num_blocks, duration_s)
+            self.metrics.transfer_s.observe(time.monotonic() - started)
+            self.metrics.transfer_bytes.observe(num_bytes)
+            self.metrics.external_hits += sequence.prompt_len
+            self.scheduler.load(sequence, contents)
+        except TransferError as error:
+            self.metrics.failed_transfers += 1
+            self._resolve(sequence, str(error))
+        finally:
+            self._pulls.pop(sequence, None)
+            door.forget(sequence)
+        self._wake.set()
+
+    def _transfer(self, num_blocks: int) -> tuple[float, int]:
+        """Seconds and bytes of moving whole blocks."""
+        kv = self.config.kv_transfer
+        assert kv
+        tokens = num_blocks * self.config.block_size
+        num_bytes = tokens * self.config.shape.kv_bytes_per_token
+        seconds = kv.latency_ms / 1000 + num_bytes * 8 / (kv.bandwidth_gbps * 1e9)
+        return seconds * self.config.time_scale, num_bytes
+
+    def _resolve(self, sequence: Sequence, reason: str) -> None:
+        """Apply kv_load_failure_policy to a sequence whose KV did not come."""
+        kv = self.config.kv_transfer
+        if kv and kv.recompute_on_failure:
+            self.scheduler.recompute(sequence)
+            return
+        listener = self._listeners[sequence]
+        self._drop(sequence, Finish.ERROR)
+        listener.fail(f"KV load failed: {reason}")
+
+    def _drop(self, sequence: Sequence, finish: Finish) -> None:
+        self.scheduler.abort(sequence)
+        self.metrics.finished[finish.value] += 1
+        self._listeners.pop(sequence, None)
+        pull = self._pulls.pop(sequence, None)
+        if pull and pull is not asyncio.current_task():
+            pull.cancel()
+        if self.door:
+            self.door.forget(sequence)
+        self._on_freed()
+
+    def _on_freed(self) -> None:
+        self._wake.set()
+        self._publish()
+
+    def _load(self) -> Load:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            pending_prompt_tokens=scheduler.pending_prompt_tokens,
+            kv_blocks_free=pool.num_free,
+            kv_blocks_total=pool.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            kv_cache_usage=1 - pool.num_free / pool.num_blocks,
+        )
+
+    def _publish(self) -> None:
+        if self._page:
+            self._page.write(self._load())
+
+
+def hand_off_of(params: dict[str, Any]) -> HandOff:
+    """The hand-off in a request's kv_transfer_params. Raises ValueError when it is malformed."""
+    try:
+        groups: Iterable[Iterable[int]] = params["remote_block_ids"]
+        (block_ids,) = groups
+        return HandOff(
+            engine_id=str(params["remote_engine_id"]),
+            request_id=str(params["remote_request_id"]),
+            host=str(params["remote_host"]),
+            port=int(params["remote_port"]),
+            block_ids=tuple(int(block) for block in block_ids),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"kv_transfer_params are malformed: {error!r}") from error

@@ -1,0 +1,180 @@
+"""Command line of the emulated engine: `python -m cleave_worker.emulator.main` with vLLM's flags.
+
+The agent starts it in place of `vllm.entrypoints.openai.api_server`. Flags of vLLM that change
+nothing here are accepted where the agent or its users pass them; all others are refused.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from aiohttp import web
+
+from cleave.metrics import load_page
+from cleave.perf import latency, model
+from cleave_worker.emulator.api import Api
+from cleave_worker.emulator.config import ConfigError, EngineConfig, KvTransfer, parse_kv_transfer
+from cleave_worker.emulator.engine import Engine
+from cleave_worker.emulator.scheduler import Limits
+
+_DEFAULT_SHAPE = "opt-13b"
+_KEEPALIVE_S = 300.0
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a wrong command line with one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"emulated engine: {message}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A parsed command line."""
+
+    host: str
+    port: int
+    fault_injection: bool
+    engine: EngineConfig
+
+
+def parse(argv: Sequence[str], environment: dict[str, str]) -> Options:
+    """Read the command line. Raises ConfigError; exits on what argparse finds wrong."""
+    args = _parser().parse_args(argv)
+    shape = _load_shape(args.model)
+    profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
+    num_blocks = args.num_gpu_blocks_override or profile.kv_capacity_tokens // args.block_size
+    limits = Limits(args.max_num_seqs, args.max_num_batched_tokens, args.enable_prefix_caching)
+    engine = EngineConfig(
+        served_model_name=args.served_model_name or args.model,
+        shape=shape,
+        profile=profile,
+        max_model_len=args.max_model_len or shape.max_model_len,
+        limits=limits,
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        time_scale=args.time_scale,
+        kv_transfer=_load_kv_transfer(args, environment),
+    )
+    return Options(args.host, args.port, args.fault_injection, engine)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; exit code 0 then, 2 for a refused command line."""
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv, dict(os.environ))
+    except ConfigError as error:
+        print(f"emulated engine: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    page = os.environ.get(load_page.ENV)
+    try:
+        asyncio.run(_serve(options, Path(page) if page else None))
+    except OSError as error:
+        print(f"emulated engine: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+async def _serve(options: Options, page: Path | None) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    engine = Engine(options.engine, page)
+    await engine.start()
+    app = Api(engine, options.fault_injection).application()
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=_KEEPALIVE_S,
+        shutdown_timeout=0,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, options.host, options.port, backlog=1024).start()
+        host, port = runner.addresses[0][:2]
+        print(f"emulated engine: http://{host}:{port}", file=sys.stderr, flush=True)  # noqa: T201
+        await ended.wait()
+    finally:
+        await engine.stop()
+        await runner.cleanup()
+
+
+def _load_shape(name: str) -> model.ModelShape:
+    try:
+        return model.load(name)
+    except model.UnknownModelError as error:
+        if Path(name).is_dir():
+            raise ConfigError(str(error)) from error
+        # Any name will do for a model that is not there: its KV is as large as the default's.
+        return model.load(_DEFAULT_SHAPE)
+
+
+def _load_profile(name: str | None, shape: str, tensor_parallel_size: int) -> latency.Profile:
+    known = latency.names()
+    wanted = f"distserve/{shape}/tp{tensor_parallel_size}"
+    fallback = wanted if wanted in known else f"distserve/{_DEFAULT_SHAPE}/tp1"
+    try:
+        return latency.load(name or fallback)
+    except latency.UnknownProfileError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _load_kv_transfer(args: argparse.Namespace, environment: dict[str, str]) -> KvTransfer | None:
+    if args.kv_transfer_config is None:
+        return None
+    host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
+    port = environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    if not port.isdigit():
+        raise ConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port} is no port")
+    return parse_kv_transfer(
+        args.kv_transfer_config, host, int(port), args.kv_bandwidth_gbps, args.kv_latency_ms
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="cleave_worker.emulator.main", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", required=True, help="folder with a config.json, or a name")
+    add("--served-model-name")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--max-model-len", type=int)
+    add("--max-num-seqs", type=int, default=256)
+    add("--max-num-batched-tokens", type=int, default=2048)
+    add("--block-size", type=int, default=16)
+    add("--num-gpu-blocks-override", type=int)
+    add("--tensor-parallel-size", type=int, default=1)
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV hand-off")
+    emulation = parser.add_argument_group("emulation")
+    add = emulation.add_argument
+    add("--latency", help="profile of the latency model, ENGINE/MODEL/tpN")
+    add("--time-scale", type=float, default=1.0, help="0.1 is ten times faster")
+    add("--kv-bandwidth-gbps", type=float, default=200.0, help="gigabits per second")
+    add("--kv-latency-ms", type=float, default=1.0)
+    add("--fault-injection", action="store_true", help="open /emulator/faults")
+    _accept_without_effect(parser.add_argument_group("vLLM's, without effect here").add_argument)
+    return parser
+
+
+def _accept_without_effect(add: Callable[..., argparse.Action]) -> None:
+    for flag in ("--dtype", "--seed", "--gpu-memory-utilization", "--uvicorn-log-level"):
+        add(flag)
+    add("--pipeline-parallel-size", type=int)
+    for switch in ("--enforce-eager", "--trust-remote-code", "--enable-log-requests"):
+        add(switch, action=argparse.BooleanOptionalAction)
+    for switch in ("--disable-log-stats", "--disable-uvicorn-access-log"):
+        add(switch, action="store_true")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The bodies that clients send and vLLM's errors. Used by the API; checks as vLLM 0.32 does.
+
+Sampling parameters are accepted and change nothing: the emulated model has one continuation. What
+cannot be emulated is refused rather than ignored.
+"""
+
+import uuid
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cleave_worker.emulator import tokenizer
+from cleave_worker.emulator.engine import hand_off_of
+from cleave_worker.emulator.sequence import HandOff, Request
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_REFUSED = ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "stop", "best_of")
+
+
+class ApiError(Exception):
+    """An answer in vLLM's error form."""
+
+    def __init__(self, status: int, message: str, kind: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+
+    def body(self) -> dict[str, object]:
+        """The JSON of the answer."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": self.kind,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """A 400."""
+    return ApiError(400, message, "BadRequestError", param)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One checked API call."""
+
+    id: str
+    """As clients see it: cmpl-... or chatcmpl-..."""
+    chat: bool
+    stream: bool
+    include_usage: bool
+    request: Request
+
+
+def parse_call(
+    body: object, chat: bool, model: str, max_model_len: int, headers: Mapping[str, str]
+) -> Call:
+    """Check a decoded JSON body. Raises ApiError."""
+    if not isinstance(body, dict):
+        raise bad_request("The request body must be a JSON object.")
+    if body.get("model", model) != model:
+        raise ApiError(
+            404, f"The model `{body['model']}` does not exist.", "NotFoundError", "model"
+        )
+    _refuse(body)
+    prompt = _chat_prompt(body) if chat else _completion_prompt(body)
+    stream = bool(body.get("stream"))
+    external = headers.get("X-Request-Id") or uuid.uuid4().hex
+    call_id = f"chatcmpl-{external}" if chat else f"cmpl-{external}"
+    internal = call_id if chat else f"{call_id}-0"
+    max_tokens = _max_tokens(body, chat, len(prompt), max_model_len)
+    min_tokens = _integer(body, "min_tokens", 0) or 0
+    if min_tokens > max_tokens:
+        raise bad_request(
+            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.",
+            "min_tokens",
+        )
+    hold, hand_off = _kv_transfer(body)
+    request = Request(
+        id=f"{internal}-{uuid.uuid4().hex[:8]}",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=bool(body.get("ignore_eos")),
+        hold=hold,
+        hand_off=hand_off,
+    )
+    return Call(call_id, chat, stream, _include_usage(body, stream), request)
+
+
+def _refuse(body: dict[str, Any]) -> None:
+    if body.get("n") not in (None, 1):
+        raise bad_request("The emulated engine makes one choice: n must be 1.", "n")
+    for name in _REFUSED:
+        if body.get(name):
+            raise bad_request(f"{name} is not emulated.", name)
+    if body.get("logprobs") == 0 and body.get("logprobs") is not False:
+        raise bad_request("logprobs is not emulated.", "logprobs")
+
+
+def _completion_prompt(body: dict[str, Any]) -> "array[int]":
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise bad_request("The emulated engine takes one prompt per request.", "prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        prompt = tokenizer.encode(prompt)
+    if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+        raise bad_request("prompt must be a string or a list of token ids.", "prompt")
+    if not prompt:
+        raise bad_request("The decoder prompt cannot be empty", "prompt")
+    if min(prompt) < 0 or max(prompt) >= tokenizer.VOCAB_SIZE:
+        raise bad_request(f"Token id {max(prompt)} is out of vocabulary", "prompt")
+    return array("I", prompt)
+
+
+def _chat_prompt(body: dict[str, Any]) -> "array[int]":
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages must be a list with at least one message.", "messages")
+    text = "".join(f"\n<{_role(message)}>:{_content(message)}" for message in messages)
+    if body.get("add_generation_prompt", True) and not body.get("continue_final_message"):
+        text += "\n<assistant>:"
+    return array("I", tokenizer.encode(text))
+
+
+def _role(message: object) -> str:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str):
+        raise bad_request("Each message needs a role.", "messages")
+    return role
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise bad_request("Only text parts are emulated.", "messages")
+        return "\n".join(str(part) for part in parts)
+    if not isinstance(content, str | None):
+        raise bad_request("content must be a string or a list of parts.", "messages")
+    return content or ""
+
+
+def _max_tokens(body: dict[str, Any], chat: bool, prompt_tokens: int, max_model_len: int) -> int:
+    asked = _integer(body, "max_completion_tokens" if chat else "max_tokens", None)
+    if asked is None:
+        asked = _integer(body, "max_tokens", None if chat else _DEFAULT_COMPLETION_TOKENS)
+    if asked is not None and asked < 1:
+        raise bad_request(f"max_tokens must be at least 1, got {asked}.", "max_tokens")
+    if prompt_tokens + (asked or 1) > max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested"
+            f" {asked or 1} output tokens and your prompt contains {prompt_tokens} input tokens,"
+            f" for a total of {prompt_tokens + (asked or 1)} tokens."
+            " Please reduce the length of the input prompt or the number of requested output"
+            " tokens.",
+            "input_tokens",
+        )
+    return asked if asked is not None else max_model_len - prompt_tokens
+
+
+def _integer(body: dict[str, Any], name: str, default: int | None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or value < 0:
+        raise bad_request(f"{name} must be a non-negative integer.", name)
+    return value
+
+
+def _include_usage(body: dict[str, Any], stream: bool) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise bad_request(
+            "Stream options can only be defined when `stream=True`.", "stream_options"
+        )
+    return isinstance(options, dict) and bool(options.get("include_usage"))
+
+
+def _kv_transfer(body: dict[str, Any]) -> tuple[bool, HandOff | None]:
+    params = body.get("kv_transfer_params")
+    if params is None:
+        return False, None
+    if not isinstance(params, dict):
+        raise bad_request("kv_transfer_params must be an object.", "kv_transfer_params")
+    try:
+        hand_off = hand_off_of(params) if params.get("do_remote_prefill") else None
+    except ValueError as error:
+        raise bad_request(str(error), "kv_transfer_params") from error
+    return bool(params.get("do_remote_decode")), hand_off

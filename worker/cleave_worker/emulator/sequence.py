@@ -1,0 +1,175 @@
+"""One request inside the engine: its tokens, its blocks, and how far it is computed.
+
+Owned by the scheduler. What is hard: the state that leads to the next token must be the same
+whether KV was computed here in chunks, found in the prefix cache, or pulled from another instance.
+"""
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from cleave_worker.emulator import tokenizer
+from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.emulator.content import EMPTY, extend, fold
+
+_EOS_PERIOD = 256
+"""One token in so many ends the text, where that is allowed."""
+
+
+class HandOff(NamedTuple):
+    """Where the KV of a prompt lies (vLLM's kv_transfer_params for a pull)."""
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks for, checked. Lengths in tokens."""
+
+    id: str
+    prompt: "array[int]"
+    max_tokens: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    hold: bool = False
+    """Keep the blocks after the end for another instance to pull (do_remote_decode)."""
+    hand_off: HandOff | None = None
+    """Pull the prompt's KV instead of computing it (do_remote_prefill)."""
+
+
+class State(Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Finish(Enum):
+    """Why a sequence ended, in vLLM's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Sequence:
+    """A request's progress."""
+
+    __slots__ = (
+        "_content",
+        "_keys",
+        "_num_written",
+        "_summary",
+        "blocks",
+        "cached_tokens",
+        "first_token_at",
+        "hand_off",
+        "last_token_at",
+        "num_computed",
+        "num_preemptions",
+        "prompt_len",
+        "pulled_tokens",
+        "request",
+        "scheduled_at",
+        "state",
+        "submitted_at",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, submitted_at: float = 0.0) -> None:
+        self.request = request
+        self.tokens = array("I", request.prompt)
+        self.prompt_len = len(request.prompt)
+        self.hand_off = request.hand_off
+        self.state = State.WAITING
+        self.num_preemptions = 0
+        self.cached_tokens = 0
+        """Prompt tokens found in the prefix cache at first admission."""
+        self.pulled_tokens = 0
+        """Prompt tokens whose KV another instance computed."""
+        self.submitted_at = submitted_at
+        self.scheduled_at = 0.0
+        self.first_token_at = 0.0
+        self.last_token_at = 0.0
+        self._keys: list[bytes] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all KV; the owner has given the blocks back."""
+        self.blocks: list[int] = []
+        self.num_computed = 0
+        self._num_written = 0
+        self._summary = 0
+        self._content = EMPTY
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Prompt tokens that this instance has still to compute."""
+        if self.hand_off:
+            return 1
+        return max(0, self.prompt_len - self.num_computed)
+
+    def block_keys(self, count: int, block_size: int) -> list[bytes]:
+        """Keys of the first `count` full blocks of tokens: equal keys mean equal prefixes."""
+        keys = self._keys
+        for start in range(len(keys) * block_size, count * block_size, block_size):
+            block = self.tokens[start : start + block_size].tobytes()
+            parent = keys[-1] if keys else b""
+            keys.append(hashlib.blake2b(parent + block, digest_size=8).digest())
+        return keys[:count]
+
+    def adopt(self, num_tokens: int, pool: BlockPool) -> None:
+        """Go on from KV that lies in `blocks` and covers `num_tokens`.
+
+        At least the newest token is computed again, because its pass makes the next token.
+        """
+        self._summary, self._content = 0, EMPTY
+        for index, block in enumerate(self.blocks[: -(-num_tokens // pool.block_size)]):
+            if index:
+                self._summary = fold(self._summary, self._content)
+            self._content = pool.contents[block]
+        self._num_written = num_tokens
+        self.num_computed = min(num_tokens, len(self.tokens) - 1)
+
+    def compute(self, count: int, pool: BlockPool) -> None:
+        """Write the KV of the next `count` tokens; `blocks` has room for them."""
+        size = pool.block_size
+        end = self.num_computed + count
+        start = max(self.num_computed, self._num_written)
+        while start < end:
+            index, offset = divmod(start, size)
+            if not offset and index:
+                self._summary = fold(self._summary, self._content)
+            stop = min(end, start + size - offset)
+            self._content = extend(self._content, self.tokens[start:stop])
+            pool.contents[self.blocks[index]] = self._content
+            start = stop
+        self.num_computed = end
+        self._num_written = max(self._num_written, end)
+
+    def sample(self) -> tuple[int, Finish | None]:
+        """Append the token that follows all computed KV; why the sequence ends, if it does."""
+        request = self.request
+        value = fold(fold(self._summary, self._content), len(self.tokens))
+        num_outputs = self.num_outputs + 1
+        may_end = not request.ignore_eos and num_outputs > request.min_tokens
+        if may_end and (value >> 40) % _EOS_PERIOD == 0:
+            self.tokens.append(tokenizer.EOS)
+            return tokenizer.EOS, Finish.STOP
+        token = tokenizer.choose(value)
+        self.tokens.append(token)
+        return token, Finish.LENGTH if num_outputs >= request.max_tokens else None

@@ -1,0 +1,49 @@
+"""Text to token ids and back, without a vocabulary file. Used by the API.
+
+Generated tokens are words of a space and four letters, and text is cut at spaces into pieces of at
+most four characters, so generated text that follows any prompt is cut into the very tokens it was
+made of: a request can go on elsewhere from prompt + text so far. Other pieces are hashed into the
+rest of the id space: counts are exact, their text is not kept.
+"""
+
+import re
+import zlib
+
+VOCAB_SIZE = 50272
+"""OPT's; ids at or above it are refused, as vLLM does."""
+EOS = 2
+
+_FIRST_WORD = 4
+_FIRST_PIECE = 8192
+_CONSONANTS = "bdfghjklmnprstvz"
+_VOWELS = "aeiou"
+_SYLLABLES = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
+_WORDS = [f" {first}{second}" for first in _SYLLABLES for second in _SYLLABLES]
+_IDS = {word: _FIRST_WORD + index for index, word in enumerate(_WORDS)}
+_PIECE = re.compile(r"\s?\S{1,4}|\s")
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a text."""
+    ids = _IDS
+    return [ids.get(piece) or _hash(piece) for piece in _PIECE.findall(text)]
+
+
+def decode(token: int) -> str:
+    """Text of one generated token; empty for the end of text."""
+    index = token - _FIRST_WORD
+    return _WORDS[index] if 0 <= index < len(_WORDS) else ""
+
+
+def words() -> range:
+    """Ids of all tokens that are generated, but for EOS."""
+    return range(_FIRST_WORD, _FIRST_WORD + len(_WORDS))
+
+
+def choose(value: int) -> int:
+    """A word for 64 well-mixed bits."""
+    return _FIRST_WORD + (value >> 16) % len(_WORDS)
+
+
+def _hash(piece: str) -> int:
+    return _FIRST_PIECE + zlib.crc32(piece.encode(errors="replace")) % (VOCAB_SIZE - _FIRST_PIECE)

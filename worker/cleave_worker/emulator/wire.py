@@ -1,0 +1,75 @@
+"""Messages of the KV side channel between two emulated engines, and their framing over TCP.
+
+Stands in for NIXL's handshake, reads and notifications: the reader (decode side) asks for block
+contents, waits as long as the real bytes would take, and tells the owner that it is done.
+"""
+
+import asyncio
+
+import msgspec
+
+_LENGTH_BYTES = 4
+_MAX_FRAME = 16 << 20
+
+
+class WireError(Exception):
+    """The peer broke the protocol or closed the connection."""
+
+
+class Pull(msgspec.Struct, tag=True, frozen=True):
+    """Ask for the contents of a held request's blocks."""
+
+    engine_id: str
+    request_id: str
+    block_ids: list[int]
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The blocks were read or will never be: free them. Not answered."""
+
+    engine_id: str
+    request_id: str
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """These requests still wait for their turn: extend their leases. Not answered."""
+
+    engine_id: str
+    request_ids: list[str]
+
+
+class Contents(msgspec.Struct, tag=True, frozen=True):
+    """Answer to Pull: one content per block, in the order asked."""
+
+    contents: list[int]
+
+
+class Refusal(msgspec.Struct, tag=True, frozen=True):
+    """Answer to Pull when the KV is not there."""
+
+    reason: str
+
+
+Message = Pull | Done | Heartbeat | Contents | Refusal
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def send(writer: asyncio.StreamWriter, message: Message) -> None:
+    """Write one frame; the caller drains."""
+    body = _encoder.encode(message)
+    writer.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+
+
+async def receive(reader: asyncio.StreamReader) -> Message:
+    """Read one frame. Raises WireError at the end of the stream or on nonsense."""
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+        if length > _MAX_FRAME:
+            raise WireError(f"frame of {length} bytes")
+        return _decoder.decode(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise WireError("connection closed") from error
+    except msgspec.DecodeError as error:
+        raise WireError("unreadable frame") from error
