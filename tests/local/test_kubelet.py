@@ -42,6 +42,11 @@ def container(kubelet: Kubelet, name: str) -> dict[str, Any]:
     return status(kubelet, name)["containerStatuses"][0]
 
 
+def pid_of(kubelet: Kubelet, name: str) -> int | None:
+    (found,) = [facts.pid for spec, facts in kubelet.observed() if spec.name == name]
+    return found
+
+
 def printed(kubelet: Kubelet, name: str) -> str:
     log = kubelet.log(name)
     return log.read_text() if log.exists() else ""
@@ -92,13 +97,13 @@ async def test_whole_cores_are_exclusive_and_the_rest_is_shared(
     kubelet: Kubelet, pod: PodBuilder, until: Until
 ) -> None:
     kubelet.run(pod("gateway", SLEEP))
-    await until(lambda: kubelet.pid("gateway"))
+    await until(lambda: pid_of(kubelet, "gateway"))
     kubelet.run(pod("engine", SLEEP, container=CORE_EACH))
-    await until(lambda: kubelet.pid("engine"))
-    await until(lambda: os.sched_getaffinity(kubelet.pid("engine") or 0) == {0})
-    await until(lambda: os.sched_getaffinity(kubelet.pid("gateway") or 0) == {1})
+    await until(lambda: pid_of(kubelet, "engine"))
+    await until(lambda: os.sched_getaffinity(pid_of(kubelet, "engine") or 0) == {0})
+    await until(lambda: os.sched_getaffinity(pid_of(kubelet, "gateway") or 0) == {1})
     await kubelet.stop("engine")
-    await until(lambda: os.sched_getaffinity(kubelet.pid("gateway") or 0) == {0, 1})
+    await until(lambda: os.sched_getaffinity(pid_of(kubelet, "gateway") or 0) == {0, 1})
 
 
 async def test_a_pod_without_a_free_core_is_refused_in_one_line(
@@ -167,7 +172,7 @@ async def test_a_pod_that_ignores_the_signal_is_killed_after_its_grace_with_its_
     )
     kubelet.run(pod("stubborn", f"{child}; {STUBBORN}", terminationGracePeriodSeconds=1))
     await until(lambda: "up" in printed(kubelet, "stubborn"))
-    pid = kubelet.pid("stubborn")
+    pid = pid_of(kubelet, "stubborn")
     assert pid is not None
     child_pid = int(kubelet.log("stubborn").read_text().split()[0])
     await kubelet.stop("stubborn")
@@ -240,9 +245,10 @@ from cleave.local.node import inspect
 async def main():
     async with Kubelet(inspect(), Path(sys.argv[1])) as kubelet:
         kubelet.run(json.loads(sys.argv[2]))
-        while not kubelet.pid("p"):
+        ((_, facts),) = kubelet.observed()
+        while not facts.pid:
             await asyncio.sleep(0.01)
-        print(kubelet.pid("p"), flush=True)
+        print(facts.pid, flush=True)
         await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -110,10 +110,9 @@ class Kubelet:
             for name, life in self._lives.items()
         ]
 
-    def pid(self, name: str) -> int | None:
-        """Process id of a pod's container; None while it does not run."""
-        life = self._lives.get(name)
-        return life.facts.pid if life else None
+    def observed(self) -> list[tuple[PodSpec, Facts]]:
+        """All pods as the kubelet knows them."""
+        return [(life.spec, life.facts) for life in self._lives.values()]
 
     def log(self, name: str) -> Path:
         """The log file of pod `name`."""

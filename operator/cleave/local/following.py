@@ -1,0 +1,127 @@
+"""Following a deployment while it comes up: what each pod does now, and when to give up.
+
+Used by `up` in the foreground and detached alike; both read the state folder. Judging is pure. What
+is hard: a pod that restarts may still come up, one whose arguments are refused never will.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from cleave.local import instances, logs
+from cleave.local.instances import Row
+from cleave.local.state import PodView, Snapshot, StateFolder
+from cleave.local.supervisor import GATEWAY
+
+REFUSED_EXIT_CODE = 2
+"""A worker's exit code for arguments or cores it refuses: starting again changes nothing."""
+_RESTARTS_ALLOWED = 3
+_LOOK_PERIOD_S = 0.25
+_LOG_LINES = 12
+READY = "ready"
+
+
+class Outcome(StrEnum):
+    """How the wait ended."""
+
+    READY = "ready"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of the wait."""
+
+    outcome: Outcome
+    reason: str = ""
+    log: Sequence[str] = ()
+    """Last lines of the log of the pod to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one pod does while the deployment comes up."""
+
+    pod: str
+    role: str
+    state: str
+    elapsed_s: float
+    detail: str
+    """While it loads the last line of its log, else the reason it gives."""
+
+
+Show = Callable[[Sequence[Step]], None]
+
+
+async def follow(folder: StateFolder, show: Show, timeout_s: float) -> End:
+    """Show each step until all pods are ready, one has failed or `timeout_s` is over."""
+    deadline = time.monotonic() + timeout_s
+    steps: Sequence[Step] = ()
+    while True:
+        snapshot = folder.read()
+        if snapshot is None:
+            return End(Outcome.STOPPED)
+        if not folder.is_held():
+            return _supervisor_ended(folder)
+        steps = await _steps(folder, snapshot, steps)
+        show(steps)
+        if end := judge(snapshot, folder):
+            return end
+        if time.monotonic() > deadline:
+            return _late(folder, steps, timeout_s)
+        await asyncio.sleep(_LOOK_PERIOD_S)
+
+
+def judge(snapshot: Snapshot, folder: StateFolder) -> End | None:
+    """The end, when the snapshot shows one."""
+    if snapshot.fault:
+        return End(Outcome.FAILED, snapshot.fault)
+    if snapshot.stopping:
+        return End(Outcome.STOPPED)
+    for pod in snapshot.pods:
+        if pod.last_exit_code == REFUSED_EXIT_CODE or pod.restarts >= _RESTARTS_ALLOWED:
+            reason = f"{pod.name} ended with exit code {pod.last_exit_code}"
+            return End(Outcome.FAILED, reason, logs.tail(folder.log(pod.name), _LOG_LINES))
+    if snapshot.pods and all(pod.ready for pod in snapshot.pods):
+        return End(Outcome.READY)
+    return None
+
+
+def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
+    """What `pod` does, from its row of status and its log. `now` in seconds since the epoch."""
+    state = row.state if not pod.ready else READY
+    if state == "starting" and pod.role != GATEWAY:
+        state = "loading"
+    detail = "" if pod.ready else row.reason or last_log_line
+    return Step(pod.name, pod.role, state, now - pod.admitted_at, detail)
+
+
+async def _steps(folder: StateFolder, snapshot: Snapshot, before: Sequence[Step]) -> list[Step]:
+    """Steps of all pods. A pod that stays ready is not asked again and keeps the time it took."""
+    settled = {each.pod: each for each in before if each.state == READY}
+    kept = {
+        pod.name: settled[pod.name] for pod in snapshot.pods if pod.ready and pod.name in settled
+    }
+    rest = tuple(pod for pod in snapshot.pods if pod.name not in kept)
+    rows = await instances.rows(replace(snapshot, pods=rest))
+    now = time.time()
+    fresh = {
+        pod.name: step(pod, row, "".join(logs.tail(folder.log(pod.name), 1)), now)
+        for pod, row in zip(rest, rows, strict=True)
+    }
+    return [(kept | fresh)[pod.name] for pod in snapshot.pods]
+
+
+def _supervisor_ended(folder: StateFolder) -> End:
+    log = logs.tail(folder.log("supervisor"), _LOG_LINES)
+    return End(Outcome.FAILED, "the supervisor ended", log)
+
+
+def _late(folder: StateFolder, steps: Sequence[Step], timeout_s: float) -> End:
+    late = [each for each in steps if each.state != READY]
+    names = ", ".join(f"{each.pod} ({each.state})" for each in late[:4])
+    reason = f"not ready within {timeout_s:.0f} s: {names}"
+    return End(Outcome.FAILED, reason, logs.tail(folder.log(late[0].pod), _LOG_LINES))

@@ -1,0 +1,107 @@
+"""What agents and the gateway say of themselves, asked from this machine.
+
+Used by the progress display, `status` and the demo. Every question is bounded; no answer is an
+answer too.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from cleave.local.state import PodView, Snapshot
+from cleave.local.supervisor import GATEWAY
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+_ASK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of `cleave status`. Figures are None while the agent does not answer."""
+
+    instance: str
+    role: str
+    state: str
+    engine: str = ""
+    num_running: int | None = None
+    num_waiting: int | None = None
+    kv_cache_usage: float | None = None
+    """Used share, 0..1."""
+    epoch: int | None = None
+    restarts: int = 0
+    """Of the pod and of its engine."""
+    pid: int | None = None
+    url: str = ""
+    reason: str = ""
+    """Why it is not ready, or what is not verified yet."""
+
+
+async def rows(snapshot: Snapshot) -> list[Row]:
+    """A row per pod, agents asked all at once."""
+    agents = [pod for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
+    healths = await ask([pod.address for pod in agents])
+    return [row(pod, snapshot, healths.get(pod.address)) for pod in snapshot.pods]
+
+
+async def ask(addresses: Iterable[str]) -> Mapping[str, agent_pb2.HealthResponse]:
+    """Health of the agents that answer, by address."""
+    wanted = list(addresses)
+    answers = await asyncio.gather(*map(_ask, wanted))
+    return {address: answer for address, answer in zip(wanted, answers, strict=True) if answer}
+
+
+def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | None) -> Row:
+    """The row of a pod from what the kubelet and, if it answered, its agent say."""
+    if health is None:
+        return Row(
+            instance=pod.name,
+            role=pod.role,
+            state=_pod_state(pod, snapshot),
+            restarts=pod.restarts,
+            pid=pod.pid,
+            url=snapshot.url if pod.role == GATEWAY else "",
+            reason=_pod_reason(pod),
+        )
+    registration, load = health.registration, health.load
+    return Row(
+        instance=pod.name,
+        role=_word(agent_pb2.Role.Name(registration.role)),
+        state=_word(agent_pb2.State.Name(registration.state)),
+        engine=registration.engine,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        kv_cache_usage=load.kv_cache_usage,
+        epoch=registration.epoch,
+        restarts=pod.restarts + registration.restarts,
+        pid=pod.pid,
+        url=registration.engine_url,
+        reason=registration.reason,
+    )
+
+
+def _pod_state(pod: PodView, snapshot: Snapshot) -> str:
+    if snapshot.stopping:
+        return "stopping"
+    if pod.waiting:
+        return pod.waiting
+    return "ready" if pod.ready else "starting"
+
+
+def _pod_reason(pod: PodView) -> str:
+    return f"exit code {pod.last_exit_code}" if pod.waiting and pod.last_exit_code else ""
+
+
+def _word(enum_name: str) -> str:
+    """`ROLE_PREFILL` -> `prefill`."""
+    return enum_name.partition("_")[2].lower()
+
+
+async def _ask(address: str) -> agent_pb2.HealthResponse | None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = agent_pb2_grpc.AgentStub(channel)
+        try:
+            return await stub.Health(agent_pb2.HealthRequest(), timeout=_ASK_S)
+        except grpc.aio.AioRpcError:
+            return None

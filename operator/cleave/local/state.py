@@ -1,0 +1,153 @@
+"""The state folder of a deployment on this machine, and what it says.
+
+The supervisor writes `state.json` there; `up`, `status`, `down` and `logs` read it. What is hard:
+a supervisor that was killed leaves its file behind, so whether one runs is told by a lock that
+the kernel releases with the process, never by the file.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cleave.local import files
+
+
+class StateError(RuntimeError):
+    """The folder's state does not allow what is asked; one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """What is shown of one pod."""
+
+    name: str
+    role: str
+    """A worker's role, or `gateway`."""
+    address: str
+    """host:port of the agent, or of the gateway."""
+    pid: int | None
+    ready: bool
+    restarts: int
+    waiting: str
+    """Why its process does not run, in Kubernetes' words; empty when it runs."""
+    last_exit_code: int | None
+    admitted_at: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A deployment on this machine at one moment."""
+
+    deployment: str
+    supervisor_pid: int
+    url: str
+    """Of the gateway, for clients."""
+    pods: tuple[PodView, ...] = ()
+    fault: str = ""
+    """Why the supervisor gives up; empty while all is well."""
+    stopping: bool = False
+
+
+def root() -> Path:
+    """Folder of all deployments: $CLEAVE_STATE_DIR, else cleave under the user's state folder."""
+    if own := os.environ.get("CLEAVE_STATE_DIR"):
+        return Path(own).absolute()
+    state_home = os.environ.get("XDG_STATE_HOME")
+    return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "cleave"
+
+
+class StateFolder:
+    """The folder of one deployment."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        """The deployment's name."""
+        return self.path.name
+
+    def log(self, pod: str) -> Path:
+        """Log file of a pod; `supervisor` names the supervisor's own."""
+        return self.path / "logs" / f"{pod}.log"
+
+    def read(self) -> Snapshot | None:
+        """The last snapshot; None when nothing has run here."""
+        try:
+            return msgspec.json.decode((self.path / "state.json").read_bytes(), type=Snapshot)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise StateError(f"{self.path / 'state.json'} cannot be read: {error}") from error
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Publish `snapshot`."""
+        files.replace(self.path / "state.json", msgspec.json.encode(snapshot).decode())
+
+    def clear(self) -> None:
+        """Forget the last snapshot; logs stay."""
+        (self.path / "state.json").unlink(missing_ok=True)
+        (self.path / "agents").unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[int]:
+        """Hold the deployment; yields a descriptor that keeps it held where it is inherited.
+
+        Raises StateError when another supervisor holds it.
+        """
+        files.private_folder(self.path / "logs")
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield fd
+        except BlockingIOError:
+            raise StateError(
+                f"{self.name} is up already; see `cleave status {self.name}`, "
+                f"end it with `cleave down {self.name}`"
+            ) from None
+        finally:
+            os.close(fd)
+
+    def is_held(self) -> bool:
+        """Whether a supervisor runs."""
+        try:
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+
+def folder(name: str) -> StateFolder:
+    """The state folder of deployment `name`."""
+    return StateFolder(root() / name)
+
+
+def running() -> list[StateFolder]:
+    """Folders of the deployments that are up, by name."""
+    locks = sorted(root().glob("*/lock"))
+    return [found for lock in locks if (found := StateFolder(lock.parent)).is_held()]
+
+
+def find(name: str | None) -> StateFolder:
+    """The running deployment `name`, or the only one. Raises StateError."""
+    up = running()
+    if name is None:
+        if len(up) == 1:
+            return up[0]
+        names = ", ".join(each.name for each in up)
+        raise StateError(f"name one of: {names}" if up else "nothing is up on this machine")
+    if name not in {each.name for each in up}:
+        raise StateError(f"{name} is not up on this machine")
+    return folder(name)

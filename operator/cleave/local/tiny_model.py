@@ -1,0 +1,160 @@
+"""A tiny random Llama with its tokenizer, made on the spot: no download, no account.
+
+Used by `cleave demo` and by tests that run real engines. What is hard: a random model must still
+depend on its whole prompt, or a lost KV cache would go unnoticed. So attention is sharp and weighs
+as much as the last token, and logits lie far apart, so that the greedy choice has no near-ties.
+Tokens that are no text of their own (parts of UTF-8, begin, end) have a zero row in the output
+layer: they lose against the best of the others, so every answer has its full length.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from cleave.local import files, state
+
+VERSION = 1
+"""Grows with every change of what is built."""
+_LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _MLP = 4, 256, 4, 2, 512
+_HEAD_SIZE = _HIDDEN // _HEADS
+_VOCABULARY = 512
+_MAX_LEN = 8192
+_SEED = 20240710
+_SHARPNESS = 1.7
+"""Standard deviation of query and key entries; attention logits spread by its square."""
+_LOGIT_SPREAD = 4.0
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_WORDS = """
+the river runs under an old stone bridge where quiet people meet in the early morning light and
+talk about weather bread music distant mountains small boats green hills open windows long letters
+bright lanterns slow trains warm kitchens paper maps winter gardens first snow summer rain
+"""
+
+
+def cached() -> Path:
+    """The model's folder in the state folder, built on first use."""
+    path = state.root() / ".models" / f"tiny-llama-{VERSION}"
+    if not path.exists():
+        build(path)
+    return path
+
+
+def build(path: Path) -> None:
+    """Write the model to `path`, in one step: it is whole or absent."""
+    files.private_folder(path.parent)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.mkdir()
+    try:
+        vocabulary = _write_tokenizer(new)
+        _write_json(new / "config.json", _config(len(vocabulary)))
+        _write_weights(new / "model.safetensors", vocabulary)
+        new.rename(path)
+    except OSError:
+        # Another process may have been first; its model is the same.
+        if not path.exists():
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _config(vocabulary_size: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocabulary_size,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _MLP,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD_SIZE,
+        "hidden_act": "silu",
+        "max_position_embeddings": _MAX_LEN,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+
+
+def _write_tokenizer(folder: Path) -> list[str]:
+    """Byte-level BPE trained on a few words; returns the tokens in order."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_WORDS.replace("\n", " ")], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": _MAX_LEN,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    numbers: dict[str, int] = tokenizer.get_vocab()
+    return sorted(numbers, key=numbers.__getitem__)
+
+
+def _write_weights(path: Path, vocabulary: list[str]) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(_SEED)
+
+    def matrix(rows: int, columns: int, spread: float = 1.0) -> np.ndarray:
+        """Maps a vector of unit entries to one of entries that spread by `spread`."""
+        drawn = rng.standard_normal((rows, columns), dtype=np.float32)
+        return drawn * np.float32(spread / columns**0.5)
+
+    ones = np.ones(_HIDDEN, dtype=np.float32)
+    kv_size = _KV_HEADS * _HEAD_SIZE
+    head = matrix(len(vocabulary), _HIDDEN, _LOGIT_SPREAD)
+    head[[i for i, token in enumerate(vocabulary) if not _is_text(token)]] = 0
+    weights = {
+        "model.embed_tokens.weight": matrix(len(vocabulary), _HIDDEN, _HIDDEN**0.5 / 2),
+        "model.norm.weight": ones,
+        "lm_head.weight": head,
+    }
+    for layer in range(_LAYERS):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.input_layernorm.weight": ones,
+            f"{prefix}.post_attention_layernorm.weight": ones,
+            f"{prefix}.self_attn.q_proj.weight": matrix(_HIDDEN, _HIDDEN, _SHARPNESS),
+            f"{prefix}.self_attn.k_proj.weight": matrix(kv_size, _HIDDEN, _SHARPNESS),
+            f"{prefix}.self_attn.v_proj.weight": matrix(kv_size, _HIDDEN),
+            f"{prefix}.self_attn.o_proj.weight": matrix(_HIDDEN, _HIDDEN),
+            f"{prefix}.mlp.gate_proj.weight": matrix(_MLP, _HIDDEN),
+            f"{prefix}.mlp.up_proj.weight": matrix(_MLP, _HIDDEN),
+            f"{prefix}.mlp.down_proj.weight": matrix(_HIDDEN, _MLP),
+        }
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def _is_text(token: str) -> bool:
+    """Whether `token` is printable ASCII by itself (BPE writes a space as a letter of its own)."""
+    text = token.replace("\u0120", " ")
+    return not token.startswith("<") and text.isascii() and text.isprintable()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,146 @@
+"""Bringing an LLMDeployment up on this machine, and down again.
+
+Called by the command line. The same planner and pod builders serve a cluster; only the executor
+differs. What is hard: whatever happens between the first process and the last (a fault, a
+time-out, Ctrl-C), nothing stays behind.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+from cleave.local import capacity, state
+from cleave.local.following import End, Outcome, Show, follow
+from cleave.local.job import Job
+from cleave.local.network import HOST_IP, busy_ports
+from cleave.local.state import Snapshot, StateError, StateFolder
+from cleave.local.supervisor import Supervisor
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOOK_PERIOD_S = 0.1
+_HURRIED_S = 15.0
+
+
+class UpError(RuntimeError):
+    """The deployment did not come up."""
+
+    def __init__(self, faults: Sequence[str], log: Sequence[str] = ()) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+        self.log = log
+        """Last lines of the log of the pod to blame."""
+
+
+def check(job: Job) -> None:
+    """Raises UpError when this machine cannot run `job`; nothing has been started then."""
+    faults = capacity.faults(job.pods, job.node, allow_shared_cores=job.allow_shared_cores)
+    if busy_ports(HOST_IP, [job.port]):
+        faults.append(f"port {job.port} of {HOST_IP} is in use; choose another with --port")
+    if faults:
+        raise UpError(faults)
+
+
+@asynccontextmanager
+async def running(job: Job, show: Show, timeout_s: float) -> AsyncIterator[Supervisor]:
+    """Bring `job` up in this process; ready (or told to stop) inside, all ended afterwards.
+
+    Raises UpError when it does not come up, StateError when it is up already.
+    """
+    folder = state.folder(job.deployment)
+    with folder.lock():
+        folder.write(Snapshot(job.deployment, os.getpid(), job.url))
+        supervisor = Supervisor(folder, job)
+        with _stopped_by_signals(supervisor):
+            task = asyncio.create_task(supervisor.run())
+            try:
+                _must_not_fail(await follow(folder, show, timeout_s))
+                yield supervisor
+            finally:
+                if not supervisor.is_stopping:
+                    supervisor.stop()
+                await task
+
+
+async def detach(job: Job, show: Show, timeout_s: float) -> None:
+    """Bring `job` up in a supervisor of its own and return when it is ready.
+
+    Raises UpError when it does not come up, and then ends it.
+    """
+    folder = state.folder(job.deployment)
+    with folder.lock() as held:
+        job.save(folder)
+        pid = _spawn_supervisor(folder, held)
+        folder.write(Snapshot(job.deployment, pid, job.url))
+    try:
+        end = await follow(folder, show, timeout_s)
+        _must_not_fail(end)
+        if end.outcome is Outcome.STOPPED:
+            raise UpError(["stopped before it was ready"])
+    except BaseException:
+        await down(folder, _HURRIED_S)
+        raise
+
+
+async def down(folder: StateFolder, timeout_s: float) -> None:
+    """End a deployment: drained within `timeout_s`, at once after that. Raises StateError."""
+    for patience_s in (timeout_s, _HURRIED_S):
+        snapshot = folder.read()
+        if snapshot is None or not folder.is_held():
+            break
+        os.kill(snapshot.supervisor_pid, signal.SIGTERM)
+        if await _released(folder, patience_s):
+            break
+    else:
+        raise StateError(f"{folder.name} does not end; see {folder.log('supervisor')}")
+    folder.clear()
+
+
+def _must_not_fail(end: End) -> None:
+    if end.outcome is Outcome.FAILED:
+        raise UpError([end.reason], end.log)
+
+
+async def _released(folder: StateFolder, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while folder.is_held():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_LOOK_PERIOD_S)
+    return True
+
+
+@contextmanager
+def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, supervisor.stop)
+    try:
+        yield
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _spawn_supervisor(folder: StateFolder, held: int) -> int:
+    """Start a supervisor in a session of its own; it inherits the folder's lock. Returns its pid.
+
+    Not a `Popen`, which would complain that this process ends first; that is the purpose here.
+    """
+    log = str(folder.log("supervisor"))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    os.set_inheritable(held, True)
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "cleave.local.supervisor", str(folder.path)],
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, flags, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
