@@ -1,0 +1,157 @@
+"""Processes of the benchmark: compiled, pinned to a core, watched, measured, stopped.
+
+Called by stage.py and run.py. What is hard: CPU time has to be exact over windows of a second,
+where /proc counts in ticks of 10 ms. The total therefore comes from the process's own CPU clock,
+which any process may read; /proc only says how it splits into user and system.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from figures import Run
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "bench"
+STARTUP_S = 30.0
+STOP_S = 10.0
+RUN_SLACK_S = 30.0
+
+
+class BenchError(Exception):
+    """The benchmark cannot go on: a tool is missing, a process failed, an answer was wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What load.c is to do. `tokens` is the mean length of an answer."""
+
+    tokens: int
+    connections: int
+    seconds: float
+    stream: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """What a process has spent since it started."""
+
+    user_us: float
+    system_us: float
+
+
+def build_tools() -> None:
+    """Compile the C tools that are older than their sources."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise BenchError("no C compiler (cc) on PATH")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    for source in sorted(HERE.glob("*.c")):
+        target = BUILD / source.stem
+        newest = max(source.stat().st_mtime, (HERE / "net.h").stat().st_mtime)
+        if not target.exists() or target.stat().st_mtime < newest:
+            command = [compiler, "-O2", "-std=gnu17", "-o", str(target), str(source), "-lm"]
+            subprocess.run(command, check=True, timeout=120)
+
+
+@contextmanager
+def started(name: str, command: Sequence[str], core: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process on one core, its output in build/bench/NAME.log; terminated at the end."""
+    with (BUILD / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_healthy(name: str, process: subprocess.Popen[bytes], url: str) -> None:
+    """Until `url` answers 200; BenchError with the end of the log when it does not in time."""
+    deadline = time.monotonic() + STARTUP_S
+    answer = "no answer"
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=1):
+                return
+        except urllib.error.HTTPError as error:
+            answer = error.read(400).decode(errors="replace")
+        except OSError as error:
+            answer = str(error)
+        time.sleep(0.05)
+    log = (BUILD / f"{name}.log").read_text(errors="replace")[-2000:]
+    raise BenchError(f"{name} is not healthy: {answer}\n{log}")
+
+
+def read_cpu(pid: int) -> CpuTime:
+    """Of all threads of a process, also of another user's."""
+    clock = (~pid << 3) | 2  # CPUCLOCK_SCHED of a process, as clock_getcpuclockid(3) forms it
+    total_us = time.clock_gettime(clock) * 1e6
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user_ticks, system_ticks = int(fields[11]), int(fields[12])
+    user_share = user_ticks / max(1, user_ticks + system_ticks)
+    return CpuTime(total_us * user_share, total_us * (1 - user_share))
+
+
+def run_load(target: str, pid: int, load: Load, core: int, allow_hand_off: bool) -> Run:
+    """Load `target` and measure process `pid` meanwhile; BenchError on any wrong answer."""
+    options = {
+        "--target": target,
+        "--connections": load.connections,
+        "--seconds": load.seconds,
+        "--tokens": load.tokens,
+        "--stream": int(load.stream),
+        "--allow-hand-off": int(allow_hand_off),
+    }
+    command = [str(BUILD / "load"), *(str(part) for pair in options.items() for part in pair)]
+    before = read_cpu(pid)
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=load.seconds + RUN_SLACK_S,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"the load on {target} did not end in time") from error
+    if done.returncode:
+        raise BenchError(f"the load on {target} failed: {done.stderr.strip()}")
+    after = read_cpu(pid)
+    result = json.loads(done.stdout)
+    return Run(
+        requests=result["requests"],
+        tokens=result["tokens"],
+        seconds=result["seconds"],
+        ttft_p50_us=result["ttft_p50_us"],
+        ttft_p99_us=result["ttft_p99_us"],
+        user_us=after.user_us - before.user_us,
+        system_us=after.system_us - before.system_us,
+    )
+
+
+def measure_idle(pid: int, seconds: float) -> float:
+    """Share of a core that a process uses without any request, 0..1."""
+    before = read_cpu(pid)
+    time.sleep(seconds)
+    after = read_cpu(pid)
+    spent_us = after.user_us + after.system_us - before.user_us - before.system_us
+    return spent_us / (seconds * 1e6)

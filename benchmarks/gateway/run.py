@@ -1,0 +1,228 @@
+"""CPU cost of Cleave's gateway on one core, beside a C floor measured in the same rounds.
+
+Called by `make bench`. Per round and proxy: streamed answers of several lengths (cost per request
+and per token), whole answers as fast as they go (requests per second), and 16 requests in flight
+(added time to first token). Rounds are interleaved over the proxies, so that a machine that slows
+down for a while slows all of them. README.md explains how to read the figures.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from figures import Cost, Run, Spread, fit_cost, spread, system_share
+from processes import BenchError, Load, build_tools, measure_idle, run_load
+from rich.console import Console
+from rich.table import Table
+from stage import Cores, Subject, choose_cores, describe_cores, find_haproxy, stage
+
+WIDTH = 110
+WARM_UP = Load(tokens=4, connections=32, seconds=0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes of one benchmark."""
+
+    rounds: int
+    seconds: float
+    """Of each run."""
+    step_us: int = 2000
+    """All streams of an engine get one token each step."""
+    lengths: tuple[int, ...] = (1, 16, 64, 256)
+    cost_connections: int = 32
+    rate_connections: int = 64
+    rate_tokens: int = 16
+    latency_connections: int = 16
+    latency_tokens: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round measured of one subject."""
+
+    cost: Cost
+    """Of streamed answers, without the idle share."""
+    idle_share: float
+    system_share: float
+    requests_per_second: float
+    whole_request_us: float
+    ttft_p50_us: float
+    ttft_p99_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What has to be known beside the figures."""
+
+    machine: str
+    settings: Settings
+    notes: tuple[str, ...]
+
+
+def measure_round(subject: Subject, settings: Settings, core: int) -> Round:
+    def run(load: Load) -> Run:
+        allow_hand_off = not subject.strips_hand_off
+        return run_load(subject.target, subject.pid, load, core, allow_hand_off)
+
+    seconds = settings.seconds
+    idle = measure_idle(subject.pid, seconds)
+    streams = [run(Load(n, settings.cost_connections, seconds)) for n in settings.lengths]
+    whole = run(Load(settings.rate_tokens, settings.rate_connections, seconds, stream=False))
+    latency = run(Load(settings.latency_tokens, settings.latency_connections, seconds))
+    return Round(
+        cost=fit_cost(streams, idle),
+        idle_share=idle,
+        system_share=system_share(streams),
+        requests_per_second=whole.requests_per_second,
+        whole_request_us=whole.cpu_us_per_request,
+        ttft_p50_us=latency.ttft_p50_us,
+        ttft_p99_us=latency.ttft_p99_us,
+    )
+
+
+def measure(
+    subjects: Sequence[Subject], settings: Settings, core: int, console: Console
+) -> dict[str, list[Round]]:
+    rounds: dict[str, list[Round]] = defaultdict(list)
+    for subject in subjects:
+        run_load(subject.target, subject.pid, WARM_UP, core, allow_hand_off=True)
+    for number in range(settings.rounds):
+        for subject in subjects:
+            console.print(f"round {number + 1} of {settings.rounds}: {subject.name}", style="dim")
+            rounds[subject.name].append(measure_round(subject, settings, core))
+    return rounds
+
+
+# ---- the result ----
+
+
+def summarize(rounds: Mapping[str, Sequence[Round]], subject: Subject) -> dict[str, Spread]:
+    """Figures of one subject. Added TTFT and ratios are formed within each round."""
+    own, direct = rounds[subject.name], rounds["direct"]
+    figures = {
+        "request_us": [r.cost.request_us for r in own],
+        "token_us": [r.cost.token_us for r in own],
+        "system_share": [r.system_share for r in own],
+        "idle_share": [r.idle_share for r in own],
+        "requests_per_second": [r.requests_per_second for r in own],
+        "whole_request_us": [r.whole_request_us for r in own],
+        "added_ttft_p50_us": [
+            r.ttft_p50_us - d.ttft_p50_us for r, d in zip(own, direct, strict=True)
+        ],
+        "added_ttft_p99_us": [
+            r.ttft_p99_us - d.ttft_p99_us for r, d in zip(own, direct, strict=True)
+        ],
+    }
+    if subject.floor is not None:
+        pairs = list(zip(own, rounds[subject.floor], strict=True))
+        figures["request_ratio"] = [o.cost.request_us / f.cost.request_us for o, f in pairs]
+        figures["token_ratio"] = [o.cost.token_us / f.cost.token_us for o, f in pairs]
+    return {name: spread(values) for name, values in figures.items()}
+
+
+def format_spread(figure: Spread | None, digits: int = 1) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure.median:,.{digits}f} ({figure.min:,.{digits}f}-{figure.max:,.{digits}f})"
+
+
+def build_tables(summaries: Mapping[str, Mapping[str, Spread]]) -> list[Table]:
+    costs = Table(title="CPU time: median (least-most) of the rounds")
+    costs.add_column("proxy")
+    for column in ("us/request", "us/token", "x floor, request", "x floor, token", "kernel"):
+        costs.add_column(column, justify="right", no_wrap=True)
+    rates = Table(title="One core's rate and the wait it adds: median (least-most)")
+    rates.add_column("proxy")
+    for column in ("max req/s", "us each", "TTFT p50 +us", "TTFT p99 +us", "idle"):
+        rates.add_column(column, justify="right", no_wrap=True)
+    for name, figures in summaries.items():
+        costs.add_row(name, *format_costs(figures))
+        rates.add_row(name, *format_rates(figures))
+    return [costs, rates]
+
+
+def format_costs(figures: Mapping[str, Spread]) -> Iterator[str]:
+    yield format_spread(figures["request_us"])
+    yield format_spread(figures["token_us"])
+    yield format_spread(figures.get("request_ratio"), 2)
+    yield format_spread(figures.get("token_ratio"), 2)
+    yield f"{figures['system_share'].median:.0%}"
+
+
+def format_rates(figures: Mapping[str, Spread]) -> Iterator[str]:
+    yield format_spread(figures["requests_per_second"], 0)
+    yield format_spread(figures["whole_request_us"])
+    yield format_spread(figures["added_ttft_p50_us"], 0)
+    yield format_spread(figures["added_ttft_p99_us"], 0)
+    yield f"{figures['idle_share'].median:.2%}"
+
+
+def print_report(summaries: Mapping[str, Mapping[str, Spread]], description: Description) -> None:
+    out = Console(width=WIDTH)
+    for table in build_tables(summaries):
+        out.print(table)
+    for line in (description.machine, *description.notes):
+        out.print(f"- {line}", markup=False, highlight=False)
+
+
+# ---- the command ----
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each run")
+    parser.add_argument("--quick", action="store_true", help="does everything work? a few seconds")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    return parser.parse_args(arguments)
+
+
+def choose_settings(arguments: argparse.Namespace) -> Settings:
+    if arguments.quick:
+        return Settings(rounds=1, seconds=0.2, lengths=(1, 16, 64))
+    return Settings(rounds=arguments.rounds, seconds=arguments.seconds)
+
+
+def describe(settings: Settings, cores: Cores, quick: bool) -> Description:
+    notes = [describe_cores(cores)]
+    if find_haproxy() is None:
+        notes.append("haproxy is not installed, so it is not measured")
+    if quick:
+        notes.append("--quick shows that the benchmark works: quote none of its figures")
+    python = f"Python {platform.python_version()}"
+    machine = f"{platform.platform()}, {os.cpu_count()} cores, {python}"
+    return Description(machine, settings, tuple(notes))
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    settings, console = choose_settings(arguments), Console(stderr=True)
+    cores = choose_cores(sorted(os.sched_getaffinity(0)))
+    try:
+        build_tools()
+        with stage(cores, settings.step_us) as subjects:
+            rounds = measure(subjects, settings, cores.load, console)
+    except BenchError as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    summaries = {s.name: summarize(rounds, s) for s in subjects if s.name != "direct"}
+    description = describe(settings, cores, arguments.quick)
+    if arguments.output == "json":
+        proxies = {
+            name: {figure: asdict(values) for figure, values in figures.items()}
+            for name, figures in summaries.items()
+        }
+        print(json.dumps({**asdict(description), "proxies": proxies}, indent=2))
+        return 0
+    print_report(summaries, description)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
