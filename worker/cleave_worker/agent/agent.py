@@ -1,0 +1,90 @@
+"""One worker from start to end: gRPC server, engine supervisor, signals, drain.
+
+Called by main. What is hard is the order at the end: DRAINING goes out first, the engine ends only
+when it is empty, and the answer to the Drain call that asked for it still gets through.
+"""
+
+import asyncio
+import logging
+import signal
+
+from cleave_worker.agent import drain as draining
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.drain import Drained
+from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.service import AgentServer
+from cleave_worker.agent.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+_ANSWER_SECONDS = 1.0
+
+
+class Agent:
+    """Everything of one worker process."""
+
+    def __init__(self, config: AgentConfig, cores: tuple[int, ...], gpu: bool) -> None:
+        self._config = config
+        self._instance = Instance(config)
+        self._supervisor = Supervisor(config, self._instance, cores, gpu)
+        self._server = AgentServer(self._instance, self._drain_call, config.address)
+        self._stopping = asyncio.Event()
+        self._drain: asyncio.Task[Drained] | None = None
+
+    async def run(self) -> int:
+        """Serve until drained (0) or told to end at once (1). Raises OSError: port taken."""
+        await self._server.start()
+        self._catch_signals()
+        keeper = asyncio.create_task(self._supervisor.run())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({keeper, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if keeper.done() and not self._instance.draining:
+                keeper.result()
+            if self._drain:
+                await asyncio.wait({self._drain, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return 0 if self._drain and self._drain.done() else 1
+        finally:
+            stopping.cancel()
+            await self._end(keeper)
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._drain is None:
+            self._begin_drain(self._config.drain_timeout)
+        else:
+            _log.warning("second signal: ending at once")
+            self._supervisor.hurry()
+            self._stopping.set()
+
+    async def _drain_call(self, seconds: float | None) -> Drained:
+        limit = self._config.drain_timeout if seconds is None else seconds
+        return await asyncio.shield(self._begin_drain(limit))
+
+    def _begin_drain(self, seconds: float) -> asyncio.Task[Drained]:
+        if self._drain is None:
+            _log.info("drains, at most %.0f s", seconds)
+            self._instance.drain()
+            self._drain = asyncio.create_task(self._empty(seconds))
+            self._drain.add_done_callback(lambda _: self._stopping.set())
+        return self._drain
+
+    async def _empty(self, seconds: float) -> Drained:
+        timing = self._config.timing
+        drained = await draining.drain(
+            lambda: self._instance.load, seconds, timing.quiet, timing.drain_poll
+        )
+        if not drained.empty:
+            _log.warning("drain timed out with %d requests left", drained.num_left)
+        return drained
+
+    async def _end(self, keeper: "asyncio.Task[None]") -> None:
+        if self._drain and not self._drain.done():
+            self._drain.cancel()
+        keeper.cancel()
+        await asyncio.wait({keeper})
+        await self._server.stop(_ANSWER_SECONDS)
+        _log.info("ended")

@@ -1,0 +1,186 @@
+"""What one agent was told: its command line, checked and frozen.
+
+Read once by main. Hard part: everything after `--` belongs to the engine and is passed on unread,
+except --kv-transfer-config and --block-size, which launch.py has to know about.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cleave.rpc.discovery import ENV as AGENTS_ENV
+from cleave.rpc.v1 import agent_pb2
+
+ROLES = {
+    "prefill": agent_pb2.ROLE_PREFILL,
+    "decode": agent_pb2.ROLE_DECODE,
+    "mixed": agent_pb2.ROLE_MIXED,
+}
+"""Role names of command lines and resources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Every period and bound of the agent, in seconds."""
+
+    start_timeout: float = 900.0
+    """From the engine's start to its first good /health; models load for minutes."""
+    start_poll: float = 0.25
+    health_interval: float = 5.0
+    health_timeout: float = 5.0
+    health_failures: int = 3
+    """Bad answers in a row after which the engine is killed."""
+    restart_delay: float = 1.0
+    """Before the first restart; doubles up to restart_delay_max."""
+    restart_delay_max: float = 30.0
+    stable_after: float = 60.0
+    """An engine that lived this long does not count as crash-looping."""
+    stop_grace: float = 10.0
+    """Between SIGTERM and SIGKILL of the engine."""
+    peer_wait: float = 20.0
+    """How long a worker with no peer in sight waits before it is ready unverified."""
+    peer_poll: float = 0.5
+    peer_search: float = 5.0
+    """Between looks for a peer once ready unverified."""
+    verify_timeout: float = 30.0
+    """Of each request of the KV test."""
+    verify_delay_max: float = 30.0
+    quiet: float = 0.3
+    """How long the load page must show no work before a drain counts the engine empty."""
+    drain_poll: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """One worker: who it is, which engine it runs and where."""
+
+    name: str
+    deployment: str
+    revision: str
+    role: "agent_pb2.Role.ValueType"
+    model: str
+    served_model_name: str
+    engine: str
+    """`vllm` or `emulated`."""
+    host: str
+    """The pod's own address: agent, engine and KV side channel all listen here."""
+    port: int = 9000
+    engine_port: int = 0
+    """0: a free one for every start of the engine."""
+    peers: str = ""
+    """Source for cleave.rpc.discovery; empty: none."""
+    cores: str = "auto"
+    allow_shared_cores: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    max_model_len: int = 0
+    """Tokens; 0: the model's own."""
+    drain_timeout: float = 30.0
+    engine_args: tuple[str, ...] = ()
+    timing: Timing = field(default_factory=Timing)
+
+    @property
+    def address(self) -> str:
+        """host:port as discovery names this agent."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConfig:
+    """Command line to config. Bad usage ends the process with exit code 2, as argparse does."""
+    own, engine_args = _split(argv)
+    parser = _parser(env)
+    options = parser.parse_args(own)
+    name = options.name or env.get("CLEAVE_POD_NAME", "")
+    if not name:
+        parser.error("--name is required (or CLEAVE_POD_NAME)")
+    if not options.host:
+        parser.error("--host is required (or POD_IP)")
+    return AgentConfig(
+        name=name,
+        deployment=options.deployment,
+        revision=options.revision,
+        role=ROLES[options.role],
+        model=options.model,
+        served_model_name=options.served_model_name or options.model,
+        engine=options.engine,
+        host=options.host,
+        port=options.port,
+        engine_port=options.engine_port,
+        peers=options.peers,
+        cores=options.cores,
+        allow_shared_cores=options.allow_shared_cores,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        max_model_len=options.max_model_len,
+        drain_timeout=options.drain_timeout,
+        engine_args=engine_args,
+        timing=Timing(start_timeout=options.start_timeout, peer_wait=options.peer_wait),
+    )
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    arguments = list(argv)
+    if "--" not in arguments:
+        return arguments, ()
+    cut = arguments.index("--")
+    return arguments[:cut], tuple(arguments[cut + 1 :])
+
+
+def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cleave-worker",
+        description="Runs one engine and tells the control plane about it.",
+        epilog="Arguments after -- go to the engine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--name", help="unique instance name (default: $CLEAVE_POD_NAME)")
+    parser.add_argument("--deployment", required=True, help="the LLMDeployment it belongs to")
+    parser.add_argument("--revision", default="", help="unlike revisions never pair")
+    parser.add_argument("--role", choices=sorted(ROLES), required=True)
+    parser.add_argument("--model", required=True, metavar="FOLDER_OR_ID")
+    parser.add_argument("--served-model-name", metavar="NAME", help="default: --model")
+    parser.add_argument("--engine", choices=("vllm", "emulated"), default="vllm")
+    parser.add_argument("--host", default=env.get("POD_IP", ""), help="default: $POD_IP")
+    parser.add_argument("--port", type=_port, default=9000)
+    parser.add_argument("--engine-port", type=_port, default=0, help="0: a free one")
+    parser.add_argument("--peers", metavar="SOURCE", default=env.get(AGENTS_ENV, ""))
+    parser.add_argument("--cores", default="auto", help="auto, none or a list: 0,2-3")
+    parser.add_argument(
+        "--allow-shared-cores",
+        action="store_true",
+        default=env.get("CLEAVE_ALLOW_SHARED_CORES", "") in ("1", "true"),
+    )
+    parser.add_argument("--tensor-parallel-size", type=_count, default=1)
+    parser.add_argument("--pipeline-parallel-size", type=_count, default=1)
+    parser.add_argument("--max-model-len", type=_count, default=0, metavar="TOKENS")
+    parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
+    parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")
+    parser.add_argument("--peer-wait", type=_seconds, default=20.0, metavar="SECONDS")
+    return parser
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is not a port")
+    return port
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return count
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return seconds

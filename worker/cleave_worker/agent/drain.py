@@ -1,0 +1,48 @@
+"""When a draining engine is empty.
+
+Called by the agent after SIGTERM or a Drain call. What is hard: a prefill engine may have finished
+every request and still hold KV that a decode engine has yet to pull; ending it then would cost
+those requests a second prefill. Held blocks show as KV usage (cached prefixes do not: they are
+free to be reused), and vLLM keeps stepping, and so reporting, while hand-offs are open. An engine
+is empty when nothing runs, waits or is held for the whole quiet period; requests that a gateway
+sent before it heard of the drain arrive within that period. A hand-off that nobody ever pulls
+holds the drain for its lease or the time-out, whichever is shorter.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cleave.metrics.load_page import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """How a drain ended."""
+
+    empty: bool
+    num_left: int
+    """Requests still running or waiting when time was up."""
+
+
+def is_idle(load: Load) -> bool:
+    """Whether ending the engine now would hurt nobody."""
+    return not load.num_running and not load.num_waiting and load.kv_cache_usage <= 0.0
+
+
+async def drain(read: Callable[[], Load], seconds: float, quiet: float, poll: float) -> Drained:
+    """Wait until the engine has been idle for `quiet` seconds, at most `seconds`."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + seconds
+    idle_since: float | None = None
+    while True:
+        load, now = read(), clock()
+        if not is_idle(load):
+            idle_since = None
+        elif idle_since is None:
+            idle_since = now
+        if idle_since is not None and now - idle_since >= quiet:
+            return Drained(empty=True, num_left=0)
+        if now >= deadline:
+            return Drained(is_idle(load), load.num_running + load.num_waiting)
+        await asyncio.sleep(poll)

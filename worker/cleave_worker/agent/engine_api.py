@@ -1,0 +1,47 @@
+"""What the agent asks its own engine over HTTP: is it well, and what is it.
+
+Used by the supervisor. vLLM and the emulated engine answer alike.
+"""
+
+import json
+import re
+
+from cleave_worker.agent import http
+from cleave_worker.agent.instance import EngineFacts
+
+_BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
+
+
+async def fault(url: str, seconds: float) -> str:
+    """Why the engine is not well; empty when it is."""
+    try:
+        answer = await http.request("GET", f"{url}/health", seconds=seconds)
+    except http.HttpError as error:
+        return f"/health: {error}"
+    return "" if answer.status == 200 else f"/health answers {answer.status}"
+
+
+async def facts(url: str, engine: str, block_size: int, seconds: float) -> EngineFacts:
+    """What the engine says about itself; `block_size` where it is silent. Raises HttpError."""
+    models = await _json(f"{url}/v1/models", seconds)
+    version = (await _json(f"{url}/version", seconds)).get("version", "")
+    served = models.get("data")
+    first = served[0] if isinstance(served, list) and served else {}
+    metrics = await http.request("GET", f"{url}/metrics", seconds=seconds)
+    told = _BLOCK_SIZE.search(metrics.body)
+    return EngineFacts(
+        engine=f"{engine} {version}".strip() if engine == "vllm" else engine,
+        max_model_len=int(first.get("max_model_len") or 0),
+        kv_block_size=int(told.group(1)) if told else block_size,
+    )
+
+
+async def _json(url: str, seconds: float) -> dict[str, object]:
+    answer = await http.request("GET", url, seconds=seconds)
+    try:
+        content = json.loads(answer.body)
+    except ValueError:
+        content = None
+    if answer.status != 200 or not isinstance(content, dict):
+        raise http.HttpError(f"{url} answers {answer.status}, not a JSON object")
+    return content

@@ -1,0 +1,187 @@
+"""What the agent says about its engine: the one state that everything else reads.
+
+The supervisor, the KV test and the drain write it; the gRPC service and the health probe follow
+it. What is hard: followers must see every change at once without polling, so each change replaces
+an event that they wait on.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from cleave.metrics.load_page import Load, LoadPage
+from cleave.rpc.v1 import agent_pb2
+from cleave_worker.agent.config import AgentConfig
+
+
+class RoleRefused(RuntimeError):  # noqa: N818
+    """The role stays what it is; the message says why."""
+
+
+class StaleEpoch(RoleRefused):
+    """The order is not newer than the role's own epoch, or comes too late."""
+
+
+class OtherBoot(RoleRefused):
+    """The order was meant for an earlier life of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine that answers says about itself."""
+
+    engine: str
+    """`vllm 0.32.0`, `emulated`."""
+    max_model_len: int
+    kv_block_size: int
+
+
+class Instance:
+    """State of one worker, as its agent sees it."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._registration = agent_pb2.Registration(
+            instance=config.name,
+            deployment=config.deployment,
+            model=config.served_model_name,
+            revision=config.revision,
+            role=config.role,
+            # 0 is what a message without an epoch carries; it must never pass for a valid one.
+            epoch=1,
+            state=agent_pb2.STATE_STARTING,
+            engine=config.engine,
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
+            max_model_len=config.max_model_len,
+            reason="engine starts",
+        )
+        self._page: LoadPage | None = None
+        self._changed = asyncio.Event()
+        self.version = 0
+        """Grows with every change of the registration."""
+
+    @property
+    def state(self) -> "agent_pb2.State.ValueType":
+        """Where the instance is in its life."""
+        return self._registration.state
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new requests any more."""
+        return self.state == agent_pb2.STATE_DRAINING
+
+    @property
+    def load(self) -> Load:
+        """The engine's newest numbers; zeros while there is none."""
+        return self._page.read() if self._page else Load()
+
+    def registration(self) -> agent_pb2.Registration:
+        """A copy of what the instance states now."""
+        copy = agent_pb2.Registration()
+        copy.CopyFrom(self._registration)
+        return copy
+
+    def report(self) -> agent_pb2.LoadReport:
+        """The load report of this moment."""
+        load = self.load
+        return agent_pb2.LoadReport(
+            boot_id=self._registration.boot_id,
+            epoch=self._registration.epoch,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            pending_prompt_tokens=load.pending_prompt_tokens,
+            kv_blocks_free=load.kv_blocks_free,
+            kv_cache_usage=load.kv_cache_usage,
+            num_preemptions=load.num_preemptions,
+            sampled_ns=load.sampled_ns,
+        )
+
+    async def change(self, seconds: float | None = None) -> None:
+        """Wait for the next change, at most `seconds`."""
+        event = self._changed
+        try:
+            async with asyncio.timeout(seconds):
+                await event.wait()
+        except TimeoutError:
+            return
+
+    def boot(self, boot_id: str, engine_url: str, page: LoadPage) -> None:
+        """A new engine was started."""
+        self._close_page()
+        self._page = page
+        state = self._registration
+        state.boot_id = boot_id
+        state.engine_url = engine_url
+        state.ClearField("kv_path")
+        self._enter(agent_pb2.STATE_STARTING, "engine starts")
+
+    def answered(self, facts: EngineFacts) -> None:
+        """The engine answers; what remains is the test of its KV path."""
+        state = self._registration
+        state.engine = facts.engine
+        state.max_model_len = facts.max_model_len
+        state.kv_block_size = facts.kv_block_size
+        state.kv_blocks_total = self.load.kv_blocks_total
+        self._enter(agent_pb2.STATE_VERIFYING, "KV path is being tested")
+
+    def verified(self, kv_path: agent_pb2.KvPath) -> None:
+        """The KV test passed."""
+        self._registration.kv_path.CopyFrom(kv_path)
+        self._enter(agent_pb2.STATE_READY, "")
+
+    def unverified(self, detail: str) -> None:
+        """There is nobody to test with: ready, but for whole requests only."""
+        kv_path = agent_pb2.KvPath(verified=False, detail=detail)
+        if self.state == agent_pb2.STATE_READY and self._registration.kv_path == kv_path:
+            return
+        self.verified(kv_path)
+
+    def verification_failed(self, reason: str) -> None:
+        """The KV test failed. An instance that serves whole requests already goes on doing so."""
+        kv_path = agent_pb2.KvPath(verified=False, detail=reason)
+        self._registration.kv_path.CopyFrom(kv_path)
+        if self.state == agent_pb2.STATE_READY:
+            self._enter(agent_pb2.STATE_READY, "")
+        else:
+            self._enter(agent_pb2.STATE_VERIFYING, reason)
+
+    def lost(self, reason: str) -> None:
+        """The engine is gone and will be started again."""
+        self._registration.restarts += 1
+        self._enter(agent_pb2.STATE_STARTING, reason)
+
+    def drain(self) -> None:
+        """No new requests from now on; there is no way back."""
+        self._enter(agent_pb2.STATE_DRAINING, "drains")
+
+    def set_role(self, role: "agent_pb2.Role.ValueType", epoch: int, boot_id: str) -> None:
+        """Take another role. Raises StaleEpoch, OtherBoot."""
+        state = self._registration
+        if boot_id and boot_id != state.boot_id:
+            raise OtherBoot(f"the engine's boot is {state.boot_id or 'yet to come'}, not {boot_id}")
+        if epoch <= state.epoch:
+            raise StaleEpoch(f"epoch {epoch} is not newer than {state.epoch}")
+        if self.draining:
+            raise StaleEpoch("the instance drains")
+        state.role = role
+        state.epoch = epoch
+        self._notify()
+
+    def close(self) -> None:
+        """Let go of the load page."""
+        self._close_page()
+
+    def _enter(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
+        if not self.draining:
+            self._registration.state = state
+            self._registration.reason = reason
+        self._notify()
+
+    def _notify(self) -> None:
+        self.version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _close_page(self) -> None:
+        if self._page:
+            self._page.close()
+            self._page = None

@@ -1,0 +1,156 @@
+"""How an engine is started: arguments and environment of one boot.
+
+A pure function of the agent's config and of what this boot was given (ports, cores, load page);
+called by the supervisor at every start. What is hard: the boot id is also the engine id of the KV
+transfer, so that a hand-off of an earlier boot can never be mistaken for one of this boot.
+"""
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cleave.metrics.load_page import ENV as LOAD_PAGE_ENV
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.cores import omp_binding
+
+_KV_TRANSFER = "--kv-transfer-config"
+
+
+class LaunchError(ValueError):
+    """The engine's arguments contradict what the agent must set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """What one start of the engine was given."""
+
+    boot_id: str
+    engine_port: int
+    kv_port: int
+    load_page: Path
+    cores: tuple[int, ...] = ()
+    """Empty: not pinned."""
+    gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A process to start."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
+    """The engine's process. Raises LaunchError, CoresError."""
+    given, kv_transfer = _take_kv_transfer(config.engine_args)
+    arguments = [
+        "--host", config.host,
+        "--port", str(boot.engine_port),
+        "--model", config.model,
+        "--served-model-name", config.served_model_name,
+        _KV_TRANSFER, json.dumps(_kv_transfer(config, boot, kv_transfer)),
+    ]  # fmt: skip
+    if config.max_model_len:
+        arguments += ["--max-model-len", str(config.max_model_len)]
+    if config.engine == "vllm":
+        arguments += _vllm_arguments(config, boot)
+    module = {
+        "vllm": "vllm.entrypoints.openai.api_server",
+        "emulated": "cleave_worker.emulator.main",
+    }[config.engine]
+    argv = (sys.executable, "-m", module, *arguments, *given)
+    return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
+
+
+def block_size(config: AgentConfig, gpu: bool) -> int:
+    """Tokens of a KV block as far as the command line tells: --block-size, else the default."""
+    told = _option(config.engine_args, "--block-size")
+    if told and told.isdigit():
+        return int(told)
+    return 128 if config.engine == "vllm" and not gpu else 16
+
+
+def has_gpu() -> bool:
+    """Whether this machine shows an NVIDIA GPU; asked without loading CUDA or torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def free_port(host: str) -> int:
+    """A TCP port of `host` that nobody listens on now.
+
+    Somebody may take it before the engine does; the engine then ends and the next boot gets others.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _vllm_arguments(config: AgentConfig, boot: Boot) -> list[str]:
+    arguments = [
+        "--tensor-parallel-size", str(config.tensor_parallel_size),
+        "--pipeline-parallel-size", str(config.pipeline_parallel_size),
+        # Prompts never reach a log; the agent's probes would fill it.
+        "--no-enable-log-requests",
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    # Compiling takes half a minute more on CPU and gains nothing for the models that fit there.
+    return arguments if boot.gpu else [*arguments, "--enforce-eager"]
+
+
+def _kv_transfer(config: AgentConfig, boot: Boot, given: Mapping[str, object]) -> dict[str, object]:
+    settings: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    if config.engine == "vllm" and not boot.gpu:
+        settings["kv_buffer_device"] = "cpu"
+    return {**settings, **given, "engine_id": boot.boot_id}
+
+
+def _environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> dict[str, str]:
+    env = {
+        LOAD_PAGE_ENV: str(boot.load_page),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if Path(config.model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if config.engine == "vllm" and not boot.gpu:
+        env["VLLM_CPU_KVCACHE_SPACE"] = base.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        if boot.cores:
+            env["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(boot.cores, config.ranks)
+    return env
+
+
+def _take_kv_transfer(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """Split the user's own KV transfer settings off: they are merged, not passed twice."""
+    rest = list(arguments)
+    text = _option(rest, _KV_TRANSFER)
+    if text is None:
+        return rest, {}
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        raise LaunchError(f"{_KV_TRANSFER} is not JSON") from None
+    if not isinstance(settings, dict):
+        raise LaunchError(f"{_KV_TRANSFER} is not a JSON object")
+    if f"{_KV_TRANSFER}={text}" in rest:
+        rest.remove(f"{_KV_TRANSFER}={text}")
+    else:
+        at = rest.index(_KV_TRANSFER)
+        del rest[at : at + 2]
+    return rest, settings
+
+
+def _option(arguments: Sequence[str], name: str) -> str | None:
+    for at, argument in enumerate(arguments):
+        if argument == name and at + 1 < len(arguments):
+            return arguments[at + 1]
+        if argument.startswith(f"{name}="):
+            return argument.removeprefix(f"{name}=")
+    return None

@@ -1,0 +1,63 @@
+"""`cleave-worker`: runs one engine and its agent. The container command of worker pods.
+
+Exit codes: 0 drained; 2 bad usage or cores that another engine holds; 1 anything else.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from cleave.rpc.discovery import DiscoveryError, find_agents
+from cleave_worker.agent import cores, warden
+from cleave_worker.agent.agent import Agent
+from cleave_worker.agent.config import AgentConfig, parse
+from cleave_worker.agent.launch import LaunchError, has_gpu
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until drained; returns the exit code."""
+    config = parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s {config.name}: %(message)s",
+        stream=sys.stderr,
+    )
+    gpu = config.engine == "vllm" and has_gpu()
+    locks = cores.CoreLocks(cores.folder(), config.name)
+    try:
+        taken = locks.take(_wish(config, gpu), config.allow_shared_cores)
+        warden.become_subreaper()
+        return asyncio.run(_run(config, taken, gpu))
+    except (cores.CoresError, LaunchError, DiscoveryError) as error:
+        return _fail(error, 2)
+    except OSError as error:
+        return _fail(error, 1)
+    finally:
+        locks.release()
+
+
+async def _run(config: AgentConfig, taken: tuple[int, ...], gpu: bool) -> int:
+    # A malformed source is bad usage, and better said now than after the model has loaded.
+    await find_agents(config.peers)
+    return await Agent(config, taken, gpu).run()
+
+
+def _wish(config: AgentConfig, gpu: bool) -> cores.Wish:
+    return cores.wish(
+        config.cores,
+        frozenset(os.sched_getaffinity(0)),
+        cores.online(),
+        pinned_by_default=config.engine == "vllm" and not gpu,
+        ranks=config.ranks,
+    )
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"cleave-worker: {error}", file=sys.stderr)  # noqa: T201
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The engine as a child process under its warden.
+
+Used by the supervisor, one object per boot. What is hard: the engine's output must neither block
+it nor grow without bound, so it is copied to the agent's own stderr as it comes and only the last
+lines are kept, to tell why an engine died.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from cleave_worker.agent import warden
+from cleave_worker.agent.launch import Launch
+
+_PREFIX = b"[engine] "
+_CHUNK_BYTES = 65536
+_LINES_KEPT = 20
+_LINE_LIMIT = 300
+_SWEEP_SECONDS = 5.0
+
+
+def _to_stderr(text: bytes) -> None:
+    # With nobody left to read it, output is dropped; an engine must not block on that.
+    with contextlib.suppress(OSError):
+        sys.stderr.buffer.write(text)
+        sys.stderr.buffer.flush()
+
+
+class EngineProcess:
+    """A running engine."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        stop_seconds: float,
+        sink: Callable[[bytes], object],
+    ) -> None:
+        self._process = process
+        self._stop_seconds = stop_seconds
+        self._last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._output = asyncio.create_task(self._copy(sink))
+
+    @classmethod
+    async def start(
+        cls,
+        launch: Launch,
+        *,
+        agent_pid: int,
+        cores: tuple[int, ...],
+        scratch: Path,
+        stop_grace: float,
+        sink: Callable[[bytes], object] = _to_stderr,
+    ) -> Self:
+        """Start it in a session of its own: a Ctrl-C or a group kill reaches the agent only."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", warden.__file__,
+            "--agent", str(agent_pid),
+            "--grace", str(stop_grace),
+            "--cores", ",".join(map(str, cores)),
+            "--scratch", str(scratch),
+            "--",
+            *launch.argv,
+            env=launch.env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        return cls(process, stop_grace, sink)
+
+    @property
+    def last_line(self) -> str:
+        """The last thing it said; empty when nothing."""
+        return self._last_lines[-1] if self._last_lines else ""
+
+    async def wait(self) -> int:
+        """Its exit status, once it and all its descendants are gone."""
+        status = await self._process.wait()
+        # The warden has seen to this, unless somebody killed it; orphans then come to us.
+        await asyncio.to_thread(warden.end_children, _SWEEP_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._output), 1.0)
+        return status
+
+    async def stop(self) -> None:
+        """End it and everything it started, gently first."""
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.wait(), self._stop_seconds + _SWEEP_SECONDS)
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+            await self.wait()
+        finally:
+            self._output.cancel()
+
+    def kill(self) -> None:
+        """End it and everything it started at once; returns before it is gone."""
+        self._signal(signal.SIGHUP)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def _copy(self, sink: Callable[[bytes], object]) -> None:
+        stream = self._process.stdout
+        assert stream is not None
+        rest = b""
+        while chunk := await stream.read(_CHUNK_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _CHUNK_BYTES:
+                lines, rest = [*lines, rest], b""
+            self._take(lines, sink)
+        if rest:
+            self._take([rest], sink)
+
+    def _take(self, lines: list[bytes], sink: Callable[[bytes], object]) -> None:
+        if not lines:
+            return
+        sink(b"".join(_PREFIX + line + b"\n" for line in lines))
+        said = (line.decode(errors="replace").strip()[:_LINE_LIMIT] for line in lines)
+        self._last_lines.extend(line for line in said if line)

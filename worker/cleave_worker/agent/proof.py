@@ -1,0 +1,120 @@
+"""From "the engine answers" to "ready": finds a peer, runs the KV test, says what came of it.
+
+Run by the supervisor beside the health checks, once for every boot. The cases:
+- a peer is there and the test passes: ready, KV path verified;
+- a peer is there and the test fails: not ready, tried again with growing delay. A worker that is
+  ready without proof already stays so: it serves whole requests, and the fault may be the peer's;
+- a peer is in sight but its engine still starts: wait, as long as an engine may take to start;
+- no peer is in sight: after a while ready without proof, and the search goes on.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+from cleave.rpc.discovery import DiscoveryError
+from cleave.rpc.v1 import agent_pb2
+from cleave_worker.agent import peers
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.verify import Endpoint, TransferError, verify_transfer
+
+_log = logging.getLogger(__name__)
+_NO_PEER = "no peer yet"
+_FIRST_DELAY = 1.0
+
+Look = Callable[[], Awaitable[peers.Sight]]
+Test = Callable[[agent_pb2.Registration], Awaitable[agent_pb2.KvPath]]
+
+
+async def prove(config: AgentConfig, instance: Instance) -> None:
+    """Bring an instance whose engine answers to ready; returns once nothing is left to prove."""
+    if not config.peers:
+        instance.unverified(_NO_PEER)
+        return
+    await pursue(config, instance, _looker(config, instance), _tester(config, instance))
+
+
+async def pursue(config: AgentConfig, instance: Instance, look: Look, test: Test) -> None:
+    """Look for peers and test with them until a test passes."""
+    clock = asyncio.get_running_loop().time
+    timing = config.timing
+    begun = seen = clock()
+    delay = _FIRST_DELAY
+    while True:
+        sight = await look()
+        if sight.peer:
+            seen = clock()
+            if await _attempt(instance, sight.peer, test):
+                return
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, timing.verify_delay_max)
+            continue
+        if sight.starting and clock() - begun < timing.start_timeout:
+            seen = clock()
+        elif clock() - seen >= timing.peer_wait:
+            instance.unverified(_NO_PEER)
+        ready = instance.state == agent_pb2.STATE_READY
+        await asyncio.sleep(timing.peer_search if ready else timing.peer_poll)
+
+
+async def _attempt(instance: Instance, peer: agent_pb2.Registration, test: Test) -> bool:
+    try:
+        kv_path = await test(peer)
+    except TransferError as error:
+        reason = f"KV test with {peer.instance} failed: {error}"
+        _log.warning(reason)
+        instance.verification_failed(reason)
+        return False
+    _log.info("KV path verified: %s, %.1f ms", kv_path.detail, kv_path.transfer_ms)
+    instance.verified(kv_path)
+    return True
+
+
+def _looker(config: AgentConfig, instance: Instance) -> Look:
+    async def look() -> peers.Sight:
+        try:
+            return await peers.look(config.peers, instance.registration(), config.address)
+        except DiscoveryError as error:
+            _log.error("cannot look for peers: %s", error)
+            return peers.Sight()
+
+    return look
+
+
+def _tester(config: AgentConfig, instance: Instance) -> Test:
+    # System randomness: two workers that start together must not invent the same prompts.
+    words = random.SystemRandom()
+    transport = "nixl" if config.engine == "vllm" else "emulated"
+
+    async def test(peer: agent_pb2.Registration) -> agent_pb2.KvPath:
+        prefill, decode = direction(instance.registration(), peer)
+        first_ms = await verify_transfer(
+            _endpoint(prefill),
+            _endpoint(decode),
+            config.served_model_name,
+            seconds=config.timing.verify_timeout,
+            random_words=words,
+        )
+        return agent_pb2.KvPath(
+            verified=True,
+            transport=transport,
+            transfer_ms=first_ms,
+            detail=f"{prefill.instance} -> {decode.instance}",
+        )
+
+    return test
+
+
+def direction(
+    own: agent_pb2.Registration, peer: agent_pb2.Registration
+) -> tuple[agent_pb2.Registration, agent_pb2.Registration]:
+    """(prefill, decode) of a test between the two: the way requests will go."""
+    if own.role == agent_pb2.ROLE_DECODE or peer.role == agent_pb2.ROLE_PREFILL:
+        return peer, own
+    return own, peer
+
+
+def _endpoint(of: agent_pb2.Registration) -> Endpoint:
+    return Endpoint(of.instance, of.engine_url, of.boot_id, of.max_model_len)

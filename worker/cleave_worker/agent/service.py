@@ -1,0 +1,128 @@
+"""The agent's gRPC service: watch, roles, drain, health; and the standard health protocol.
+
+Dialled by gateways, other agents, kubelets and `cleave status`. What is hard: a hundred
+watchers may follow one agent, so a report is one message built from a few numbers, and a change of
+the registration goes out at once instead of with the next report.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave_worker.agent.drain import Drained
+from cleave_worker.agent.instance import Instance, OtherBoot, StaleEpoch
+
+READY_SERVICE = "ready"
+"""Name under which the health protocol tells whether the instance takes requests."""
+_INTERVAL_MS = 100
+_SHORTEST_INTERVAL_MS = 10
+
+_Context = grpc.aio.ServicerContext[object, object]
+DrainCall = Callable[[float | None], Awaitable[Drained]]
+"""Drains within some seconds (None: the agent's own time-out)."""
+
+
+class AgentService(agent_pb2_grpc.AgentServicer):
+    """Answers for one instance."""
+
+    def __init__(self, instance: Instance, drain: DrainCall) -> None:
+        self._instance = instance
+        self._drain = drain
+
+    async def Watch(  # noqa: N802
+        self,
+        request: agent_pb2.WatchRequest,
+        context: _Context,  # noqa: ARG002
+    ) -> AsyncIterator[agent_pb2.WatchEvent]:
+        """A registration first and after each change, load reports in between."""
+        seconds = max(request.interval_ms or _INTERVAL_MS, _SHORTEST_INTERVAL_MS) / 1000
+        version = None
+        while True:
+            if version != self._instance.version:
+                version = self._instance.version
+                yield agent_pb2.WatchEvent(registration=self._instance.registration())
+            yield agent_pb2.WatchEvent(load=self._instance.report())
+            if version == self._instance.version:
+                await self._instance.change(seconds)
+
+    async def SetRole(  # noqa: N802
+        self, request: agent_pb2.SetRoleRequest, context: _Context
+    ) -> agent_pb2.SetRoleResponse:
+        """Take a role; every watcher hears of it at once."""
+        if request.role == agent_pb2.ROLE_UNSPECIFIED:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "role is not set")
+        try:
+            self._instance.set_role(request.role, request.epoch, request.boot_id)
+        except OtherBoot as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        except StaleEpoch as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return agent_pb2.SetRoleResponse(
+            role=request.role, epoch=request.epoch, num_running=self._instance.load.num_running
+        )
+
+    async def Drain(  # noqa: N802
+        self,
+        request: agent_pb2.DrainRequest,
+        context: _Context,  # noqa: ARG002
+    ) -> agent_pb2.DrainResponse:
+        """Wait until the engine is empty; the agent ends after the answer."""
+        drained = await self._drain(request.timeout_ms / 1000 if request.timeout_ms else None)
+        return agent_pb2.DrainResponse(empty=drained.empty, num_left=drained.num_left)
+
+    async def Health(  # noqa: N802
+        self,
+        request: agent_pb2.HealthRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> agent_pb2.HealthResponse:
+        """What Watch would say now."""
+        return agent_pb2.HealthResponse(
+            registration=self._instance.registration(), load=self._instance.report()
+        )
+
+
+class AgentServer:
+    """The service on its port, until it is stopped."""
+
+    def __init__(self, instance: Instance, drain: DrainCall, address: str) -> None:
+        self._instance = instance
+        self._address = address
+        # Two agents on one port would both seem to work.
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._health = health.aio.HealthServicer()
+        self._follower: asyncio.Task[None] | None = None
+        agent_pb2_grpc.add_AgentServicer_to_server(AgentService(instance, drain), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    async def start(self) -> None:
+        """Listen. Raises OSError when the address is taken."""
+        try:
+            self._server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self._address}") from error
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set(READY_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.start()
+        self._follower = asyncio.create_task(self._follow())
+
+    async def stop(self, seconds: float) -> None:
+        """End all streams; calls under way have `seconds` to finish."""
+        if self._follower:
+            self._follower.cancel()
+        await self._server.stop(seconds)
+
+    async def _follow(self) -> None:
+        while True:
+            version = self._instance.version
+            ready = self._instance.state == agent_pb2.STATE_READY
+            await self._health.set(
+                READY_SERVICE,
+                health_pb2.HealthCheckResponse.SERVING
+                if ready
+                else health_pb2.HealthCheckResponse.NOT_SERVING,
+            )
+            if version == self._instance.version:
+                await self._instance.change()

@@ -1,0 +1,179 @@
+"""Keeps an engine alive: start, wait until it answers, prove its KV path, watch it, start again.
+
+Run by the agent until it is cancelled. What is hard: three things happen at once in every life of
+the engine (the process may end, its health may fade, its KV path is being proven), and whichever
+way a life ends, nothing of it may be left behind before the next one begins.
+"""
+
+import asyncio
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import Coroutine
+from pathlib import Path
+
+from cleave.metrics.load_page import LoadPage
+from cleave_worker.agent import engine_api
+from cleave_worker.agent.config import AgentConfig, Timing
+from cleave_worker.agent.http import HttpError
+from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.launch import Boot, block_size, free_port, launch
+from cleave_worker.agent.process import EngineProcess
+from cleave_worker.agent.proof import prove
+
+_log = logging.getLogger(__name__)
+
+
+class EngineFault(RuntimeError):  # noqa: N818
+    """Why a life of the engine ended or must end."""
+
+
+def restart_delay(quick_deaths: int, timing: Timing) -> float:
+    """Seconds before the next start, after `quick_deaths` lives in a row were short."""
+    return min(timing.restart_delay * 2.0 ** min(quick_deaths, 30), timing.restart_delay_max)
+
+
+class Supervisor:
+    """The engine of one agent, over all of its lives."""
+
+    def __init__(
+        self, config: AgentConfig, instance: Instance, cores: tuple[int, ...], gpu: bool
+    ) -> None:
+        self._config = config
+        self._instance = instance
+        self._cores = cores
+        self._gpu = gpu
+        self._process: EngineProcess | None = None
+        self._at_once = False
+
+    def hurry(self) -> None:
+        """From now on engines are killed rather than asked to end, the present one first."""
+        self._at_once = True
+        if self._process:
+            self._process.kill()
+
+    async def run(self) -> None:
+        """Keep an engine running until cancelled, or until it ends while draining."""
+        clock = asyncio.get_running_loop().time
+        timing = self._config.timing
+        quick_deaths = 0
+        while True:
+            begun = clock()
+            try:
+                await self._life()
+            except EngineFault as fault:
+                _log.warning("engine lost: %s", fault)
+                self._instance.lost(str(fault))
+            if self._instance.draining:
+                return
+            quick_deaths = 0 if clock() - begun >= timing.stable_after else quick_deaths + 1
+            await asyncio.sleep(restart_delay(max(0, quick_deaths - 1), timing))
+
+    async def _life(self) -> None:
+        """One engine, from start to end. Raises EngineFault."""
+        # The warden removes the folder when this process cannot.
+        with (
+            tempfile.TemporaryDirectory(
+                prefix="cleave-agent-", ignore_cleanup_errors=True
+            ) as folder,
+            LoadPage(Path(folder) / "load") as page,
+        ):
+            boot = self._new_boot(Path(folder) / "load")
+            url = _url(self._config.host, boot.engine_port)
+            process = self._process = await EngineProcess.start(
+                launch(self._config, boot, os.environ),
+                agent_pid=os.getpid(),
+                cores=boot.cores,
+                scratch=boot.load_page.parent,
+                stop_grace=self._config.timing.stop_grace,
+            )
+            try:
+                self._instance.boot(boot.boot_id, url, page)
+                _log.info("engine %s starts at %s", boot.boot_id, url)
+                await _first(self._serve(url), _ended(process))
+            finally:
+                self._instance.close()
+                if self._at_once:
+                    process.kill()
+                await process.stop()
+
+    def _new_boot(self, load_page: Path) -> Boot:
+        host = self._config.host
+        return Boot(
+            boot_id=uuid.uuid4().hex[:12],
+            engine_port=self._config.engine_port or free_port(host),
+            kv_port=free_port(host),
+            load_page=load_page,
+            cores=self._cores,
+            gpu=self._gpu,
+        )
+
+    async def _serve(self, url: str) -> None:
+        await self._wait_healthy(url)
+        await self._wait_facts(url)
+        await _first(prove_then_idle(self._config, self._instance), self._watch_health(url))
+
+    async def _wait_healthy(self, url: str) -> None:
+        timing = self._config.timing
+        try:
+            async with asyncio.timeout(timing.start_timeout):
+                await _answering(url, timing)
+        except TimeoutError:
+            raise EngineFault(f"did not answer within {timing.start_timeout:g} s") from None
+
+    async def _wait_facts(self, url: str) -> None:
+        config = self._config
+        try:
+            facts = await engine_api.facts(
+                url, config.engine, block_size(config, self._gpu), config.timing.health_timeout
+            )
+        except HttpError as error:
+            raise EngineFault(f"does not say what it serves: {error}") from error
+        self._instance.answered(facts)
+
+    async def _watch_health(self, url: str) -> None:
+        timing = self._config.timing
+        failures = 0
+        while True:
+            await asyncio.sleep(timing.health_interval)
+            fault = await engine_api.fault(url, timing.health_timeout)
+            failures = failures + 1 if fault else 0
+            if failures >= timing.health_failures:
+                raise EngineFault(f"{fault}, {failures} times in a row")
+
+
+async def prove_then_idle(config: AgentConfig, instance: Instance) -> None:
+    """Prove the KV path, then wait for ever: the health checks decide how this life ends."""
+    await prove(config, instance)
+    await asyncio.Event().wait()
+
+
+async def _answering(url: str, timing: Timing) -> None:
+    while True:
+        if not await engine_api.fault(url, timing.health_timeout):
+            return
+        await asyncio.sleep(timing.start_poll)
+
+
+async def _ended(process: EngineProcess) -> None:
+    status = await process.wait()
+    said = f": {process.last_line}" if process.last_line else ""
+    raise EngineFault(f"engine ended with status {status}{said}")
+
+
+async def _first(*coroutines: Coroutine[object, object, None]) -> None:
+    """Run all until one ends; its error is raised, the others are cancelled."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,181 @@
+"""A small process between agent and engine, so that nothing of the engine outlives the agent.
+
+The agent starts it as a script with `python -I -S` (standard library only: it costs 10 ms and a
+few MB) and imports `end_children` from it. What is hard: vLLM forks an engine core and workers
+that a SIGKILL of the agent would leave behind. The warden is their subreaper, so every orphan
+becomes its child, and the kernel tells it by signal when the agent is gone.
+
+Signals: SIGTERM ends the engine gently (SIGTERM, --grace seconds, SIGKILL of the whole tree);
+SIGHUP, which the kernel also sends when the agent dies, kills the tree at once.
+Exit status: the engine's, 128 + signal number when a signal ended it.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SWEEP_SECONDS = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command until it ends or the agent does; end all of its descendants."""
+    options, command = _parse(argv)
+    become_subreaper()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    try:
+        if os.getppid() != options.agent:
+            return 128 + signal.SIGHUP
+        if options.cores:
+            os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
+        return _supervise(_start(command), options.grace)
+    finally:
+        end_children(_SWEEP_SECONDS)
+        _remove(options.scratch)
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants children of this process."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_children(seconds: float) -> bool:
+    """SIGKILL and reap every descendant of this process; False when some are left in time.
+
+    Meant for a subreaper: the children of what is killed become children of the caller, so killing
+    level by level reaches all of them.
+    """
+    deadline = time.monotonic() + seconds
+    while _reap():
+        for child in _children():
+            _kill(child, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def _supervise(engine: int, grace: float) -> int:
+    deadline = None
+    while True:
+        left = None if deadline is None else deadline - time.monotonic()
+        number = _wait_signal(left)
+        status = _status(engine)
+        if status is not None:
+            return status
+        if number in (signal.SIGTERM, signal.SIGINT) and deadline is None:
+            _kill(engine, signal.SIGTERM)
+            deadline = time.monotonic() + grace
+        elif number == signal.SIGHUP or number is None:
+            return 128 + signal.SIGKILL
+
+
+def _wait_signal(seconds: float | None) -> int | None:
+    if seconds is None:
+        return signal.sigwaitinfo(_SIGNALS).si_signo
+    told = signal.sigtimedwait(_SIGNALS, max(0.0, seconds))
+    return told.si_signo if told else None
+
+
+def _status(engine: int) -> int | None:
+    """Reap what has ended; the engine's exit status once it has."""
+    result = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return result
+        if not pid:
+            return result
+        if pid == engine:
+            code = os.waitstatus_to_exitcode(status)
+            result = code if code >= 0 else 128 - code
+
+
+def _start(command: Sequence[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        # Should the warden itself be killed, the engine's first process goes with it.
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execvp(command[0], list(command))  # noqa: S606
+    except OSError as error:
+        os.write(2, f"cannot start {command[0]}: {error.strerror}\n".encode())
+    os._exit(127)
+
+
+def _reap() -> bool:
+    """Collect ended children; False when there are no children at all."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if not pid:
+            return True
+
+
+def _children() -> list[int]:
+    own = os.getpid()
+    return [pid for pid in _pids() if _parent(pid) == own]
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name may hold blanks and brackets: count from the last bracket.
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _remove(folder: str) -> None:
+    if not folder:
+        return
+    try:
+        for entry in os.scandir(folder):
+            os.unlink(entry.path)
+        os.rmdir(folder)
+    except FileNotFoundError:
+        return
+
+
+def _prctl(option: int, value: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(option, value, 0, 0, 0):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="warden")
+    parser.add_argument("--agent", type=int, required=True, help="pid of the parent")
+    parser.add_argument("--grace", type=float, default=10.0, help="seconds")
+    parser.add_argument("--cores", default="", help="of the engine: 0,2")
+    parser.add_argument("--scratch", default="", help="folder of files to remove at the end")
+    cut = list(argv).index("--")
+    return parser.parse_args(argv[:cut]), list(argv[cut + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
