@@ -123,9 +123,7 @@ async def test_cores_are_shared_when_told_and_the_pod_is_told_too(
     async with Kubelet(node, tmp_path / "chat", allow_shared_cores=True) as kubelet:
         for name in "abc":
             kubelet.run(pod(name, code, container=CORE_EACH))
-            await until(lambda n=name: printed(kubelet, n))
-        assert kubelet.log("a").read_text() == "None\n"
-        assert kubelet.log("c").read_text() == "1\n"
+            await until(lambda n=name: printed(kubelet, n) == "1\n")
 
 
 async def test_gpus_are_given_out_once(tmp_path: Path, pod: PodBuilder, until: Until) -> None:

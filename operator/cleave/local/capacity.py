@@ -21,9 +21,10 @@ def faults(pods: Sequence[Manifest], node: Node, *, allow_shared_cores: bool) ->
             "available; use fewer replicas or lower spec.template.resources"
         )
     cores = sum(spec.exclusive_cores for spec in specs)
-    if cores > len(node.cores) and not allow_shared_cores:
+    if cores > len(node.free_cores) and not allow_shared_cores:
+        held = f", {len(node.held_cores)} held by other engines" if node.held_cores else ""
         found.append(
-            f"{cores} exclusive cores needed, {len(node.cores)} here; use fewer replicas, or "
+            f"{cores} exclusive cores needed, {len(node.cores)} here{held}; use fewer replicas, or "
             "--allow-shared-cores to share them (slower, timings mean little)"
         )
     gpus = sum(spec.gpus for spec in specs)

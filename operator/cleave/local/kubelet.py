@@ -79,7 +79,7 @@ class Kubelet:
         address = self._address(spec)
         try:
             own_cores, own_gpus = self._own(spec)
-            command = self._command(spec, address, own_cores, own_gpus)
+            command = self._command(spec, address, own_gpus)
         except PodError:
             self._network.give_back(address)
             raise
@@ -137,7 +137,7 @@ class Kubelet:
         return self._exclusive_cores(spec), frozenset(free_gpus[: spec.gpus])
 
     def _exclusive_cores(self, spec: PodSpec) -> frozenset[int]:
-        free = self._node.cores.difference(*self._own_cores.values())
+        free = self._node.free_cores.difference(*self._own_cores.values())
         try:
             return cores.allocate(free, spec.exclusive_cores)
         except cores.CoreShortageError as error:
@@ -148,19 +148,16 @@ class Kubelet:
                 "use --allow-shared-cores to share them (slower, timings mean little)"
             ) from error
 
-    def _command(
-        self, spec: PodSpec, address: str, own_cores: frozenset[int], own_gpus: frozenset[Gpu]
-    ) -> Command:
+    def _command(self, spec: PodSpec, address: str, own_gpus: frozenset[Gpu]) -> Command:
         known = environment.fields(spec, address, HOST_IP, self._node.name)
-        env = environment.resolve(spec.env, known, self._overrides(spec, own_cores, own_gpus))
+        env = environment.resolve(spec.env, known, self._overrides(own_gpus))
         argv = environment.command_line(spec.command, env)
         return Command(argv, {**os.environ, **env}, self.log(spec.name))
 
-    def _overrides(
-        self, spec: PodSpec, own_cores: frozenset[int], own_gpus: frozenset[Gpu]
-    ) -> dict[str, str]:
+    def _overrides(self, own_gpus: frozenset[Gpu]) -> dict[str, str]:
         overrides = {discovery.ENV: f"file:{self.agents_file}"}
-        if spec.exclusive_cores and not own_cores:
+        if self._allow_shared_cores:
+            # All are told: one that shares may have locked a core given to another.
             overrides[SHARED_CORES_ENV] = "1"
         if self._node.gpus:
             indices = sorted(gpu.index for gpu in own_gpus)
@@ -168,7 +165,8 @@ class Kubelet:
         return overrides
 
     def _shared_cores(self) -> frozenset[int]:
-        return cores.shared(self._node.cores, frozenset().union(*self._own_cores.values()))
+        exclusive = self._node.held_cores.union(*self._own_cores.values())
+        return cores.shared(self._node.cores, exclusive)
 
     def _settle(self) -> None:
         """Bring what follows from the set of pods in step with it."""

@@ -9,6 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from cleave.local import core_locks
+
 _NVIDIA_SMI_TIMEOUT_S = 20
 
 
@@ -31,13 +33,22 @@ class Node:
     memory_bytes: int
     """Available now: free, or held by caches that give way."""
     gpus: tuple[Gpu, ...] = ()
+    held_cores: frozenset[int] = frozenset()
+    """Those of `cores` that engines of other deployments have to themselves."""
+
+    @property
+    def free_cores(self) -> frozenset[int]:
+        """Cores that can be given to one pod alone."""
+        return self.cores - self.held_cores
 
 
 def inspect() -> Node:
     """This machine, now."""
+    cores = frozenset(os.sched_getaffinity(0))
     return Node(
         name=os.uname().nodename,
-        cores=frozenset(os.sched_getaffinity(0)),
+        cores=cores,
+        held_cores=cores & core_locks.held(core_locks.folder()),
         memory_bytes=_available_bytes(),
         gpus=_gpus(),
     )

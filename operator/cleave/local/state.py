@@ -7,6 +7,7 @@ the kernel releases with the process, never by the file.
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from pathlib import Path
 import msgspec
 
 from cleave.local import files
+
+_LOCK_ATTEMPTS = 5
+_LOCK_PAUSE_S = 0.02
 
 
 class StateError(RuntimeError):
@@ -104,13 +108,12 @@ class StateFolder:
         files.private_folder(self.path / "logs")
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _locked(fd):
+                raise StateError(
+                    f"{self.name} is up already; see `cleave status {self.name}`, "
+                    f"end it with `cleave down {self.name}`"
+                )
             yield fd
-        except BlockingIOError:
-            raise StateError(
-                f"{self.name} is up already; see `cleave status {self.name}`, "
-                f"end it with `cleave down {self.name}`"
-            ) from None
         finally:
             os.close(fd)
 
@@ -127,6 +130,18 @@ class StateFolder:
         finally:
             os.close(fd)
         return False
+
+
+def _locked(fd: int) -> bool:
+    """Take the lock. Tried more than once: `is_held` takes it too, for an instant."""
+    for _ in range(_LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return True
+    return False
 
 
 def folder(name: str) -> StateFolder:

@@ -1,0 +1,242 @@
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cleave.local import following, state
+from cleave.local.following import Step
+from cleave.local.instances import Row
+from cleave.local.job import Job
+from cleave.local.node import Node
+from cleave.local.state import PodView, StateError
+from cleave.local.up import UpError, check, detach, down, running
+
+Until = Callable[[Callable[[], object]], Awaitable[None]]
+PodBuilder = Callable[..., dict[str, Any]]
+SLEEP = "import time; time.sleep(600)"
+REPORTS_ITS_END = """
+import signal, sys, time, pathlib
+def end(*_):
+    with open({log!r}, "a") as file: file.write({name!r} + " ")
+    sys.exit(0)
+signal.signal(15, end)
+pathlib.Path({up!r}).touch()
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLEAVE_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def job(pod: PodBuilder, node: Node, free_port: int) -> Callable[..., Job]:
+    def build(*pods: dict[str, Any]) -> Job:
+        return Job("chat", "chat", free_port, node, pods or (pod("chat-gateway", SLEEP),))
+
+    return build
+
+
+@pytest.fixture
+async def leave_nothing() -> AsyncIterator[None]:
+    yield
+    for folder in state.running():
+        await down(folder, 5)
+
+
+def unseen(_: Sequence[Step]) -> None:
+    pass
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_deployment_runs_inside_the_block_and_nothing_is_left_after_it(
+    job: Callable[..., Job],
+) -> None:
+    async with running(job(), unseen, 20):
+        (folder,) = state.running()
+        snapshot = folder.read()
+        assert snapshot is not None
+        (pod,) = snapshot.pods
+        assert pod.ready
+        assert alive(pod.pid or 0)
+    assert not alive(pod.pid or 0)
+    assert state.running() == []
+    assert folder.read() is None
+
+
+async def test_a_deployment_comes_up_once(job: Callable[..., Job]) -> None:
+    async with running(job(), unseen, 20):
+        with pytest.raises(StateError, match="chat is up already"):
+            async with running(job(), unseen, 20):
+                pass
+
+
+async def test_the_gateway_ends_first_then_decode_then_prefill(
+    pod: PodBuilder, job: Callable[..., Job], tmp_path: Path, until: Until
+) -> None:
+    log = tmp_path / "ends"
+
+    def built(name: str, component: str, role: str) -> dict[str, Any]:
+        code = REPORTS_ITS_END.format(log=str(log), name=name, up=str(tmp_path / f"{name}.up"))
+        labels = {"cleave.dev/component": component, "cleave.dev/role": role}
+        return pod(name, code, labels=labels)
+
+    pods = [
+        built("p", "worker", "prefill"),
+        built("d", "worker", "decode"),
+        built("g", "gateway", ""),
+    ]
+    async with running(job(*pods), unseen, 20):
+        await until(lambda: len(list(tmp_path.glob("*.up"))) == 3)
+    assert log.read_text().split() == ["g", "d", "p"]
+
+
+async def test_a_pod_that_refuses_its_arguments_ends_the_wait_with_its_last_words(
+    pod: PodBuilder, job: Callable[..., Job]
+) -> None:
+    refusing = pod("w", "import sys; sys.exit(print('core 0 is taken') or 2)")
+    never = {"httpGet": {"port": 1}}
+    refusing["spec"]["containers"][0]["readinessProbe"] = never
+    with pytest.raises(UpError, match="w ended with exit code 2") as raised:
+        async with running(job(refusing), unseen, 60):
+            pass
+    assert raised.value.log == ["core 0 is taken"]
+    assert state.running() == []
+
+
+async def test_the_wait_for_readiness_is_bounded(pod: PodBuilder, job: Callable[..., Job]) -> None:
+    slow = pod("w", SLEEP, container={"readinessProbe": {"httpGet": {"port": 1}}})
+    with pytest.raises(UpError, match=r"not ready within 1 s: w \("):
+        async with running(job(slow), unseen, 1):
+            pass
+    assert state.running() == []
+
+
+async def test_ctrl_c_while_loading_ends_everything(
+    pod: PodBuilder, job: Callable[..., Job]
+) -> None:
+    slow = pod("w", SLEEP, container={"readinessProbe": {"httpGet": {"port": 1}}})
+
+    def interrupt(steps: Sequence[Step]) -> None:
+        if steps:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async with running(job(slow), interrupt, 60) as supervisor:
+        assert supervisor.is_stopping
+    assert state.running() == []
+
+
+async def test_a_detached_deployment_outlives_its_command_until_down(
+    job: Callable[..., Job], leave_nothing: None
+) -> None:
+    await detach(job(), unseen, 60)
+    folder = state.find("chat")
+    snapshot = folder.read()
+    assert snapshot is not None
+    assert snapshot.supervisor_pid != os.getpid()
+    pids = [snapshot.supervisor_pid, *(pod.pid or 0 for pod in snapshot.pods)]
+    assert all(map(alive, pids))
+    await down(folder, 20)
+    assert not any(map(alive, pids))
+
+
+async def test_a_detached_deployment_that_fails_leaves_nothing(
+    pod: PodBuilder, job: Callable[..., Job], leave_nothing: None
+) -> None:
+    with pytest.raises(UpError, match="exit code 2"):
+        await detach(
+            job(
+                pod(
+                    "w",
+                    "raise SystemExit(2)",
+                    restartPolicy="Always",
+                    container={"readinessProbe": {"httpGet": {"port": 1}}},
+                )
+            ),
+            unseen,
+            60,
+        )
+    assert state.running() == []
+
+
+async def test_a_supervisor_that_was_killed_does_not_count_as_running(
+    job: Callable[..., Job], leave_nothing: None, until: Until
+) -> None:
+    await detach(job(), unseen, 60)
+    snapshot = state.find("chat").read()
+    assert snapshot is not None
+    os.kill(snapshot.supervisor_pid, signal.SIGKILL)
+    await until(lambda: not state.running())
+    with pytest.raises(StateError, match="chat is not up"):
+        state.find("chat")
+    await detach(job(), unseen, 60)
+
+
+async def test_what_does_not_fit_is_said_before_anything_starts(
+    pod: PodBuilder, job: Callable[..., Job], free_port: int
+) -> None:
+    big = {"resources": {"requests": {"memory": "10Gi", "cpu": 2}, "limits": {"cpu": 2}}}
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        pytest.raises(UpError) as raised,
+    ):
+        check(job(pod("a", SLEEP, container=big), pod("b", SLEEP, container=big)))
+    memory, cores, port = raised.value.faults
+    assert memory.startswith("20.0 GiB of memory needed for 2 pods, 16.0 GiB available")
+    assert cores.startswith("4 exclusive cores needed, 2 here")
+    assert port == f"port {free_port} of 127.0.0.1 is in use; choose another with --port"
+
+
+async def test_a_second_signal_ends_at_once(
+    pod: PodBuilder, job: Callable[..., Job], tmp_path: Path, until: Until
+) -> None:
+    up = tmp_path / "up"
+    code = (
+        "import signal, time, pathlib; signal.signal(15, signal.SIG_IGN); "
+        f"pathlib.Path({str(up)!r}).touch(); time.sleep(600)"
+    )
+    stubborn = pod("w", code, terminationGracePeriodSeconds=600)
+    stubborn["metadata"]["labels"] = {"cleave.dev/role": "decode"}
+    async with asyncio.timeout(60):
+        async with running(job(stubborn), unseen, 20) as supervisor:
+            await until(up.exists)
+            supervisor.stop()
+            await asyncio.sleep(0.3)
+            supervisor.stop()
+    assert state.running() == []
+
+
+def test_several_running_deployments_must_be_named(state_root: Path) -> None:
+    with pytest.raises(StateError, match="nothing is up"):
+        state.find(None)
+    with state.folder("a").lock(), state.folder("b").lock():
+        with pytest.raises(StateError, match="name one of: a, b"):
+            state.find(None)
+        assert state.find("b").name == "b"
+
+
+def test_states_unlike_ready_are_named_for_people() -> None:
+    pod = PodView("p", "prefill", "127.0.0.1:9000", 1, False, 0, "", None, 100.0)
+    row = Row("p", "prefill", "starting")
+    shown = following.step(pod, row, "loading weights", 107.0)
+    assert shown == Step("p", "prefill", "loading", 7.0, "loading weights")
