@@ -86,5 +86,6 @@ class Agent:
             self._drain.cancel()
         keeper.cancel()
         await asyncio.wait({keeper})
+        self._instance.end()
         await self._server.stop(_ANSWER_SECONDS)
         _log.info("ended")

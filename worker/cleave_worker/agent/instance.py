@@ -56,6 +56,8 @@ class Instance:
         )
         self._page: LoadPage | None = None
         self._changed = asyncio.Event()
+        self.ended = False
+        """Whether followers should leave."""
         self.version = 0
         """Grows with every change of the registration."""
 
@@ -106,7 +108,6 @@ class Instance:
 
     def boot(self, boot_id: str, engine_url: str, page: LoadPage) -> None:
         """A new engine was started."""
-        self._close_page()
         self._page = page
         state = self._registration
         state.boot_id = boot_id
@@ -166,9 +167,14 @@ class Instance:
         state.epoch = epoch
         self._notify()
 
-    def close(self) -> None:
-        """Let go of the load page."""
-        self._close_page()
+    def forget_page(self) -> None:
+        """The engine that wrote the load page is gone: its last numbers mean nothing now."""
+        self._page = None
+
+    def end(self) -> None:
+        """The agent ends: let followers leave."""
+        self.ended = True
+        self._notify()
 
     def _enter(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
         if not self.draining:
@@ -180,8 +186,3 @@ class Instance:
         self.version += 1
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _close_page(self) -> None:
-        if self._page:
-            self._page.close()
-            self._page = None

@@ -40,7 +40,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         """A registration first and after each change, load reports in between."""
         seconds = max(request.interval_ms or _INTERVAL_MS, _SHORTEST_INTERVAL_MS) / 1000
         version = None
-        while True:
+        while not self._instance.ended:
             if version != self._instance.version:
                 version = self._instance.version
                 yield agent_pb2.WatchEvent(registration=self._instance.registration())
@@ -109,7 +109,7 @@ class AgentServer:
         self._follower = asyncio.create_task(self._follow())
 
     async def stop(self, seconds: float) -> None:
-        """End all streams; calls under way have `seconds` to finish."""
+        """Calls under way have `seconds` to finish."""
         if self._follower:
             self._follower.cancel()
         await self._server.stop(seconds)

@@ -93,7 +93,7 @@ class Supervisor:
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 await _first(self._serve(url), _ended(process))
             finally:
-                self._instance.close()
+                self._instance.forget_page()
                 if self._at_once:
                     process.kill()
                 await process.stop()
