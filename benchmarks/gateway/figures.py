@@ -29,6 +29,10 @@ class Run:
         return (self.user_us + self.system_us) / self.requests
 
     @property
+    def busy_share(self) -> float:
+        return (self.user_us + self.system_us) / (self.seconds * 1e6)
+
+    @property
     def requests_per_second(self) -> float:
         return self.requests / self.seconds
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from stage import Cores, Subject, choose_cores, describe_cores, find_haproxy, stage
 
 WIDTH = 110
+STARVED_SHARE = 0.9
 WARM_UP = Load(tokens=4, connections=32, seconds=0.5)
 
 
@@ -52,6 +53,8 @@ class Round:
     system_share: float
     requests_per_second: float
     whole_request_us: float
+    busy_share: float
+    """Of its core that the proxy got while it was to go as fast as it can."""
     ttft_p50_us: float
     ttft_p99_us: float
 
@@ -81,6 +84,7 @@ def measure_round(subject: Subject, settings: Settings, core: int) -> Round:
         system_share=system_share(streams),
         requests_per_second=whole.requests_per_second,
         whole_request_us=whole.cpu_us_per_request,
+        busy_share=whole.busy_share,
         ttft_p50_us=latency.ttft_p50_us,
         ttft_p99_us=latency.ttft_p99_us,
     )
@@ -112,6 +116,7 @@ def summarize(rounds: Mapping[str, Sequence[Round]], subject: Subject) -> dict[s
         "idle_share": [r.idle_share for r in own],
         "requests_per_second": [r.requests_per_second for r in own],
         "whole_request_us": [r.whole_request_us for r in own],
+        "busy_share": [r.busy_share for r in own],
         "added_ttft_p50_us": [
             r.ttft_p50_us - d.ttft_p50_us for r, d in zip(own, direct, strict=True)
         ],
@@ -163,11 +168,19 @@ def format_rates(figures: Mapping[str, Spread]) -> Iterator[str]:
     yield f"{figures['idle_share'].median:.2%}"
 
 
+def find_starved(summaries: Mapping[str, Mapping[str, Spread]]) -> Iterator[str]:
+    """Says whose rates and waits are another process's doing, not the proxy's."""
+    for name, figures in summaries.items():
+        share = figures["busy_share"].median
+        if share < STARVED_SHARE:
+            yield f"{name} got {share:.0%} of its core: max req/s and TTFT say little"
+
+
 def print_report(summaries: Mapping[str, Mapping[str, Spread]], description: Description) -> None:
     out = Console(width=WIDTH)
     for table in build_tables(summaries):
         out.print(table)
-    for line in (description.machine, *description.notes):
+    for line in (description.machine, *description.notes, *find_starved(summaries)):
         out.print(f"- {line}", markup=False, highlight=False)
 
 
