@@ -6,11 +6,11 @@ model says, so ends are absolute deadlines and the imprecision of sleeping does 
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cleave.metrics.load_page import Load, LoadPage
 from cleave_worker.emulator.blocks import BlockPool
@@ -19,7 +19,9 @@ from cleave_worker.emulator.faults import Faults
 from cleave_worker.emulator.handoff import KvDoor, TransferError
 from cleave_worker.emulator.metrics import Metrics
 from cleave_worker.emulator.scheduler import Output, Scheduler, Step
-from cleave_worker.emulator.sequence import Finish, HandOff, Request, Sequence, State
+from cleave_worker.emulator.sequence import Finish, Request, Sequence, State
+
+logger = logging.getLogger(__name__)
 
 _MAX_LAG_S = 0.1
 """A loop that was held up longer does not rush through the missed time."""
@@ -65,6 +67,7 @@ class Engine:
         if self.door:
             await self.door.start()
         self._loop_task = asyncio.create_task(self._run())
+        self._loop_task.add_done_callback(self._fail_all)
         self._publish()
 
     async def stop(self) -> None:
@@ -110,7 +113,6 @@ class Engine:
             "num_requests_running": load.num_running,
             "num_requests_waiting": load.num_waiting,
             "kv_cache_usage_perc": load.kv_cache_usage,
-            "num_preemptions_total": load.num_preemptions,
         }
 
     async def _run(self) -> None:
@@ -141,6 +143,7 @@ class Engine:
     def _deliver(self, step: Step) -> None:
         now = time.monotonic()
         self.metrics.iteration_tokens.observe(step.num_tokens)
+        self.metrics.num_preemptions = self.scheduler.num_preemptions
         outputs = self.scheduler.complete(step)
         self.metrics.generation_tokens += len(outputs)
         for output in outputs:
@@ -237,6 +240,15 @@ class Engine:
             self.door.forget(sequence)
         self._on_freed()
 
+    def _fail_all(self, loop_task: asyncio.Task[None]) -> None:
+        """The loop died: nobody waits for tokens that never come, and /health says so."""
+        if loop_task.cancelled():
+            return
+        logger.error("the engine loop died", exc_info=loop_task.exception())
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.fail("the engine is dead")
+
     def _on_freed(self) -> None:
         self._wake.set()
         self._publish()
@@ -256,19 +268,3 @@ class Engine:
     def _publish(self) -> None:
         if self._page:
             self._page.write(self._load())
-
-
-def hand_off_of(params: dict[str, Any]) -> HandOff:
-    """The hand-off in a request's kv_transfer_params. Raises ValueError when it is malformed."""
-    try:
-        groups: Iterable[Iterable[int]] = params["remote_block_ids"]
-        (block_ids,) = groups
-        return HandOff(
-            engine_id=str(params["remote_engine_id"]),
-            request_id=str(params["remote_request_id"]),
-            host=str(params["remote_host"]),
-            port=int(params["remote_port"]),
-            block_ids=tuple(int(block) for block in block_ids),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"kv_transfer_params are malformed: {error!r}") from error

@@ -24,7 +24,8 @@ from cleave_worker.emulator.engine import Engine
 from cleave_worker.emulator.scheduler import Limits
 
 _DEFAULT_SHAPE = "opt-13b"
-_KEEPALIVE_S = 300.0
+_KEEPALIVE_S = 5.0
+"""uvicorn's, as vLLM runs it: clients must cope with connections that close under them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv, dict(os.environ))
     except ConfigError as error:
-        print(f"emulated engine: {error}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"emulated engine: {error}\n")
         return 2
     page = os.environ.get(load_page.ENV)
     try:
         asyncio.run(_serve(options, Path(page) if page else None))
     except OSError as error:
-        print(f"emulated engine: {error}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"emulated engine: {error}\n")
         return 1
     return 0
 
@@ -88,7 +89,6 @@ async def _serve(options: Options, page: Path | None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     engine = Engine(options.engine, page)
-    await engine.start()
     app = Api(engine, options.fault_injection).application()
     runner = web.AppRunner(
         app,
@@ -97,11 +97,12 @@ async def _serve(options: Options, page: Path | None) -> None:
         keepalive_timeout=_KEEPALIVE_S,
         shutdown_timeout=0,
     )
-    await runner.setup()
     try:
+        await engine.start()
+        await runner.setup()
         await web.TCPSite(runner, options.host, options.port, backlog=1024).start()
         host, port = runner.addresses[0][:2]
-        print(f"emulated engine: http://{host}:{port}", file=sys.stderr, flush=True)  # noqa: T201
+        sys.stderr.write(f"emulated engine: http://{host}:{port}\n")
         await ended.wait()
     finally:
         await engine.stop()
@@ -119,11 +120,10 @@ def _load_shape(name: str) -> model.ModelShape:
 
 
 def _load_profile(name: str | None, shape: str, tensor_parallel_size: int) -> latency.Profile:
-    known = latency.names()
-    wanted = f"distserve/{shape}/tp{tensor_parallel_size}"
-    fallback = wanted if wanted in known else f"distserve/{_DEFAULT_SHAPE}/tp1"
+    measured = any(known.split("/")[1] == shape for known in latency.names())
+    default = f"distserve/{shape if measured else _DEFAULT_SHAPE}/tp{tensor_parallel_size}"
     try:
-        return latency.load(name or fallback)
+        return latency.load(name or default)
     except latency.UnknownProfileError as error:
         raise ConfigError(str(error)) from error
 

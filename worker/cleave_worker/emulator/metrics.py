@@ -65,6 +65,7 @@ class Metrics:
     """What the engine counts."""
 
     def __init__(self) -> None:
+        self.num_preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.prompt_tokens_by_source = dict.fromkeys(_SOURCES, 0)
@@ -87,6 +88,7 @@ class Metrics:
 
     def counters(self) -> Iterable[tuple[str, float]]:
         """Plain counters: name without prefix, value."""
+        yield "num_preemptions", self.num_preemptions
         yield "prompt_tokens", self.prompt_tokens
         yield "generation_tokens", self.generation_tokens
         yield "external_prefix_cache_queries", self.external_queries

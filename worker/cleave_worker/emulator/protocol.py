@@ -6,12 +6,11 @@ cannot be emulated is refused rather than ignored.
 
 import uuid
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cleave_worker.emulator import tokenizer
-from cleave_worker.emulator.engine import hand_off_of
 from cleave_worker.emulator.sequence import HandOff, Request
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -192,8 +191,22 @@ def _kv_transfer(body: dict[str, Any]) -> tuple[bool, HandOff | None]:
         return False, None
     if not isinstance(params, dict):
         raise bad_request("kv_transfer_params must be an object.", "kv_transfer_params")
-    try:
-        hand_off = hand_off_of(params) if params.get("do_remote_prefill") else None
-    except ValueError as error:
-        raise bad_request(str(error), "kv_transfer_params") from error
+    hand_off = _hand_off(params) if params.get("do_remote_prefill") else None
     return bool(params.get("do_remote_decode")), hand_off
+
+
+def _hand_off(params: dict[str, Any]) -> HandOff:
+    try:
+        groups: Iterable[Iterable[int]] = params["remote_block_ids"]
+        (block_ids,) = groups
+        return HandOff(
+            engine_id=str(params["remote_engine_id"]),
+            request_id=str(params["remote_request_id"]),
+            host=str(params["remote_host"]),
+            port=int(params["remote_port"]),
+            block_ids=tuple(int(block) for block in block_ids),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise bad_request(
+            f"kv_transfer_params are malformed: {error!r}", "kv_transfer_params"
+        ) from error

@@ -91,7 +91,8 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next iteration; without scheduled sequences nothing can run now."""
         step = Step()
-        if self._schedule_running(step):
+        # After a preemption nobody new gets in, unless that left nobody to run.
+        if self._schedule_running(step) or not step.scheduled:
             self._admit(step)
         return step
 

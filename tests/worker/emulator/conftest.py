@@ -1,0 +1,103 @@
+"""Engines in this process, behind their real HTTP API and KV side channel."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from cleave.perf import latency, model
+from cleave_worker.emulator.api import Api
+from cleave_worker.emulator.config import EngineConfig, KvTransfer
+from cleave_worker.emulator.engine import Engine
+from cleave_worker.emulator.scheduler import Limits
+
+
+@dataclass
+class Server:
+    """One engine and its address."""
+
+    engine: Engine
+    url: str
+    session: aiohttp.ClientSession
+
+    async def post(self, body: dict, path: str = "/v1/completions", **headers: str):
+        """Status and decoded JSON."""
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def text(self, body: dict) -> str:
+        """The continuation of a completion that must succeed."""
+        status, answer = await self.post(body)
+        assert status == 200, answer
+        return answer["choices"][0]["text"]
+
+    async def prefill(self, body: dict) -> dict:
+        """kv_transfer_params of a prefill that must succeed."""
+        ask = {"do_remote_decode": True, "do_remote_prefill": False}
+        status, answer = await self.post({**body, "max_tokens": 1, "kv_transfer_params": ask})
+        assert status == 200, answer
+        return answer["kv_transfer_params"]
+
+    async def samples(self) -> dict[str, float]:
+        """/metrics without the labels that all samples share."""
+        async with self.session.get(self.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        common = 'engine="0",', 'model_name="m"', ",}", "{}"
+        names = [name for name, _ in pairs]
+        for part, new in zip(common, ("", "", "}", ""), strict=True):
+            names = [name.replace(part, new) for name in names]
+        return {name: float(value) for name, (_, value) in zip(names, pairs, strict=True)}
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that are not free."""
+        pool = self.engine.scheduler.pool
+        return pool.num_blocks - pool.num_free
+
+
+@pytest.fixture
+def config() -> EngineConfig:
+    """A fast engine of OPT-13B with KV hand-off on a free port."""
+    profile = latency.load("distserve/opt-13b/tp1")
+    return EngineConfig(
+        served_model_name="m",
+        shape=model.load("opt-13b"),
+        profile=profile,
+        max_model_len=2048,
+        limits=Limits(max_num_seqs=64, max_num_batched_tokens=512),
+        block_size=16,
+        num_blocks=profile.kv_capacity_tokens // 16,
+        time_scale=0.02,
+        kv_transfer=KvTransfer("A", "127.0.0.1", 0),
+    )
+
+
+@pytest.fixture
+async def serve(config: EngineConfig) -> AsyncIterator[Callable]:
+    """Start engines: `await serve("B", num_blocks=9, lease_s=1)`."""
+    servers: list[tuple[Server, web.AppRunner]] = []
+
+    async def start(engine_id: str = "A", **changes: object) -> Server:
+        kv_names = {"lease_s", "recompute_on_failure", "latency_ms", "bandwidth_gbps"}
+        kv_changes = {name: changes.pop(name) for name in kv_names & changes.keys()}
+        assert config.kv_transfer
+        kv = replace(config.kv_transfer, engine_id=engine_id, **kv_changes)
+        engine = Engine(replace(config, **{"kv_transfer": kv, **changes}))
+        app = Api(engine, fault_injection=True).application()
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await engine.start()
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        server = Server(engine, url, aiohttp.ClientSession())
+        servers.append((server, runner))
+        return server
+
+    yield start
+    for server, runner in servers:
+        await server.session.close()
+        await server.engine.stop()
+        await runner.cleanup()
