@@ -1,0 +1,153 @@
+"""The engine that runs a model, and overrides for its pods. Used by both resources."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cleave.api.quantity import Quantity
+from cleave.api.shape import Rule, Shape, keyed_by
+
+Text = Annotated[str, Field(max_length=4096)]
+
+RESERVED_FLAGS = (
+    "--host",
+    "--port",
+    "--model",
+    "--served-model-name",
+    "--kv-transfer-config",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--max-model-len",
+    "--latency",
+    "--time-scale",
+)
+"""Engine flags that Cleave sets itself, from other fields or while it runs."""
+
+RESERVED_ENV = (
+    "POD_IP",
+    "CLEAVE_AGENTS",
+    "CLEAVE_POD_NAME",
+    "CLEAVE_LOAD_PAGE",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+)
+"""Environment variables that Cleave sets itself."""
+
+
+def _cel_list(names: tuple[str, ...]) -> str:
+    return "[" + ", ".join(f"'{name}'" for name in names) + "]"
+
+
+def _flag(arg: str) -> str:
+    """`--Flag_name.key=value` as vLLM understands it: the flag alone, with hyphens."""
+    return arg.split("=")[0].split(".")[0].replace("_", "-")
+
+
+class EngineType(StrEnum):
+    """Which program computes tokens."""
+
+    VLLM = "vLLM"
+    EMULATED = "Emulated"
+
+
+class EnvVar(Shape):
+    """One environment variable."""
+
+    name: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    """Name of the variable."""
+    value: Text = ""
+    """Its value."""
+
+
+class Emulation(Shape):
+    """How fast the emulated engine is."""
+
+    latency: Annotated[str, Field(min_length=1, max_length=256)] = "distserve/opt-13b/tp1"
+    """Latency profile: source/model/parallelism."""
+    time_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Factor on every duration; 0.1 runs ten times faster than the profile."""
+
+
+class Engine(Shape):
+    """The engine of every instance."""
+
+    type: Annotated[EngineType, Field(strict=False)] = EngineType.VLLM
+    """vLLM, or Emulated: vLLM's API with timings from a latency profile and no model."""
+    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Container image of the workers; absent: Cleave's own for this engine."""
+    args: list[Text] = Field(default_factory=list, max_length=128)
+    """More command-line arguments for the engine."""
+    env: Annotated[list[EnvVar], keyed_by("name")] = Field(default_factory=list, max_length=128)
+    """Environment variables of the workers."""
+    emulated: Emulation | None = None
+    """Settings of the emulated engine."""
+
+    rules = (
+        Rule(
+            cel="!has(self.emulated) || self.type == 'Emulated'",
+            holds=lambda e: e.emulated is None or e.type is EngineType.EMULATED,
+            message="has no effect with type vLLM; set type: Emulated or remove it",
+            field="emulated",
+        ),
+        Rule(
+            cel="!has(self.args) || self.args.all(a, "
+            "!(a.split('=')[0].split('.')[0].replace('_', '-') in "
+            f"{_cel_list(RESERVED_FLAGS)}))",
+            holds=lambda e: not any(_flag(a) in RESERVED_FLAGS for a in e.args),
+            message="must not hold a flag that Cleave sets itself: " + ", ".join(RESERVED_FLAGS),
+            field="args",
+        ),
+        Rule(
+            cel=f"!has(self.env) || self.env.all(v, !(v.name in {_cel_list(RESERVED_ENV)}))",
+            holds=lambda e: not any(v.name in RESERVED_ENV for v in e.env),
+            message="must not hold a variable that Cleave sets itself: " + ", ".join(RESERVED_ENV),
+            field="env",
+        ),
+        Rule(
+            cel="!has(self.env) || self.env.all(v, self.env.exists_one(w, w.name == v.name))",
+            holds=lambda e: len({v.name for v in e.env}) == len(e.env),
+            message="must not name a variable twice",
+            field="env",
+        ),
+    )
+
+    @property
+    def emulation(self) -> Emulation:
+        """Settings of the emulated engine, defaults included."""
+        return self.emulated or Emulation()
+
+
+class Toleration(Shape):
+    """A taint that the workers may be scheduled onto, as in a pod."""
+
+    key: Annotated[str, Field(max_length=317)] | None = None
+    """Key of the taint; absent: every key."""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    """Exists, or Equal (the value counts)."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """Value of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint; absent: every effect."""
+    toleration_seconds: int | None = None
+    """How long a NoExecute taint is tolerated; absent: for ever."""
+
+
+class Resources(Shape):
+    """What one worker asks of its node; a resource named here replaces the default for it."""
+
+    requests: dict[str, Quantity] = Field(default_factory=dict)
+    """Least amounts, by resource name; absent: the limit."""
+    limits: dict[str, Quantity] = Field(default_factory=dict)
+    """Most amounts, by resource name."""
+
+
+class Template(Shape):
+    """Overrides for worker pods."""
+
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that a node must have."""
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
+    """Taints that are tolerated."""
+    resources: Resources = Resources()
+    """Cores, memory and devices of one worker."""

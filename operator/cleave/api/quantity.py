@@ -1,0 +1,33 @@
+"""Kubernetes quantities ("500m", "6Gi", 2) as a field type. Used by pod overrides."""
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+PATTERN = r"^(\d+|\d*\.\d+|\d+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?\d+)?$"
+"""Quantities that are not negative."""
+
+
+def _checked(value: object) -> str:
+    text = str(value)
+    if isinstance(value, bool | float) or not re.fullmatch(PATTERN, text):
+        raise PydanticCustomError(
+            "quantity", 'must be a quantity: a whole number, or text such as "500m" or "6Gi"'
+        )
+    return text
+
+
+Quantity = Annotated[
+    str,
+    BeforeValidator(_checked),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "x-kubernetes-int-or-string": True,
+            "pattern": PATTERN,
+        }
+    ),
+]
+"""A quantity; whole numbers become text."""

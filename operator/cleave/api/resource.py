@@ -1,0 +1,72 @@
+"""What both resources have in common: version, metadata and conditions."""
+
+import re
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from cleave.api.shape import Rule, Shape, keyed_by
+
+GROUP = "cleave.dev"
+VERSION = "v1alpha1"
+API_VERSION = "cleave.dev/v1alpha1"
+
+ApiVersion = Literal["cleave.dev/v1alpha1"]
+
+
+class Metadata(Shape):
+    """The object's metadata; of what the API server writes, only a few fields are read."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    namespace: str = "default"
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+    uid: str | None = None
+    generation: int | None = None
+    resource_version: str | None = None
+    creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
+    deletion_grace_period_seconds: int | None = None
+    finalizers: list[str] = Field(default_factory=list)
+    owner_references: list[dict[str, Any]] = Field(default_factory=list)
+    managed_fields: list[dict[str, Any]] = Field(default_factory=list)
+
+
+MetadataField = Annotated[Metadata, WithJsonSchema({"type": "object"})]
+"""Metadata; its schema is the API server's own."""
+
+
+def name_rule(longest: int) -> Rule:
+    """Names of at most `longest` characters that can begin a DNS label.
+
+    Names become parts of pod and Service names, which end at 63 characters.
+    """
+    pattern = rf"^[a-z]([-a-z0-9]{{0,{longest - 2}}}[a-z0-9])?$"
+    return Rule(
+        cel=f"self.metadata.name.matches('{pattern}')",
+        holds=lambda r: re.fullmatch(pattern, r.metadata.name) is not None,
+        message=f"metadata.name must be at most {longest} lower-case letters, digits and hyphens, "
+        "and begin with a letter",
+        field="",
+    )
+
+
+class Condition(Shape):
+    """One aspect of the state, in Kubernetes' form."""
+
+    type: Annotated[str, Field(max_length=316)]
+    """Aspect: Ready, PlanReady, ..."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
+    reason: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Why, in one CamelCase word."""
+    message: Annotated[str, Field(max_length=32768)] = ""
+    """Why, in a sentence."""
+    last_transition_time: Annotated[datetime, Field(strict=False)]
+    """When the status last changed."""
+    observed_generation: Annotated[int, Field(ge=0)] | None = None
+    """Generation of the spec that this was seen for."""
+
+
+Conditions = Annotated[list[Condition], keyed_by("type")]

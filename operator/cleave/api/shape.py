@@ -1,0 +1,85 @@
+"""What every part of a resource is made of: the base model and the cross-field rule.
+
+Used by the resource types only. What is hard: a rule must hold in two places, in the API server
+(CEL inside the CRD) and in Python (`cleave validate`, without a cluster). Both forms stand side by
+side in one Rule, so that one is not changed without the other being seen.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.alias_generators import to_camel
+from pydantic_core import CoreSchema, PydanticCustomError
+
+RULES_BROKEN = "rules_broken"
+"""Type of the pydantic error that holds broken rules; its context has `rules`."""
+
+
+def keyed_by(field: str) -> Any:  # noqa: ANN401 - pydantic's own type for field information
+    """Marks a list whose entries are told apart by one field, as in `kubectl apply`."""
+    return Field(
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": [field],
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule over several fields of one object."""
+
+    cel: str
+    """True when the rule holds; `self` is the object."""
+    holds: Callable[[Any], bool]
+    """The same in Python; its argument is the validated model."""
+    message: str
+    """One sentence that says what to do."""
+    field: str
+    """The field (as it is written in YAML) that a fault is reported at; empty: the object."""
+
+    def to_schema(self) -> dict[str, str]:
+        """The rule as an entry of x-kubernetes-validations."""
+        place = {"fieldPath": f".{self.field}"} if self.field else {}
+        return {"rule": self.cel, "message": self.message, **place}
+
+
+class Shape(BaseModel):
+    """A part of a resource: camelCase in YAML, no unknown fields, no silent conversions."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @model_validator(mode="after")
+    def _keep_rules(self) -> Self:
+        broken = [rule for rule in self.rules if not rule.holds(self)]
+        if broken:
+            text = "; ".join(rule.message for rule in broken)
+            # Without quoting braces pydantic would take them for its own template.
+            template = text.replace("{", "{{").replace("}", "}}")
+            raise PydanticCustomError(RULES_BROKEN, template, {"rules": broken})
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema with this model's rules as CEL."""
+        schema = handler(core_schema)
+        if cls.rules:
+            target = handler.resolve_ref_schema(schema)
+            target["x-kubernetes-validations"] = [rule.to_schema() for rule in cls.rules]
+        return schema

@@ -1,0 +1,62 @@
+"""Chooses how many instances of each role serve a deployment. Pure; called by `cleave.local`.
+
+This version plans nothing from models or traffic: a placement is stated by hand, or it is the
+smallest disaggregated one. The reason says which.
+"""
+
+from dataclasses import dataclass
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.role import Parallelism, Role
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPool:
+    """The instances of one role."""
+
+    role: Role
+    replicas: int
+    parallelism: Parallelism = Parallelism()  # noqa: RUF009 - a frozen value
+
+    @property
+    def gpus(self) -> int:
+        """GPUs (on CPU nodes: cores) of the whole pool."""
+        return self.replicas * self.parallelism.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Instances per role, and why."""
+
+    pools: tuple[PlannedPool, ...]
+    """At most one per role, in the order prefill, decode, mixed."""
+    reason: str
+    """One sentence for status and the command line."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs (on CPU nodes: cores) of all instances."""
+        return sum(pool.gpus for pool in self.pools)
+
+    def replicas(self, role: Role) -> int:
+        """Instances of a role."""
+        return sum(pool.replicas for pool in self.pools if pool.role is role)
+
+
+def plan(deployment: LLMDeployment) -> Placement:
+    """The placement stated by hand, else one prefill and one decode instance."""
+    stated = deployment.spec.placement
+    if stated is None:
+        return Placement(
+            pools=(PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)),
+            reason="one prefill and one decode instance: this version has no planner, and "
+            "spec.placement.manual states nothing else",
+        )
+    order = list(Role)
+    return Placement(
+        pools=tuple(
+            PlannedPool(pool.role, pool.replicas, pool.parallelism)
+            for pool in sorted(stated.manual, key=lambda pool: order.index(pool.role))
+        ),
+        reason="stated by hand in spec.placement.manual",
+    )

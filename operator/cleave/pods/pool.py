@@ -1,0 +1,48 @@
+"""Pools from a placement: one InstancePool per role. Pure; called by `cleave.local`."""
+
+import hashlib
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool, InstancePoolSpec
+from cleave.api.resource import Metadata
+from cleave.planner.placement import Placement, PlannedPool
+from cleave.pods.labels import DEPLOYMENT, ROLE, pool_name
+
+_REVISION_DIGITS = 10
+
+
+def pools(deployment: LLMDeployment, placement: Placement) -> list[InstancePool]:
+    """The pools that a placement asks for, in its order."""
+    stamp = revision(deployment)
+    return [_pool(deployment, planned, stamp) for planned in placement.pools]
+
+
+def revision(deployment: LLMDeployment) -> str:
+    """Identifies what prefill and decode instances must share: model and engine.
+
+    Parallelism is left out: instances of unlike parallelism may hand KV to each other.
+    """
+    spec = deployment.spec
+    text = spec.model.model_dump_json() + spec.engine.model_dump_json()
+    return hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
+
+
+def _pool(deployment: LLMDeployment, planned: PlannedPool, stamp: str) -> InstancePool:
+    spec = deployment.spec
+    return InstancePool(
+        metadata=Metadata(
+            name=pool_name(deployment.name, planned.role),
+            namespace=deployment.namespace,
+            labels={DEPLOYMENT: deployment.name, ROLE: str(planned.role)},
+        ),
+        spec=InstancePoolSpec(
+            deployment=deployment.name,
+            role=planned.role,
+            replicas=planned.replicas,
+            parallelism=planned.parallelism,
+            revision=stamp,
+            model=spec.model,
+            engine=spec.engine,
+            template=spec.template,
+        ),
+    )
