@@ -3,18 +3,20 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cleave.local import following, state
+from cleave.local.errors import StateError, UpError
 from cleave.local.following import Step
 from cleave.local.instances import Row
 from cleave.local.job import Job
 from cleave.local.node import Node
-from cleave.local.state import PodView, StateError
-from cleave.local.up import UpError, check, detach, down, running
+from cleave.local.state import PodView
+from cleave.local.up import check, detach, down, running
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 PodBuilder = Callable[..., dict[str, Any]]
@@ -58,8 +60,8 @@ async def leave_nothing() -> AsyncIterator[None]:
         await down(folder, 5)
 
 
-def unseen(_: Sequence[Step]) -> None:
-    pass
+def unseen() -> AbstractContextManager[Callable[[Sequence[Step]], None]]:
+    return nullcontext(lambda _: None)
 
 
 def alive(pid: int) -> bool:
@@ -72,7 +74,7 @@ def alive(pid: int) -> bool:
 async def test_a_deployment_runs_inside_the_block_and_nothing_is_left_after_it(
     job: Callable[..., Job],
 ) -> None:
-    async with running(job(), unseen, 20):
+    async with running(job(), unseen(), 20):
         (folder,) = state.running()
         snapshot = folder.read()
         assert snapshot is not None
@@ -85,9 +87,9 @@ async def test_a_deployment_runs_inside_the_block_and_nothing_is_left_after_it(
 
 
 async def test_a_deployment_comes_up_once(job: Callable[..., Job]) -> None:
-    async with running(job(), unseen, 20):
+    async with running(job(), unseen(), 20):
         with pytest.raises(StateError, match="chat is up already"):
-            async with running(job(), unseen, 20):
+            async with running(job(), unseen(), 20):
                 pass
 
 
@@ -106,7 +108,7 @@ async def test_the_gateway_ends_first_then_decode_then_prefill(
         built("d", "worker", "decode"),
         built("g", "gateway", ""),
     ]
-    async with running(job(*pods), unseen, 20):
+    async with running(job(*pods), unseen(), 20):
         await until(lambda: len(list(tmp_path.glob("*.up"))) == 3)
     assert log.read_text().split() == ["g", "d", "p"]
 
@@ -118,7 +120,7 @@ async def test_a_pod_that_refuses_its_arguments_ends_the_wait_with_its_last_word
     never = {"httpGet": {"port": 1}}
     refusing["spec"]["containers"][0]["readinessProbe"] = never
     with pytest.raises(UpError, match="w ended with exit code 2") as raised:
-        async with running(job(refusing), unseen, 60):
+        async with running(job(refusing), unseen(), 60):
             pass
     assert raised.value.log == ["core 0 is taken"]
     assert state.running() == []
@@ -127,7 +129,7 @@ async def test_a_pod_that_refuses_its_arguments_ends_the_wait_with_its_last_word
 async def test_the_wait_for_readiness_is_bounded(pod: PodBuilder, job: Callable[..., Job]) -> None:
     slow = pod("w", SLEEP, container={"readinessProbe": {"httpGet": {"port": 1}}})
     with pytest.raises(UpError, match=r"not ready within 1 s: w \("):
-        async with running(job(slow), unseen, 1):
+        async with running(job(slow), unseen(), 1):
             pass
     assert state.running() == []
 
@@ -141,7 +143,7 @@ async def test_ctrl_c_while_loading_ends_everything(
         if steps:
             os.kill(os.getpid(), signal.SIGINT)
 
-    async with running(job(slow), interrupt, 60) as supervisor:
+    async with running(job(slow), nullcontext(interrupt), 60) as supervisor:
         assert supervisor.is_stopping
     assert state.running() == []
 
@@ -149,7 +151,7 @@ async def test_ctrl_c_while_loading_ends_everything(
 async def test_a_detached_deployment_outlives_its_command_until_down(
     job: Callable[..., Job], leave_nothing: None
 ) -> None:
-    await detach(job(), unseen, 60)
+    await detach(job(), unseen(), 60)
     folder = state.find("chat")
     snapshot = folder.read()
     assert snapshot is not None
@@ -182,14 +184,14 @@ async def test_a_detached_deployment_that_fails_leaves_nothing(
 async def test_a_supervisor_that_was_killed_does_not_count_as_running(
     job: Callable[..., Job], leave_nothing: None, until: Until
 ) -> None:
-    await detach(job(), unseen, 60)
+    await detach(job(), unseen(), 60)
     snapshot = state.find("chat").read()
     assert snapshot is not None
     os.kill(snapshot.supervisor_pid, signal.SIGKILL)
     await until(lambda: not state.running())
     with pytest.raises(StateError, match="chat is not up"):
         state.find("chat")
-    await detach(job(), unseen, 60)
+    await detach(job(), unseen(), 60)
 
 
 async def test_what_does_not_fit_is_said_before_anything_starts(
@@ -218,7 +220,7 @@ async def test_a_second_signal_ends_at_once(
     stubborn = pod("w", code, terminationGracePeriodSeconds=600)
     stubborn["metadata"]["labels"] = {"cleave.dev/role": "decode"}
     async with asyncio.timeout(60):
-        async with running(job(stubborn), unseen, 20) as supervisor:
+        async with running(job(stubborn), unseen(), 20) as supervisor:
             await until(up.exists)
             supervisor.stop()
             await asyncio.sleep(0.3)

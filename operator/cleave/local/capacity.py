@@ -6,8 +6,9 @@ Pure; called by `up`.
 from collections.abc import Sequence
 
 from cleave.local.node import Node
-from cleave.local.pod_spec import Manifest, parse
+from cleave.local.pod_spec import parse
 from cleave.local.quantities import gib
+from cleave.pods.labels import Manifest
 
 
 def faults(pods: Sequence[Manifest], node: Node, *, allow_shared_cores: bool) -> list[str]:

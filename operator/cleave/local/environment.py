@@ -8,7 +8,8 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from cleave.local.pod_spec import Manifest, PodError, PodSpec
+from cleave.local.pod_spec import PodError, PodSpec
+from cleave.pods.labels import Manifest
 
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][\w.-]*)\)")
 _LABEL = re.compile(r"metadata\.labels\['([^']+)'\]")

@@ -13,7 +13,7 @@ from enum import StrEnum
 from cleave.local import instances, logs
 from cleave.local.instances import Row
 from cleave.local.state import PodView, Snapshot, StateFolder
-from cleave.local.supervisor import GATEWAY
+from cleave.pods.labels import GATEWAY
 
 REFUSED_EXIT_CODE = 2
 """A worker's exit code for arguments or cores it refuses: starting again changes nothing."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from cleave.local.state import PodView, Snapshot
-from cleave.local.supervisor import GATEWAY
+from cleave.pods.labels import GATEWAY
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _ASK_S = 2.0
@@ -35,7 +35,9 @@ class Row:
     pid: int | None = None
     url: str = ""
     reason: str = ""
-    """Why it is not ready, or what is not verified yet."""
+    """Why it is not ready."""
+    kv_path: str = ""
+    """What its KV self-test saw; empty for the gateway."""
 
 
 async def rows(snapshot: Snapshot) -> list[Row]:
@@ -78,6 +80,7 @@ def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | Non
         pid=pod.pid,
         url=registration.engine_url,
         reason=registration.reason,
+        kv_path=_kv_path(registration.kv_path),
     )
 
 
@@ -91,6 +94,12 @@ def _pod_state(pod: PodView, snapshot: Snapshot) -> str:
 
 def _pod_reason(pod: PodView) -> str:
     return f"exit code {pod.last_exit_code}" if pod.waiting and pod.last_exit_code else ""
+
+
+def _kv_path(path: agent_pb2.KvPath) -> str:
+    if not path.verified:
+        return f"not verified: {path.detail}" if path.detail else "not verified"
+    return f"{path.transport}, verified, {path.transfer_ms:.1f} ms to the first token"
 
 
 def _word(enum_name: str) -> str:

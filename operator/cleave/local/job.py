@@ -10,8 +10,8 @@ import msgspec
 from cleave.local import files
 from cleave.local.network import HOST_IP
 from cleave.local.node import Node
-from cleave.local.pod_spec import Manifest
 from cleave.local.state import StateFolder
+from cleave.pods.labels import Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,11 @@ from cleave.local import cores, environment, files, logs
 from cleave.local.network import HOST_IP, AddressShortageError, Network, busy_ports
 from cleave.local.node import Gpu, Node
 from cleave.local.pod_life import Command, PodLife
-from cleave.local.pod_spec import Manifest, PodError, PodSpec, parse
+from cleave.local.pod_spec import PodError, PodSpec, parse
 from cleave.local.pod_status import Facts, status
+from cleave.pods.labels import AGENT_PORT, COMPONENT, WORKER, Manifest
 from cleave.rpc import discovery
 
-COMPONENT_LABEL = "cleave.dev/component"
-AGENT_PORT = 9000
 SHARED_CORES_ENV = "CLEAVE_ALLOW_SHARED_CORES"
 _HOUSEKEEPING_S = 5.0
 
@@ -181,7 +180,7 @@ class Kubelet:
         agents = sorted(
             f"{life.facts.pod_ip}:{AGENT_PORT}"
             for life in self._lives.values()
-            if life.spec.labels.get(COMPONENT_LABEL) == "worker"
+            if life.spec.labels.get(COMPONENT) == WORKER
         )
         files.replace(self.agents_file, "".join(f"{agent}\n" for agent in agents))
 

@@ -11,12 +11,10 @@ from enum import StrEnum
 from typing import Any
 
 from cleave.local.quantities import cpus, memory_bytes
-
-Manifest = dict[str, Any]
-"""A Kubernetes object as it is written in YAML."""
+from cleave.pods.labels import Manifest
+from cleave.pods.resources import GPU
 
 DEFAULT_GRACE_S = 30
-GPU_RESOURCE = "nvidia.com/gpu"
 
 
 class PodError(ValueError):
@@ -105,7 +103,7 @@ def _parse(pod: Manifest) -> PodSpec:
         ports=tuple(int(port["containerPort"]) for port in _list(container, "ports")),
         exclusive_cores=_exclusive_cores(requests, limits),
         memory_bytes=memory_bytes(requests.get("memory", 0)),
-        gpus=int(limits.get(GPU_RESOURCE, 0)),
+        gpus=int(limits.get(GPU, 0)),
         grace_s=float(spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)),
         restart_policy=RestartPolicy(spec.get("restartPolicy", "Always")),
         host_network=bool(spec.get("hostNetwork", False)),

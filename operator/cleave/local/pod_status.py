@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from cleave.local.network import HOST_IP
-from cleave.local.pod_spec import Manifest, PodSpec
+from cleave.local.pod_spec import PodSpec
+from cleave.pods.labels import Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,10 @@ from pathlib import Path
 import msgspec
 
 from cleave.local import files
+from cleave.local.errors import StateError
 
 _LOCK_ATTEMPTS = 5
 _LOCK_PAUSE_S = 0.02
-
-
-class StateError(RuntimeError):
-    """The folder's state does not allow what is asked; one line that says why."""
 
 
 @dataclass(frozen=True, slots=True)

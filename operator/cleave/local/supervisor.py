@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 
 from cleave.local.job import Job
-from cleave.local.kubelet import AGENT_PORT, COMPONENT_LABEL, Kubelet
+from cleave.local.kubelet import Kubelet
 from cleave.local.network import AddressShortageError
 from cleave.local.pod_spec import PodError, PodSpec
 from cleave.local.pod_status import Facts
 from cleave.local.state import PodView, Snapshot, StateFolder
+from cleave.pods.labels import AGENT_PORT, COMPONENT, GATEWAY, ROLE
 
-ROLE_LABEL = "cleave.dev/role"
-GATEWAY = "gateway"
 _STOP_ORDER = (GATEWAY, "decode", "mixed", "prefill")
 _PUBLISH_DELAY_S = 0.05
 
@@ -123,9 +122,9 @@ class Supervisor:
 
 def role_of(spec: PodSpec) -> str:
     """A worker's role, or `gateway`."""
-    if spec.labels.get(COMPONENT_LABEL) == GATEWAY:
+    if spec.labels.get(COMPONENT) == GATEWAY:
         return GATEWAY
-    return spec.labels.get(ROLE_LABEL, "")
+    return spec.labels.get(ROLE, "")
 
 
 def view(spec: PodSpec, facts: Facts) -> PodView:

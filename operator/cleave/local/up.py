@@ -10,29 +10,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
 from cleave.local import capacity, state
+from cleave.local.errors import StateError, UpError
 from cleave.local.following import End, Outcome, Show, follow
 from cleave.local.job import Job
 from cleave.local.network import HOST_IP, busy_ports
-from cleave.local.state import Snapshot, StateError, StateFolder
+from cleave.local.state import Snapshot, StateFolder
 from cleave.local.supervisor import Supervisor
+
+Screen = AbstractContextManager[Show]
+"""Shows steps while it is open."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_PERIOD_S = 0.1
 _HURRIED_S = 15.0
-
-
-class UpError(RuntimeError):
-    """The deployment did not come up."""
-
-    def __init__(self, faults: Sequence[str], log: Sequence[str] = ()) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = faults
-        self.log = log
-        """Last lines of the log of the pod to blame."""
 
 
 def check(job: Job) -> None:
@@ -45,7 +39,7 @@ def check(job: Job) -> None:
 
 
 @asynccontextmanager
-async def running(job: Job, show: Show, timeout_s: float) -> AsyncIterator[Supervisor]:
+async def running(job: Job, screen: Screen, timeout_s: float) -> AsyncIterator[Supervisor]:
     """Bring `job` up in this process; ready (or told to stop) inside, all ended afterwards.
 
     Raises UpError when it does not come up, StateError when it is up already.
@@ -57,7 +51,9 @@ async def running(job: Job, show: Show, timeout_s: float) -> AsyncIterator[Super
         with _stopped_by_signals(supervisor):
             task = asyncio.create_task(supervisor.run())
             try:
-                _must_not_fail(await follow(folder, show, timeout_s))
+                with screen as show:
+                    end = await follow(folder, show, timeout_s)
+                _must_not_fail(end)
                 yield supervisor
             finally:
                 if not supervisor.is_stopping:
@@ -65,7 +61,7 @@ async def running(job: Job, show: Show, timeout_s: float) -> AsyncIterator[Super
                 await task
 
 
-async def detach(job: Job, show: Show, timeout_s: float) -> None:
+async def detach(job: Job, screen: Screen, timeout_s: float) -> None:
     """Bring `job` up in a supervisor of its own and return when it is ready.
 
     Raises UpError when it does not come up, and then ends it.
@@ -76,7 +72,8 @@ async def detach(job: Job, show: Show, timeout_s: float) -> None:
         pid = _spawn_supervisor(folder, held)
         folder.write(Snapshot(job.deployment, pid, job.url))
     try:
-        end = await follow(folder, show, timeout_s)
+        with screen as show:
+            end = await follow(folder, show, timeout_s)
         _must_not_fail(end)
         if end.outcome is Outcome.STOPPED:
             raise UpError(["stopped before it was ready"])

@@ -1,0 +1,72 @@
+"""The `cleave` command: what a person types.
+
+Each command is a module of this package. What is hard: `cleave --help` and shell completion must
+answer at once, so whatever is heavy is imported inside the command that needs it.
+"""
+
+import logging
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from cleave.cli.demo import demo
+from cleave.cli.down import down
+from cleave.cli.gateway import FORWARDED, gateway
+from cleave.cli.logs import logs
+from cleave.cli.status import status
+from cleave.cli.up import up
+from cleave.cli.validate import validate
+
+app = typer.Typer(
+    name="cleave",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (demo, up, status, logs, down, validate):
+    app.command()(command)
+app.command(context_settings=FORWARDED)(gateway)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cleave {version('cleave')}")
+        raise typer.Exit
+
+
+@app.callback()
+def cleave(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log what happens; tracebacks of our own bugs.")
+    ] = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Serve large language models from prefill, decode and mixed pools.
+
+    First steps: `cleave demo`, then `cleave up -f FILE`, `cleave status`, `cleave down`.
+    """
+    if verbose:
+        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
+
+
+def main() -> None:
+    """Run the command line; a bug of ours is one line unless -v asks for more."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if logging.getLogger().isEnabledFor(logging.DEBUG):
+            raise
+        sys.exit(f"internal error: {type(error).__name__}: {error} (cleave -v shows where)")
+
+
+if __name__ == "__main__":
+    main()

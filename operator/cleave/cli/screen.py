@@ -1,0 +1,68 @@
+"""Progress on the screen while a deployment comes up: a table that redraws itself.
+
+Used by `up` and `demo`. Where output is no terminal (a log, a pipe), one line per change instead.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cleave.local.following import READY, Show, Step
+
+_ROWS = 16
+_STYLES = {
+    READY: "green",
+    "verifying": "cyan",
+    "draining": "yellow",
+    "stopping": "yellow",
+    "CrashLoopBackOff": "red",
+}
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Show]:
+    """A function that shows steps; what it drew stays on the screen afterwards."""
+    if not console.is_terminal:
+        yield _Lines(console).show
+        return
+    with Live(console=console, refresh_per_second=8) as live:
+        yield lambda steps: live.update(table(steps))
+
+
+def table(steps: Sequence[Step]) -> Table:
+    """Steps as a table; of many pods, those that are not ready come first."""
+    shown = list(steps)
+    if len(shown) > _ROWS:
+        shown.sort(key=lambda step: step.state == READY)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis", style="dim", ratio=1)
+    for step in shown[:_ROWS]:
+        state = Text(step.state, style=_STYLES.get(step.state, ""))
+        # Text, not markup: engines print brackets.
+        grid.add_row(step.pod, state, f"{step.elapsed_s:.0f} s", Text(step.detail))
+    if len(shown) > _ROWS:
+        ready = sum(step.state == READY for step in steps)
+        grid.add_row(f"{ready} of {len(steps)} ready")
+    return grid
+
+
+class _Lines:
+    """Prints a line when a pod's state changes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._states: dict[str, str] = {}
+
+    def show(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if self._states.get(step.pod) != step.state:
+                self._states[step.pod] = step.state
+                line = f"{step.pod}  {step.state}  {step.elapsed_s:.0f} s"
+                self._console.print(line, markup=False, highlight=False)

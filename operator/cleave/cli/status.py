@@ -1,0 +1,138 @@
+"""`cleave status`: what runs on this machine, as the agents and the gateway say now."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cleave.cli.faults import told
+from cleave.cli.names import complete_running
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cleave.local.instances import Row
+    from cleave.local.state import Snapshot
+
+WATCH_PERIOD_S = 1.0
+_STYLES = {"ready": "green", "starting": "yellow", "verifying": "cyan", "draining": "yellow"}
+
+
+class Output(StrEnum):
+    """How to print."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def status(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Deployment; all when absent.", autocompletion=complete_running),
+    ] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show again every second until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Show instances, their load and the gateway.
+
+    RUN and WAIT are requests, KV% the used share of the KV cache, RESTARTS those of pod and engine.
+    Example: cleave status chat -o json
+    """
+    with told():
+        if not watch:
+            _print(asyncio.run(collect(name)), output)
+        elif output is Output.TABLE:
+            _watch_table(name)
+        else:
+            while True:
+                _print(asyncio.run(collect(name)), output)
+                time.sleep(WATCH_PERIOD_S)
+
+
+async def collect(name: str | None) -> list[dict[str, Any]]:
+    """Every deployment that is up (or `name` alone) with its instances' rows."""
+    from cleave.local import state
+
+    folders = [state.find(name)] if name else state.running()
+    snapshots = [snapshot for folder in folders if (snapshot := folder.read())]
+    rows = await asyncio.gather(*map(_rows, snapshots))
+    return [
+        {
+            "deployment": snapshot.deployment,
+            "url": snapshot.url,
+            "instances": [asdict(row) for row in found],
+        }
+        for snapshot, found in zip(snapshots, rows, strict=True)
+    ]
+
+
+async def _rows(snapshot: "Snapshot") -> list["Row"]:
+    from cleave.local import gateways, instances
+    from cleave.pods.labels import GATEWAY
+
+    rows, gateway = await asyncio.gather(instances.rows(snapshot), gateways.ask(snapshot.url))
+    return [
+        row
+        if row.role != GATEWAY or row.state != "ready" or gateway.serving
+        else replace(row, state="not serving", reason=gateway.reason)
+        for row in rows
+    ]
+
+
+def _print(found: Sequence[dict[str, Any]], output: Output) -> None:
+    if output is Output.JSON:
+        import json
+
+        typer.echo(json.dumps(found, indent=2))
+    elif output is Output.YAML:
+        import yaml
+
+        typer.echo(yaml.safe_dump(list(found), sort_keys=False), nl=False)
+    else:
+        from rich.console import Console
+
+        console = Console()
+        console.print(table(found) if found else "nothing is up on this machine")
+
+
+def _watch_table(name: str | None) -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False, screen=False) as live:
+        while True:
+            found = asyncio.run(collect(name))
+            live.update(table(found) if found else "nothing is up on this machine", refresh=True)
+            time.sleep(WATCH_PERIOD_S)
+
+
+def table(found: Sequence[dict[str, Any]]) -> "Table":
+    """The rows of all deployments in one table."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("INSTANCE", "ROLE", "STATE", "ENGINE"):
+        drawn.add_column(heading, overflow="fold")
+    for heading in ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    drawn.add_column("URL", overflow="fold")
+    for row in (row for deployment in found for row in deployment["instances"]):
+        state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
+        if row["reason"]:
+            state.append(f"\n{row['reason']}", style="dim")
+        kv = row["kv_cache_usage"]
+        figures = (
+            *(row["num_running"], row["num_waiting"], None if kv is None else f"{kv:.1%}"[:-1]),
+            *(row["epoch"], row["restarts"], row["pid"]),
+        )
+        shown = ("-" if figure is None else str(figure) for figure in figures)
+        drawn.add_row(row["instance"], row["role"], state, row["engine"], *shown, row["url"])
+    return drawn

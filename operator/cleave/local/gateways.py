@@ -1,0 +1,63 @@
+"""What the gateway of a deployment says of itself. Used by `status`."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+_ASK_S = 2.0
+_HANDOFFS = 'cleave_gateway_handoffs_total{result="used"}'
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayHealth:
+    """The gateway's answer to GET /health."""
+
+    serving: bool
+    reason: str = ""
+
+
+async def ask(url: str) -> GatewayHealth:
+    """The health of the gateway at `url`; no answer is not serving."""
+    return await asyncio.to_thread(_ask, url)
+
+
+async def handoffs(url: str) -> int:
+    """KV hand-offs that the gateway at `url` has used since its start; 0 without an answer."""
+    return await asyncio.to_thread(_handoffs, url)
+
+
+def _handoffs(url: str) -> int:
+    try:
+        with _opener().open(f"{url}/metrics", timeout=_ASK_S) as response:
+            text = response.read().decode()
+    except OSError:
+        return 0
+    for line in text.splitlines():
+        if line.startswith(_HANDOFFS):
+            return round(float(line.rpartition(" ")[2]))
+    return 0
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    # No proxy: the gateway is on this machine.
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _ask(url: str) -> GatewayHealth:
+    try:
+        with _opener().open(f"{url}/health", timeout=_ASK_S):
+            return GatewayHealth(serving=True)
+    except urllib.error.HTTPError as error:
+        with error:
+            return GatewayHealth(serving=False, reason=_reason(error.read()))
+    except OSError as error:
+        return GatewayHealth(serving=False, reason=f"no answer: {error}")
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace").strip()

