@@ -1,5 +1,7 @@
 """Engines in this process, behind their real HTTP API and KV side channel."""
 
+import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -45,11 +47,14 @@ class Server:
         async with self.session.get(self.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        common = 'engine="0",', 'model_name="m"', ",}", "{}"
-        names = [name for name, _ in pairs]
-        for part, new in zip(common, ("", "", "}", ""), strict=True):
-            names = [name.replace(part, new) for name in names]
-        return {name: float(value) for name, (_, value) in zip(names, pairs, strict=True)}
+        shared = re.compile(r'engine="0",|,?model_name="m",?')
+        return {shared.sub("", name).replace("{}", ""): float(value) for name, value in pairs}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait a bounded time for a condition on the engine."""
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     @property
     def num_used_blocks(self) -> int:
@@ -87,7 +92,7 @@ async def serve(config: EngineConfig) -> AsyncIterator[Callable]:
         kv = replace(config.kv_transfer, engine_id=engine_id, **kv_changes)
         engine = Engine(replace(config, **{"kv_transfer": kv, **changes}))
         app = Api(engine, fault_injection=True).application()
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await engine.start()
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -54,8 +54,9 @@ class EngineConfig:
                 f"one request of --max-model-len {self.max_model_len} tokens does not fit the KV "
                 f"cache of {capacity} tokens; lower it or raise --num-gpu-blocks-override"
             )
-        smallest = min(self.max_model_len, self.limits.max_num_seqs, self.block_size)
-        if min(smallest, self.limits.max_num_batched_tokens) < 1 or self.time_scale < 0:
+        limits = self.limits
+        smallest = min(self.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens)
+        if smallest < 1 or self.time_scale < 0:
             raise ConfigError("lengths and limits must be at least 1, --time-scale at least 0")
 
 

@@ -146,6 +146,7 @@ class Engine:
         self.metrics.num_preemptions = self.scheduler.num_preemptions
         outputs = self.scheduler.complete(step)
         self.metrics.generation_tokens += len(outputs)
+        self._publish()
         for output in outputs:
             self._count(output, now)
             sequence, token, finish = output

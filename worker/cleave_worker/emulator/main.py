@@ -26,6 +26,8 @@ from cleave_worker.emulator.scheduler import Limits
 _DEFAULT_SHAPE = "opt-13b"
 _KEEPALIVE_S = 5.0
 """uvicorn's, as vLLM runs it: clients must cope with connections that close under them."""
+_SHUTDOWN_S = 0.01
+"""Requests in flight are cut off, as by a terminated vLLM; aiohttp takes 0 for endless."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,6 +53,8 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> Options:
     args = _parser().parse_args(argv)
     shape = _load_shape(args.model)
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
+    if args.block_size < 1:
+        raise ConfigError("--block-size must be at least 1")
     num_blocks = args.num_gpu_blocks_override or profile.kv_capacity_tokens // args.block_size
     limits = Limits(args.max_num_seqs, args.max_num_batched_tokens, args.enable_prefix_caching)
     engine = EngineConfig(
@@ -95,7 +99,7 @@ async def _serve(options: Options, page: Path | None) -> None:
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=_KEEPALIVE_S,
-        shutdown_timeout=0,
+        shutdown_timeout=_SHUTDOWN_S,
     )
     try:
         await engine.start()

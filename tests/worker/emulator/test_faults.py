@@ -1,0 +1,116 @@
+"""Injected faults: each is visible to a client as an error, a delay or a wrong token."""
+
+import asyncio
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from cleave_worker.emulator.api import Api
+from cleave_worker.emulator.engine import Engine
+
+PROMPT = {"prompt": [11, 12, 13, 14] * 30, "max_tokens": 20, "ignore_eos": True}
+
+
+async def inject(server, **faults: object) -> None:
+    url = server.url + "/emulator/faults"
+    async with server.session.post(url, json=faults) as response:
+        assert response.status == 200, await response.text()
+
+
+async def clear(server) -> None:
+    async with server.session.delete(server.url + "/emulator/faults") as response:
+        assert response.status == 200
+
+
+async def test_faults_are_closed_unless_asked_for(config) -> None:
+    engine = Engine(config)
+    await engine.start()
+    async with TestClient(TestServer(Api(engine).application())) as client:
+        assert (await client.post("/emulator/faults", json={"refuse": True})).status == 404
+        assert (await client.delete("/emulator/faults")).status == 404
+    await engine.stop()
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"slow": 0}', b'{"explode": true}'])
+async def test_a_fault_that_is_not_understood_is_refused(serve, body: bytes) -> None:
+    server = await serve()
+    async with server.session.post(server.url + "/emulator/faults", data=body) as response:
+        assert response.status == 400
+
+
+async def test_a_refusing_engine_answers_503_until_cleared(serve) -> None:
+    server = await serve()
+    await inject(server, refuse=True)
+    status, answer = await server.post(PROMPT)
+    assert (status, answer["error"]["code"]) == (503, 503)
+    await clear(server)
+    assert (await server.post(PROMPT))[0] == 200
+
+
+async def test_a_hanging_engine_answers_health_but_makes_no_token(serve) -> None:
+    server = await serve()
+    await inject(server, hang=True)
+    request = asyncio.create_task(server.post(PROMPT))
+    await asyncio.sleep(0.3)
+    assert not request.done()
+    async with server.session.get(server.url + "/health") as response:
+        assert response.status == 200
+    await inject(server, hang=False)
+    assert (await request)[0] == 200
+
+
+async def test_a_slow_engine_takes_longer(serve) -> None:
+    server = await serve(time_scale=0.1)
+    await inject(server, slow=10)
+    started = asyncio.get_running_loop().time()
+    await server.post({**PROMPT, "max_tokens": 5})
+    assert asyncio.get_running_loop().time() - started > 5 * 0.019
+
+
+async def test_the_asked_number_of_hand_offs_is_corrupt_and_gives_wrong_tokens(serve) -> None:
+    one, other = await serve("A"), await serve("B")
+    await inject(one, corrupt_handoff=1)
+    same = []
+    for token in (21, 22):
+        body = {**PROMPT, "prompt": [token] * 50}
+        params = await one.prefill(body)
+        text = await other.text({**body, "kv_transfer_params": params})
+        same.append(text == await one.text(body))
+    assert same == [False, True]
+
+
+async def test_a_stale_hand_off_gives_wrong_tokens(serve) -> None:
+    one, other = await serve("A"), await serve("B")
+    await inject(one, stale_handoff=1)
+    params = await one.prefill(PROMPT)
+    assert await other.text({**PROMPT, "kv_transfer_params": params}) != await one.text(PROMPT)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_a_dropped_stream_ends_after_so_many_tokens(serve, count: int) -> None:
+    server = await serve()
+    await inject(server, drop=count)
+    body = {**PROMPT, "stream": True}
+    async with server.session.post(server.url + "/v1/completions", json=body) as response:
+        for _ in range(count):
+            assert (await response.content.readline()).startswith(b"data: ")
+            await response.content.readline()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.content.read()
+    await server.until(lambda: server.num_used_blocks == 0)
+
+
+async def test_a_dead_loop_fails_all_requests_and_health(serve, monkeypatch, caplog) -> None:
+    server = await serve()
+
+    def explode(step: object) -> list:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(server.engine.scheduler, "complete", explode)
+    status, answer = await server.post(PROMPT)
+    assert (status, answer["error"]["message"]) == (500, "the engine is dead")
+    async with server.session.get(server.url + "/health") as response:
+        assert response.status == 503
+    assert (await server.post(PROMPT))[0] == 503
+    assert "out of memory" in caplog.text

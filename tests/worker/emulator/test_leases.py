@@ -1,0 +1,31 @@
+"""Leases of held blocks."""
+
+from cleave_worker.emulator.leases import Leases
+
+
+def test_a_lease_ends_when_its_time_is_over() -> None:
+    leases = Leases(30)
+    leases.grant("a", now=0)
+    leases.grant("b", now=5)
+    assert leases.next_expiry == 30
+    assert leases.expire(now=29.9) == []
+    assert leases.expire(now=30) == ["a"]
+    assert leases.next_expiry == 35
+
+
+def test_a_heartbeat_extends_by_two_thirds_and_never_shortens() -> None:
+    leases = Leases(30)
+    leases.grant("a", now=0)
+    leases.extend("a", now=5)
+    assert leases.next_expiry == 30
+    leases.extend("a", now=25)
+    assert leases.next_expiry == 45
+
+
+def test_an_ended_lease_ends_once_and_cannot_be_extended() -> None:
+    leases = Leases(30)
+    leases.grant("a", now=0)
+    assert leases.end("a")
+    assert not leases.end("a")
+    leases.extend("a", now=1)
+    assert leases.next_expiry is None
