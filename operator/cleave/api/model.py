@@ -82,7 +82,8 @@ class _StringOrObject:
     ) -> dict[str, Any]:
         schema = {**handler.resolve_ref_schema(handler(core_schema))}
         del schema["type"], schema["additionalProperties"]
-        return {**schema, "x-kubernetes-preserve-unknown-fields": True}
+        # The pattern is for text and the properties are for objects; each ignores the other.
+        return {**schema, "pattern": _SOURCE, "x-kubernetes-preserve-unknown-fields": True}
 
 
 def _spelled_out(value: object) -> object:

@@ -1,0 +1,143 @@
+"""Writes the CustomResourceDefinitions: `python -m cleave.api.crd OUTDIR` (scripts/generate).
+
+The resource types are the only source; the files in crds/ are never edited by hand.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool
+from cleave.api.resource import GROUP, VERSION
+from cleave.api.schema import Schema, structural
+
+_HEADER = "# Generated from operator/cleave/api by scripts/generate; changes here are lost.\n"
+
+_READY = '.status.conditions[?(@.type=="Ready")]'
+
+
+def _column(name: str, kind: str, path: str, description: str, *, wide: bool = False) -> Schema:
+    column = {"name": name, "type": kind, "jsonPath": path, "description": description}
+    return {**column, "priority": 1} if wide else column
+
+
+def _ready(role: str) -> str:
+    return f'.status.roles[?(@.role=="{role}")].ready'
+
+
+_AGE = _column("Age", "date", ".metadata.creationTimestamp", "Time since creation.")
+
+_DEPLOYMENT_COLUMNS = [
+    _column("Model", "string", ".status.model", "Name that clients ask for."),
+    _column("Ready", "string", f"{_READY}.status", "Whether requests can be served."),
+    _column("Reason", "string", f"{_READY}.reason", "Why it is ready or not."),
+    _column("P", "integer", _ready("prefill"), "Ready prefill instances."),
+    _column("D", "integer", _ready("decode"), "Ready decode instances."),
+    _column("Mixed", "integer", _ready("mixed"), "Ready mixed instances."),
+    _column("GPUs", "integer", ".status.plan.gpus", "GPUs of all instances."),
+    _AGE,
+    _column("URL", "string", ".status.url", "Base URL for clients.", wide=True),
+    _column("Revision", "string", ".status.plan.revision", "Engine and model.", wide=True),
+]
+
+_POOL_COLUMNS = [
+    _column("Role", "string", ".spec.role", "What its instances serve."),
+    _column("TP", "integer", ".spec.parallelism.tensor", "Tensor parallel size."),
+    _column("PP", "integer", ".spec.parallelism.pipeline", "Pipeline parallel size."),
+    _column("Desired", "integer", ".spec.replicas", "Instances that are wanted."),
+    _column("Ready", "integer", ".status.ready", "Instances that are ready."),
+    _column("Serving", "integer", ".status.serving", "Instances that take requests."),
+    _AGE,
+    _column("Revision", "string", ".spec.revision", "Engine and model.", wide=True),
+]
+
+_SCALE = {
+    "specReplicasPath": ".spec.replicas",
+    "statusReplicasPath": ".status.replicas",
+    "labelSelectorPath": ".status.selector",
+}
+
+
+def deployments() -> Schema:
+    """The CRD of LLMDeployment."""
+    return _definition(LLMDeployment, "llmd", _DEPLOYMENT_COLUMNS, {"status": {}})
+
+
+def pools() -> Schema:
+    """The CRD of InstancePool."""
+    return _definition(InstancePool, "ipool", _POOL_COLUMNS, {"status": {}, "scale": _SCALE})
+
+
+def write(folder: Path) -> None:
+    """Write both CRDs into a folder, one file each, named as the CRD."""
+    for definition in (deployments(), pools()):
+        text = yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=100)
+        (folder / f"{definition['metadata']['name']}.yaml").write_text(_HEADER + text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the CRDs into the folder argv[0]; 2 when the usage is wrong."""
+    if len(argv) != 1 or not Path(argv[0]).is_dir():
+        print("usage: python -m cleave.api.crd OUTDIR", file=sys.stderr)  # noqa: T201
+        return 2
+    write(Path(argv[0]))
+    return 0
+
+
+def _definition(
+    model: type[BaseModel], short_name: str, columns: list[Schema], subresources: Schema
+) -> Schema:
+    kind = model.__name__
+    plural = f"{kind.lower()}s"
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": kind,
+                "listKind": f"{kind}List",
+                "plural": plural,
+                "singular": kind.lower(),
+                "shortNames": [short_name],
+                "categories": ["cleave"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": _root(structural(model))},
+                    "subresources": subresources,
+                    "additionalPrinterColumns": columns,
+                }
+            ],
+        },
+    }
+
+
+def _root(schema: Schema) -> Schema:
+    """The schema of a whole object: the API server writes version, kind and metadata itself."""
+    properties = schema["properties"]
+    for field in ("apiVersion", "kind"):
+        properties[field] = {"type": "string"}
+    properties["metadata"] = {"type": "object"}
+    return {**schema, "required": ["spec"]}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes shared values out in full: anchors are hard to read and to compare."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401, ARG002
+        return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""From a pydantic model to a structural schema, the dialect of JSON Schema that CRDs take.
+
+Used by `cleave.api.crd`. What is hard: the API server refuses what pydantic writes by nature:
+references, titles, null types, closed objects, and bounds in the newer JSON Schema form.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+Schema = dict[str, Any]
+
+_DROPPED = ("title", "$defs")
+
+_ORDER = ("description", "type", "enum", "default", "format", "pattern")
+_LAST = ("properties", "items", "additionalProperties", "required")
+
+
+def structural(model: type[BaseModel]) -> Schema:
+    """The model's structural schema, field names as in YAML."""
+    schema = model.model_json_schema(by_alias=True, mode="validation")
+    return _convert(schema, schema.get("$defs", {}))
+
+
+def _convert(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+    """One node; its children by recursion. Resources hold no cycles."""
+    node = _resolved(schema, definitions)
+    node = {key: value for key, value in node.items() if key not in _DROPPED}
+    if "const" in node:
+        node["enum"] = [node.pop("const")]
+    if node.get("additionalProperties") is False:
+        # Structural schemas are closed: the API server prunes unknown fields.
+        del node["additionalProperties"]
+    _bound(node, "exclusiveMinimum", "minimum")
+    _bound(node, "exclusiveMaximum", "maximum")
+    if "description" in node:
+        node["description"] = " ".join(node["description"].split())
+    for key in ("items", "additionalProperties"):
+        if isinstance(node.get(key), dict):
+            node[key] = _convert(node[key], definitions)
+    if "properties" in node:
+        node["properties"] = {
+            name: _convert(child, definitions) for name, child in node["properties"].items()
+        }
+    return _ordered(_with_default(node))
+
+
+def _resolved(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+    """The node with its reference put in place; what stands beside a reference wins."""
+    if "$ref" in schema:
+        target = definitions[schema["$ref"].removeprefix("#/$defs/")]
+        beside = {key: value for key, value in schema.items() if key != "$ref"}
+        return _resolved({**target, **beside}, definitions)
+    options = [o for o in schema.get("anyOf", ()) if o != {"type": "null"}]
+    if len(options) == 1:
+        # Optional. No `nullable`: the API server then drops a null, which means absent here too.
+        beside = {key: value for key, value in schema.items() if key != "anyOf"}
+        return _resolved({**options[0], **beside}, definitions)
+    return dict(schema)
+
+
+def _bound(node: Schema, exclusive: str, bound: str) -> None:
+    value = node.get(exclusive)
+    if value is not None and not isinstance(value, bool):
+        node[bound], node[exclusive] = value, True
+
+
+def _with_default(node: Schema) -> Schema:
+    """Without defaults that say nothing; an object's is empty, since its fields have their own."""
+    if node.get("default", ...) is None:
+        del node["default"]
+    elif isinstance(node.get("default"), dict):
+        if any("default" in child for child in node.get("properties", {}).values()):
+            node["default"] = {}
+        else:
+            del node["default"]
+    return node
+
+
+def _ordered(node: Schema) -> Schema:
+    """The same for a reader: what it is, its bounds, then its parts, then Kubernetes' extensions."""
+
+    def rank(key: str) -> tuple[int, int, str]:
+        if key in _ORDER:
+            return 0, _ORDER.index(key), key
+        if key in _LAST:
+            return 2, _LAST.index(key), key
+        return (3 if key.startswith("x-") else 1), 0, key
+
+    return {key: node[key] for key in sorted(node, key=rank)}
