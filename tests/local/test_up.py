@@ -175,7 +175,7 @@ async def test_a_detached_deployment_that_fails_leaves_nothing(
                     container={"readinessProbe": {"httpGet": {"port": 1}}},
                 )
             ),
-            unseen,
+            unseen(),
             60,
         )
     assert state.running() == []

@@ -91,6 +91,11 @@ class StateFolder:
         """Publish `snapshot`."""
         files.replace(self.path / "state.json", msgspec.json.encode(snapshot).decode())
 
+    def forget_logs(self) -> None:
+        """Remove the logs of earlier runs, whose pods may not come back."""
+        for log in (self.path / "logs").glob("*.log*"):
+            log.unlink()
+
     def clear(self) -> None:
         """Forget the last snapshot; logs stay."""
         (self.path / "state.json").unlink(missing_ok=True)

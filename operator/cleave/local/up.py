@@ -46,6 +46,7 @@ async def running(job: Job, screen: Screen, timeout_s: float) -> AsyncIterator[S
     """
     folder = state.folder(job.deployment)
     with folder.lock():
+        folder.forget_logs()
         folder.write(Snapshot(job.deployment, os.getpid(), job.url))
         supervisor = Supervisor(folder, job)
         with _stopped_by_signals(supervisor):
@@ -68,6 +69,7 @@ async def detach(job: Job, screen: Screen, timeout_s: float) -> None:
     """
     folder = state.folder(job.deployment)
     with folder.lock() as held:
+        folder.forget_logs()
         job.save(folder)
         pid = _spawn_supervisor(folder, held)
         folder.write(Snapshot(job.deployment, pid, job.url))

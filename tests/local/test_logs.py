@@ -1,0 +1,23 @@
+from pathlib import Path
+
+from cleave.local import logs
+
+
+def test_a_log_that_grew_too_long_is_moved_aside_while_its_writer_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    with log.open("a") as writer:
+        writer.write("old\n")
+        writer.flush()
+        logs.bound(log, limit_bytes=100)
+        assert log.read_text() == "old\n"
+        logs.bound(log, limit_bytes=3)
+        writer.write("new\n")
+    assert log.read_text() == "new\n"
+    assert (tmp_path / "p.log.1").read_text() == "old\n"
+
+
+def test_the_tail_is_the_last_lines_that_say_something(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    assert logs.tail(log, 5) == []
+    log.write_text("a\n\nb\n   \nc")
+    assert logs.tail(log, 2) == ["b", "c"]
