@@ -1,0 +1,209 @@
+"""A completion request: read once at its first level, written anew for each engine. Pure.
+
+Only top-level keys are decoded; values stay the client's bytes, so that fields this project has
+never heard of reach the engine as they are. What is hard: the bodies that reach engines are always
+written from the decoded keys, never the client's own bytes, because two equal keys or an escaped
+one (`kv_transf\\u0065r_params`) would smuggle a KV reference past a search for the name.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from cleave.gateway.errors import refuse
+
+Fields = dict[str, msgspec.Raw]
+
+KV_KEY = "kv_transfer_params"
+BYTES_PER_TOKEN = 4
+"""Of text, roughly, in every tokenizer of today."""
+
+_decode_fields = msgspec.json.Decoder(Fields).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_str = msgspec.json.Decoder(str).decode
+_decode_flag = msgspec.json.Decoder(bool | None).decode
+_encode = msgspec.json.Encoder().encode
+
+_FALSE = msgspec.Raw(b"false")
+_ONE = msgspec.Raw(b"1")
+_ASK_FOR_KV = msgspec.Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens")
+_TELLING = frozenset(
+    (
+        "n",
+        "best_of",
+        "echo",
+        "prompt_logprobs",
+        "tool_choice",
+        "use_beam_search",
+        "stream_options",
+        "min_tokens",
+    )
+)
+"""Fields of which some values forbid a split; most requests have none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the gateway needs to know of a request."""
+
+    model: str
+    fields: Fields
+    stream: bool
+    splittable: bool
+    """False: one instance must do both phases."""
+    prompt_tokens: int
+    """Estimate."""
+    output_tokens: int
+    """The request's own limit; 0: none stated."""
+
+
+def read_completion(body: bytes) -> Completion:
+    """Read a request of /v1/completions or /v1/chat/completions. Raises ApiError (400)."""
+    try:
+        fields = _decode_fields(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise refuse(f"the body is not a JSON object: {error}") from None
+    fields.pop(KV_KEY, None)
+    if "vllm_xargs" in fields:
+        _drop_nested(fields, "vllm_xargs")
+    stream = _read_stream(fields)
+    limit = _read_limit(fields)
+    prompts, prompt_tokens = _measure_prompt(fields)
+    return Completion(
+        model=_read_model(fields),
+        fields=fields,
+        stream=stream,
+        splittable=prompts == 1
+        and limit is not None
+        and (_TELLING.isdisjoint(fields) or _is_splittable(fields, stream, limit)),
+        prompt_tokens=prompt_tokens,
+        output_tokens=limit or 0,
+    )
+
+
+def build_whole(completion: Completion) -> bytes:
+    """The body for an engine that does both phases."""
+    return _encode(completion.fields)
+
+
+def build_prefill(completion: Completion) -> bytes:
+    """The body that computes the prompt and keeps its KV for another engine."""
+    fields = completion.fields.copy()
+    for key in _NOT_FOR_PREFILL:
+        fields.pop(key, None)
+    fields["stream"] = _FALSE
+    fields["max_tokens"] = _ONE
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = _ONE
+    fields[KV_KEY] = _ASK_FOR_KV
+    return _encode(fields)
+
+
+def build_decode(completion: Completion, handoff: msgspec.Raw) -> bytes:
+    """The body that continues from the KV a prefill engine keeps."""
+    return _encode({**completion.fields, KV_KEY: handoff})
+
+
+def _read_model(fields: Fields) -> str:
+    if "model" not in fields:
+        raise refuse("you must provide a model parameter", param="model")
+    try:
+        return _decode_str(fields["model"])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise refuse("model must be a string", param="model") from None
+
+
+def _read_stream(fields: Fields) -> bool:
+    if "stream" not in fields:
+        return False
+    try:
+        return bool(_decode_flag(fields["stream"]))
+    except msgspec.MsgspecError:
+        raise refuse("stream must be true or false", param="stream") from None
+
+
+def _read_limit(fields: Fields) -> int | None:
+    """The output limit, 0 when there is none; None when it is nothing a prefill could honour.
+
+    What is invalid is left to an engine, whole: it knows the right words for its refusal.
+    """
+    limit = 0
+    for key in ("max_tokens", "max_completion_tokens"):
+        if key not in fields:
+            continue
+        value = _decode_any(fields[key])
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            return None
+        limit = value
+    return limit
+
+
+def _measure_prompt(fields: Fields) -> tuple[int, int]:
+    """(number of prompts, estimated tokens of all of them)."""
+    raw = fields.get("messages")
+    if raw is not None:
+        return 1, len(memoryview(raw)) // BYTES_PER_TOKEN + 1
+    raw = fields.get("prompt")
+    if raw is None:
+        return 1, 1
+    text = bytes(raw)
+    if not text.startswith(b"["):
+        return 1, len(text) // BYTES_PER_TOKEN + 1
+    inner = text[1:17].lstrip()
+    if inner[:1].isdigit():
+        return 1, text.count(b",") + 1
+    return _measure_prompts(raw)
+
+
+def _measure_prompts(raw: msgspec.Raw) -> tuple[int, int]:
+    try:
+        prompts = _decode_list(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return 0, 1
+    tokens = 1
+    for prompt in prompts:
+        text = bytes(prompt)
+        is_tokens = text.startswith(b"[")
+        tokens += text.count(b",") + 1 if is_tokens else len(text) // BYTES_PER_TOKEN
+    return len(prompts), tokens
+
+
+def _is_splittable(fields: Fields, stream: bool, limit: int) -> bool:
+    values = {key: _decode_any(fields[key]) for key in _TELLING & fields.keys()}
+    least = values.get("min_tokens") or 0
+    return (
+        values.get("n") in (None, 1)
+        and values.get("best_of") in (None, 1)
+        and not (values.get("echo") and "logprobs" in fields)
+        and values.get("prompt_logprobs") is None
+        and values.get("tool_choice") in (None, "none", "auto")
+        and not values.get("use_beam_search")
+        and (stream or values.get("stream_options") is None)
+        and type(least) is int
+        and (limit == 0 or least <= limit)
+    )
+
+
+def _drop_nested(fields: Fields, key: str) -> None:
+    """vLLM hands this field's content to the same place that KV references travel in."""
+    try:
+        inner = _decode_fields(fields[key])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    if inner.pop(KV_KEY, None) is not None:
+        fields[key] = msgspec.Raw(_encode(inner))
+
+
+def _decode_any(raw: msgspec.Raw) -> object:
+    """The value, or something that equals no valid one."""
+    try:
+        value: object = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return b"invalid"
+    return value

@@ -1,0 +1,47 @@
+"""What a gateway is told at its start. Filled by the command line, read by the whole package."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cleave.router.router import Fallback
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Bounds of every wait, in seconds."""
+
+    connect_s: float = 2.0
+    """TCP connection to an engine."""
+    first_byte_s: float = 120.0
+    """Prefill, and the first token of a stream; queueing in the engine included."""
+    answer_s: float = 600.0
+    """A whole answer that is not streamed: its first byte comes with its last token."""
+    idle_s: float = 60.0
+    """Between two pieces of a stream, of a request, or of what a client takes from us."""
+    keep_alive_s: float = 75.0
+    """A client's connection without a request."""
+    drain_s: float = 30.0
+    """Requests still running after SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """One gateway process."""
+
+    agents: str
+    """Where the agents are, as cleave.rpc.discovery reads it."""
+    host: str = "127.0.0.1"
+    port: int = 8080
+    """0: any free port, written to the log."""
+    router_port: int = 0
+    """gRPC Router service; 0: off."""
+    api_keys: Path | None = None
+    fallback: Fallback = Fallback.ALWAYS
+    queue_limit: int = 1_024
+    """Requests that wait for the first byte of their answer; more are refused with 429."""
+    max_body_bytes: int = 16 << 20
+    max_clients: int = 16_384
+    """Open client connections."""
+    engine_connections: int = 1_024
+    """Open connections to one engine."""
+    timeouts: Timeouts = Timeouts()

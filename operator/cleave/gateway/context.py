@@ -1,0 +1,85 @@
+"""What the parts of one gateway share. Made by the server, read by connections and exchanges."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from cleave.gateway.config import GatewayConfig
+from cleave.gateway.engine import EnginePool
+from cleave.gateway.keys import Keys
+from cleave.gateway.metrics import Metrics
+from cleave.router.instance import Target
+from cleave.router.router import Router
+
+
+class Sweepable(Protocol):
+    """Something with a deadline that the sweeper keeps."""
+
+    def sweep(self, now: float) -> None:
+        """Act if the deadline has passed; `now` is the context's clock."""
+
+
+class ClientSlot(Sweepable, Protocol):
+    """An open client connection."""
+
+    def close_if_idle(self) -> None:
+        """Close unless a request is being read or answered."""
+
+    def drop(self) -> None:
+        """Close at once."""
+
+
+class Context:
+    """One gateway's state."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        router: Router,
+        keys: Keys,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.router = router
+        self.keys = keys
+        self.clock = clock
+        """Seconds."""
+        self.metrics = Metrics()
+        self.clients: set[ClientSlot] = set()
+        self.exchanges: set[Sweepable] = set()
+        self.unanswered = 0
+        """Requests that wait for the first byte of their answer."""
+        self.draining = False
+        self._pools: dict[str, EnginePool] = {}
+        # Unique among gateways and their restarts: engines refuse or mix up equal ids.
+        self._id_prefix = os.urandom(6).hex()
+        self._last_id = 0
+
+    def make_id(self) -> bytes:
+        """A request id that no client can bring about."""
+        self._last_id += 1
+        return b"%b-%x" % (self._id_prefix.encode(), self._last_id)
+
+    def find_pool(self, target: Target) -> EnginePool:
+        """The connections to one boot of an engine."""
+        pool = self._pools.get(target.boot_id)
+        if pool is None:
+            config = self.config
+            pool = EnginePool(
+                target, config.engine_connections, config.timeouts.connect_s, self.clock
+            )
+            self._pools[target.boot_id] = pool
+        return pool
+
+    def sweep_pools(self, now: float) -> None:
+        """Close idle connections and forget pools of engines that are gone."""
+        for boot_id, pool in tuple(self._pools.items()):
+            pool.sweep(now)
+            if pool.empty:
+                del self._pools[boot_id]
+
+    def close_pools(self) -> None:
+        """End every connection to every engine."""
+        for pool in self._pools.values():
+            pool.close()

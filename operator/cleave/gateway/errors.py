@@ -1,0 +1,81 @@
+"""Errors in OpenAI's shape. Raised where a request is read, made where an engine fails.
+
+Every client library of the OpenAI API reads `{"error": {"message", "type", "param", "code"}}`.
+"""
+
+import http
+from dataclasses import dataclass
+
+import msgspec
+
+from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    status: http.HTTPStatus
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+
+    def to_json(self) -> bytes:
+        """The body of the response, also the data of an error event in a stream."""
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.type,
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
+
+
+def refuse(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request itself is wrong."""
+    return ApiError(
+        http.HTTPStatus.BAD_REQUEST, message, "invalid_request_error", code=code, param=param
+    )
+
+
+def fail_engine(status: http.HTTPStatus, message: str) -> ApiError:
+    """502 or 504: an engine let the request down."""
+    code = "engine_timeout" if status is http.HTTPStatus.GATEWAY_TIMEOUT else "engine_error"
+    return ApiError(status, message, "server_error", code=code)
+
+
+def from_router(error: RouterError) -> ApiError:
+    """The router's refusals in the words of HTTP."""
+    status = http.HTTPStatus
+    match error:
+        case UnknownModel():
+            return ApiError(
+                status.NOT_FOUND,
+                str(error),
+                "invalid_request_error",
+                code="model_not_found",
+                param="model",
+            )
+        case QueueFull():
+            return ApiError(
+                status.TOO_MANY_REQUESTS,
+                str(error),
+                "rate_limit_error",
+                code="queue_full",
+                retry_after_s=1,
+            )
+        case NoInstance():
+            return ApiError(
+                status.SERVICE_UNAVAILABLE,
+                str(error),
+                "server_error",
+                code="no_instance",
+                retry_after_s=1,
+            )
+        case _:
+            raise error

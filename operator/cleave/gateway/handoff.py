@@ -1,0 +1,123 @@
+"""The KV hand-off in engines' answers: read from prefill, kept from clients. Pure.
+
+An engine accepts the KV of another prompt without a word and then gives wrong tokens, so a hand-off
+must come from the very boot that was picked, and no client may ever see one.
+"""
+
+import re
+
+import msgspec
+
+from cleave.gateway.completion import KV_KEY
+
+_KEY = b'"kv_transfer_params"'
+_KEY_WITH_VALUE = re.compile(rb'"kv_transfer_params"\s*:')
+_TAIL = 64
+"""Bytes kept from one piece of a stream to the next: the key, a colon and some blanks."""
+_EVENT_END = b"}\n\n"
+
+
+class Usage(msgspec.Struct):
+    """Tokens as the engine counts them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: Usage | None = None
+
+
+class _Origin(msgspec.Struct):
+    remote_engine_id: str | None = None
+
+
+class _Counted(msgspec.Struct):
+    usage: Usage | None = None
+
+
+_decode_prefill = msgspec.json.Decoder(_PrefillAnswer).decode
+_decode_origin = msgspec.json.Decoder(_Origin | None).decode
+_decode_counted = msgspec.json.Decoder(_Counted).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class HandoffError(Exception):
+    """An engine's answer carries a hand-off that must not be used, or leaks one."""
+
+
+def read_handoff(body: bytes, boot_id: str) -> tuple[msgspec.Raw | None, int]:
+    """(hand-off, prompt tokens) of a prefill answer; the hand-off is None when there is none.
+
+    None is legitimate: a first token that ends the answer leaves nothing to continue.
+    Raises HandoffError when it is not of this boot or cannot be read.
+    """
+    try:
+        answer = _decode_prefill(body)
+        origin = _decode_origin(answer.kv_transfer_params)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise HandoffError(f"cannot be read: {error}") from None
+    tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
+    if origin is None:
+        return None, tokens
+    if not boot_id or origin.remote_engine_id != boot_id:
+        raise HandoffError(f"is of boot {origin.remote_engine_id!r}, not of {boot_id!r}")
+    return answer.kv_transfer_params, tokens
+
+
+def strip_handoff(body: bytes) -> bytes:
+    """An answer without the hand-off, all other values byte for byte.
+
+    Raises HandoffError when one is left that cannot be taken out.
+    """
+    if _KEY not in body:
+        return body
+    try:
+        fields = _decode_fields(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise HandoffError("cannot be taken out of the answer") from None
+    fields.pop(KV_KEY, None)
+    stripped = msgspec.json.encode(fields)
+    if _KEY_WITH_VALUE.search(stripped):
+        raise HandoffError("lies deeper in the answer")
+    return stripped
+
+
+def read_usage(body: bytes) -> Usage:
+    """Token counts of a whole answer; zeros when it states none."""
+    try:
+        return _decode_counted(body).usage or Usage()
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return Usage()
+
+
+class StreamGuard:
+    """Watches a stream go by: counts its events and finds a hand-off that must not pass.
+
+    What is hard: the network cuts a stream anywhere. Engines end every event with an empty line
+    and JSON has no raw line feed, so a piece that ends with one needs no memory; only others do.
+    """
+
+    __slots__ = ("_tail", "events")
+
+    def __init__(self) -> None:
+        self.events = 0
+        """Complete events so far, `[DONE]` not counted."""
+        self._tail = b""
+
+    @property
+    def between_events(self) -> bool:
+        """Whether what has passed ends with a complete event."""
+        return not self._tail
+
+    def accepts(self, piece: bytes) -> bool:
+        """Take note of the next piece; False when it, or it and the one before, holds a key."""
+        if self._tail:
+            piece = self._tail + piece
+            self.events -= self._tail.count(_EVENT_END)
+        if _KEY in piece and _KEY_WITH_VALUE.search(piece):
+            return False
+        self.events += piece.count(_EVENT_END)
+        self._tail = b"" if piece.endswith(b"\n\n") else piece[-_TAIL:]
+        return True

@@ -1,0 +1,84 @@
+"""Heads of HTTP messages as bytes. Pure; written for each request, so each is one formatting."""
+
+import http
+import re
+
+REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
+
+JSON = b"content-type: application/json\r\n"
+CLOSE = b"connection: close\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_NOT_PASSED_ON = frozenset(
+    (
+        b"connection",
+        b"content-length",
+        b"date",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"server",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+    )
+)
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_UNSAFE = re.compile(rb"[^\x21-\x7e]")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def build_engine_head(path: bytes, host: bytes, request_id: bytes, length: int) -> bytes:
+    """The head of a request to an engine; nothing of the client's head is in it."""
+    return (
+        b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
+        b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (path, host, request_id, length)
+    )
+
+
+def build_head(status: int, fields: bytes, request_id: bytes, length: int) -> bytes:
+    """The head of a response of known length; `fields` are whole lines."""
+    return b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+        status,
+        REASONS.get(status, b"Unknown"),
+        fields,
+        request_id,
+        length,
+    )
+
+
+def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bool) -> bytes:
+    """The head of a response whose length only its end will tell."""
+    return b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\n%b\r\n" % (
+        status,
+        REASONS.get(status, b"Unknown"),
+        fields,
+        request_id,
+        b"transfer-encoding: chunked\r\n" if chunked else CLOSE,
+    )
+
+
+def pass_on(headers: Headers) -> bytes:
+    """An engine's header lines that concern the client."""
+    return b"".join(
+        [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in _NOT_PASSED_ON]
+    )
+
+
+def frame(piece: bytes) -> bytes:
+    """One chunk of a chunked body; `piece` must not be empty, for that would end it."""
+    return b"%x\r\n%b\r\n" % (len(piece), piece)
+
+
+def is_sane_id(value: bytes) -> bool:
+    """Whether a client's X-Request-Id may be sent back to it."""
+    return _SANE_ID.fullmatch(value) is not None
+
+
+def make_safe(text: str) -> bytes:
+    """A name of ours as a header value."""
+    return _UNSAFE.sub(b"?", text.encode())

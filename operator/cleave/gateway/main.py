@@ -1,0 +1,130 @@
+"""`python -m cleave.gateway.main`: the command that pods run; `cleave gateway` calls run() as well.
+
+Exit codes: 0 stopped by a signal, 1 the address cannot be had, 2 bad usage.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from cleave.gateway.config import GatewayConfig, Timeouts
+from cleave.gateway.keys import KeysError
+from cleave.gateway.server import Gateway
+from cleave.router.router import Fallback
+from cleave.rpc.discovery import ENV, DiscoveryError
+
+__all__ = ["GatewayConfig", "main", "parse_size", "run"]
+
+log = logging.getLogger("cleave.gateway")
+
+_UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+def run(config: GatewayConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        return uvloop.run(_serve(config))
+    except (DiscoveryError, KeysError) as error:
+        log.error("%s", error)
+        return 2
+    except OSError as error:
+        log.error("cannot listen on %s:%d: %s", config.host, config.port, error)
+        return 1
+
+
+async def _serve(config: GatewayConfig) -> int:
+    gateway = Gateway(config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        await gateway.start()
+        log.info("listening on http://%s:%d", config.host, gateway.port)
+        await stop.wait()
+        log.info("draining")
+    finally:
+        await gateway.stop()
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `16MiB`, `512Ki`, `1000`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)B?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 16MiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and run."""
+    stated = _build_parser().parse_args(arguments)
+    return run(
+        GatewayConfig(
+            agents=stated.agents,
+            host=stated.host,
+            port=stated.port,
+            router_port=stated.router_port,
+            api_keys=stated.api_keys,
+            fallback=stated.fallback,
+            queue_limit=stated.queue_limit,
+            max_body_bytes=stated.max_body,
+            max_clients=stated.max_clients,
+            engine_connections=stated.engine_connections,
+            timeouts=Timeouts(
+                connect_s=stated.connect_timeout,
+                first_byte_s=stated.first_byte_timeout,
+                answer_s=stated.answer_timeout,
+                idle_s=stated.idle_timeout,
+                drain_s=stated.drain_timeout,
+            ),
+        )
+    )
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    default, waits = GatewayConfig(agents=""), Timeouts()
+    parser = argparse.ArgumentParser(prog="python -m cleave.gateway.main", description=__doc__)
+    add = parser.add_argument
+    add("--host", default=default.host)
+    add("--port", type=int, default=default.port, help="0: any free port")
+    add(
+        "--agents",
+        default=os.environ.get(ENV),
+        required=ENV not in os.environ,
+        help=f"file:PATH, dns:NAME:PORT or HOST:PORT,... (default: ${ENV})",
+    )
+    add("--router-port", type=int, default=default.router_port, help="gRPC Router service; 0: off")
+    add("--api-keys", type=Path, metavar="FILE", help="one key a line; without it all are served")
+    add(
+        "--fallback",
+        type=Fallback,
+        default=default.fallback,
+        metavar="{" + ",".join(rule.value for rule in Fallback) + "}",
+        help="when a request that should be split may run whole on a decode instance",
+    )
+    add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
+    add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")
+    add("--max-clients", type=int, default=default.max_clients)
+    add("--engine-connections", type=int, default=default.engine_connections, help="to each engine")
+    add("--connect-timeout", type=float, default=waits.connect_s, metavar="S")
+    add("--first-byte-timeout", type=float, default=waits.first_byte_s, metavar="S")
+    add("--answer-timeout", type=float, default=waits.answer_s, metavar="S", help="not streamed")
+    add("--idle-timeout", type=float, default=waits.idle_s, metavar="S")
+    add("--drain-timeout", type=float, default=waits.drain_s, metavar="S")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

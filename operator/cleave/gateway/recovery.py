@@ -1,0 +1,60 @@
+"""What to do when an engine lets a request down. Pure; asked by the exchange after every failure.
+
+What is hard: telling a dead instance from one that merely refused. A refusal of a split request
+by the decode side often means that the KV could not be pulled, so that instance may still be right
+for the request as a whole; a lost connection says it is gone.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+PREFILL_BUDGET = 2
+"""Further prefill attempts of one request."""
+DECODE_BUDGET = 2
+"""Further attempts after decode failures."""
+
+
+class Failure(enum.Enum):
+    """How an engine let a request down."""
+
+    LOST = "lost"
+    """No connection, or it broke."""
+    TIMEOUT = "timeout"
+    STATUS = "status"
+    """An answer of the 5xx kind."""
+    HANDOFF = "handoff"
+    """A hand-off that must not be used."""
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What a request has been through."""
+
+    avoid: set[str] = field(default_factory=set)
+    """Instances that failed it."""
+    doubted: set[str] = field(default_factory=set)
+    """Of these, the ones that answered with an error, and may be asked again if all else fails."""
+    prefills_lost: int = 0
+    decodes_lost: int = 0
+    whole: bool = False
+    """Hand-offs have failed it: one instance shall do both phases if the fallback allows."""
+    last: Failure | None = None
+
+    def note_prefill(self, instance: str, failure: Failure) -> bool:
+        """A prefill attempt failed; whether another attempt of any kind is left."""
+        self.last = failure
+        self.avoid.add(instance)
+        self.prefills_lost += 1
+        if self.prefills_lost > PREFILL_BUDGET:
+            self.whole = True
+        return self.prefills_lost <= PREFILL_BUDGET + 1
+
+    def note_decode(self, instance: str, failure: Failure, split: bool) -> bool:
+        """A decode attempt, or one of both phases, failed; whether another is left."""
+        self.last = failure
+        self.avoid.add(instance)
+        self.decodes_lost += 1
+        if failure is Failure.STATUS:
+            self.doubted.add(instance)
+            self.whole = self.whole or split
+        return self.decodes_lost <= DECODE_BUDGET

@@ -1,0 +1,58 @@
+"""Which instance takes a request: least pending tokens. Called by the router for every request.
+
+Pure functions over one float64 array per phase; a closed instance carries +inf, so that roles,
+health and retries are all one thing: masking. Only argmin, comparison and indexing are used, the
+subset that numba compiles, because a simulator calls the same functions millions of times.
+
+Sources: DistServe section 4.3 (prefill to the shortest queue, decode to the least loaded
+instance), Splitwise section IV-A (join the shortest queue, counted in pending tokens).
+What is hard: both instances are chosen at once, before the prompt runs, because a prefill
+instance whose decode side has no room would hold its KV blocks for nothing.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scores = NDArray[np.float64]
+
+NONE = -1
+"""No slot."""
+
+RECENCY = 1e-9
+"""Weight, in tokens, of one pick's age: far below one token, so that it only breaks ties."""
+
+
+def find_least(scores: Scores) -> int:
+    """Slot with the lowest score; NONE when all are closed or there are none."""
+    if scores.size == 0:
+        return NONE
+    slot = int(scores.argmin())
+    return NONE if scores[slot] == np.inf else slot
+
+
+def choose_pair(
+    prefill: Scores, decode: Scores, mixed: Scores, pending_prompt: Scores
+) -> tuple[int, int]:
+    """(prefill slot, decode slot) for a request that may be split; (NONE, slot): both phases there.
+
+    All in tokens and of equal length: `prefill` over prefill instances, `decode` over all that
+    decode, `mixed` over mixed instances serving a whole request, `pending_prompt` without masks.
+    A mixed instance is taken when its prompt queue is the shorter one, which saves the transfer;
+    when equal, the split is taken because that is what the placement was planned for.
+    """
+    first = find_least(prefill)
+    second = find_least(decode) if first != NONE else NONE
+    whole = find_least(mixed)
+    if second == NONE:
+        return NONE, whole
+    if whole != NONE and pending_prompt[whole] < prefill[first] - 1.0:
+        return NONE, whole
+    return first, second
+
+
+def close_slots(scores: Scores, slots: list[int]) -> Scores:
+    """A copy of `scores` in which `slots` are closed as well."""
+    masked = scores.copy()
+    for slot in slots:
+        masked[slot] = np.inf
+    return masked

@@ -1,0 +1,115 @@
+"""Every instance the router knows, by name, and the boards to pick from, by model.
+
+Fed by the fleet (which does the I/O), read by the router. What is hard: a name may move (a pod is
+replaced and its successor registers from another address), so what an address says or stops saying
+counts only while that address is the one that holds the name.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+from cleave.router.board import Board
+from cleave.router.instance import Instance
+from cleave.rpc.v1 import agent_pb2
+
+SILENCE_S = 2.0
+"""An instance that has not been heard for so long takes no new requests."""
+
+
+@dataclasses.dataclass(slots=True)
+class Model:
+    """The boards of one model, one per deployment and revision."""
+
+    boards: list[Board]
+    instances: list[Instance]
+
+
+class Directory:
+    """Instances by name, models by the name clients ask for."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, Instance] = {}
+        self.models: dict[str, Model] = {}
+        self._seats: dict[str, tuple[Board, int]] = {}
+        self._names: dict[str, str] = {}
+
+    def hear(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
+        """Take in what the agent at this address says; `now` in seconds."""
+        if event.HasField("registration"):
+            self._register(agent, event.registration, now)
+        elif event.HasField("load"):
+            self._report(agent, event.load, now)
+
+    def lose(self, agent: str) -> None:
+        """The connection to an agent ended: no new requests until it is heard again."""
+        instance = self._held_by(agent)
+        if instance is not None:
+            self._suspend([instance])
+
+    def forget(self, agent: str) -> None:
+        """The agent is gone for good, and its instance too, unless another address took over."""
+        instance = self._held_by(agent)
+        self._names.pop(agent, None)
+        if instance is not None:
+            del self.instances[instance.name]
+            self._rebuild()
+
+    def suspend_silent(self, now: float) -> None:
+        """Suspend what has not been heard for SILENCE_S."""
+        self._suspend([i for i in self.instances.values() if now - i.heard_at > SILENCE_S])
+
+    def refresh(self, instance: Instance) -> None:
+        """Score an instance whose books changed."""
+        seat = self._seats.get(instance.name)
+        if seat is not None and seat[0].instances[seat[1]] is instance:
+            seat[0].update(seat[1])
+
+    def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
+        previous = self._held_by(agent)
+        if previous is not None and previous.name != registration.instance:
+            del self.instances[previous.name]
+        self._names[agent] = registration.instance
+        instance = self.instances.get(registration.instance)
+        if instance is None:
+            instance = Instance(agent, registration, now)
+            self.instances[registration.instance] = instance
+        else:
+            instance.register(agent, registration)
+        instance.heard_at, instance.suspended = now, False
+        self._rebuild()
+
+    def _report(self, agent: str, load: agent_pb2.LoadReport, now: float) -> None:
+        instance = self._held_by(agent)
+        if instance is None or not instance.report(load):
+            return
+        instance.heard_at = now
+        if instance.suspended:
+            instance.suspended = False
+            self._rebuild()
+        else:
+            self.refresh(instance)
+
+    def _held_by(self, agent: str) -> Instance | None:
+        instance = self.instances.get(self._names.get(agent, ""))
+        return instance if instance is not None and instance.agent == agent else None
+
+    def _suspend(self, instances: list[Instance]) -> None:
+        fresh = [instance for instance in instances if not instance.suspended]
+        for instance in fresh:
+            instance.suspended = True
+        if fresh:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        groups: dict[tuple[str, str, str], list[Instance]] = defaultdict(list)
+        for name in sorted(self.instances):
+            instance = self.instances[name]
+            stated = instance.registration
+            groups[stated.model, stated.deployment, stated.revision].append(instance)
+        self.models, self._seats = {}, {}
+        for (model, _, _), instances in sorted(groups.items()):
+            board = Board(instances)
+            known = self.models.setdefault(model, Model([], []))
+            known.boards.append(board)
+            known.instances.extend(instances)
+            self._seats.update({i.name: (board, slot) for slot, i in enumerate(instances)})

@@ -1,0 +1,100 @@
+"""Follows every agent and feeds the directory. Started by the gateway and the router service.
+
+One gRPC stream per agent; the list of agents is read anew twice a second. What is hard: telling a
+gone agent from a silent one. A broken stream suspends its instance at once and is dialled again
+with back-off; an open but silent one suspends after two seconds; an address is forgotten only when
+the source no longer names it and its stream has ended, so that a failing name server empties
+nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+
+import grpc
+
+from cleave.router.directory import Directory
+from cleave.rpc.discovery import DiscoveryError, find_agents
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+DISCOVERY_TIMEOUT_S = 5.0
+FIRST_DELAY_S = 0.05
+LAST_DELAY_S = 2.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),
+    # A channel of its own: a subchannel shared with an earlier one would share its back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Fleet:
+    """The streams to all agents."""
+
+    def __init__(self, source: str, directory: Directory, clock: Callable[[], float]) -> None:
+        self._source = source
+        self._directory = directory
+        self._clock = clock
+        self._wanted: frozenset[str] = frozenset()
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._poller: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to follow. Raises DiscoveryError when the source cannot be understood."""
+        await self._look()
+        self._poller = asyncio.create_task(self._poll())
+
+    async def stop(self) -> None:
+        """End every stream."""
+        tasks = [*self._streams.values(), *([self._poller] if self._poller else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            self._directory.suspend_silent(self._clock())
+            try:
+                await self._look()
+            except (DiscoveryError, OSError, TimeoutError) as error:
+                log.warning("agents cannot be looked up: %s", error)
+
+    async def _look(self) -> None:
+        self._wanted = await asyncio.wait_for(find_agents(self._source), DISCOVERY_TIMEOUT_S)
+        for address in self._wanted - self._streams.keys():
+            self._streams[address] = asyncio.create_task(self._follow(address))
+
+    async def _follow(self, address: str) -> None:
+        delay = FIRST_DELAY_S
+        try:
+            async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+                while address in self._wanted:
+                    if await self._read(address, channel):
+                        delay = FIRST_DELAY_S
+                    self._directory.lose(address)
+                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                    delay = min(2 * delay, LAST_DELAY_S)
+        finally:
+            self._directory.forget(address)
+            self._streams.pop(address, None)
+
+    async def _read(self, address: str, channel: grpc.aio.Channel) -> bool:
+        """Read one stream to its end; whether anything came."""
+        heard = False
+        agent = agent_pb2_grpc.AgentStub(channel)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for event in agent.Watch(agent_pb2.WatchRequest()):
+                heard = True
+                self._directory.hear(address, event, self._clock())
+        return heard

@@ -1,0 +1,112 @@
+"""One instance as the router sees it: what its agent stated, what it carries, whether it is open.
+
+Used by the directory (which changes it) and the board (which scores it). What is hard: books belong
+to one boot of an engine. After a restart the old requests are gone with the old engine, yet their
+tickets are still to be released; so books are replaced, never reset, and late releases hit the old.
+"""
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from cleave.policy.books import Book
+from cleave.rpc.v1 import agent_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a picked phase runs; does not change when the instance does."""
+
+    instance: str
+    host: str
+    port: int
+    engine_url: str
+    boot_id: str
+    epoch: int
+
+
+class Ledger:
+    """What this router has sent to one boot of an engine."""
+
+    __slots__ = ("prompt", "requests", "resident")
+
+    def __init__(self) -> None:
+        self.prompt = Book()
+        """Prompt tokens that are not computed yet."""
+        self.resident = Book()
+        """Tokens that hold KV blocks of requests being decoded."""
+        self.requests = 0
+
+
+class Instance:
+    """An instance and the newest that is known about it."""
+
+    __slots__ = (
+        "agent",
+        "heard_at",
+        "last_turn",
+        "ledger",
+        "load",
+        "registration",
+        "suspended",
+        "target",
+    )
+
+    def __init__(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
+        self.agent = agent
+        self.registration = registration
+        self.load = agent_pb2.LoadReport()
+        self.ledger = Ledger()
+        self.target = to_target(registration)
+        self.suspended = False
+        self.heard_at = now
+        """Seconds of the clock that the directory is given."""
+        self.last_turn = 0
+
+    @property
+    def name(self) -> str:
+        """Unique in the fleet."""
+        return self.registration.instance
+
+    @property
+    def selectable(self) -> bool:
+        """Whether new requests may be sent there."""
+        return not self.suspended and self.registration.state == agent_pb2.STATE_READY
+
+    def register(self, agent: str, registration: agent_pb2.Registration) -> None:
+        """Take over a new statement; a new boot starts with empty books."""
+        if registration.boot_id != self.registration.boot_id:
+            self.ledger = Ledger()
+            self.load = agent_pb2.LoadReport()
+        self.agent = agent
+        self.registration = registration
+        self.target = to_target(registration)
+
+    def report(self, load: agent_pb2.LoadReport) -> bool:
+        """Take over a load report; False when it is of another boot."""
+        if load.boot_id != self.registration.boot_id:
+            return False
+        self.load = load
+        self.ledger.prompt.report(load.pending_prompt_tokens)
+        self.ledger.resident.report(count_resident_tokens(self.registration, load))
+        return True
+
+
+def count_resident_tokens(
+    registration: agent_pb2.Registration, load: agent_pb2.LoadReport
+) -> float:
+    """Tokens whose KV an engine holds."""
+    blocks = max(registration.kv_blocks_total - load.kv_blocks_free, 0)
+    return float(blocks * registration.kv_block_size)
+
+
+def to_target(registration: agent_pb2.Registration) -> Target:
+    """The address of an engine; port 0 when its URL is not known yet."""
+    parts = urlsplit(registration.engine_url)
+    return Target(
+        instance=registration.instance,
+        host=parts.hostname or "",
+        port=parts.port or 0,
+        engine_url=registration.engine_url,
+        boot_id=registration.boot_id,
+        epoch=registration.epoch,
+    )

@@ -1,0 +1,177 @@
+"""The Router service: the same picks for gateways that are not Cleave's own, over gRPC.
+
+Started by the gateway when it is given a port. What is hard: a caller may die between Pick and
+Release, so every ticket is a lease, and the number of open ones is limited.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
+from cleave.router.instance import Instance, Target
+from cleave.router.router import Phase, Router
+from cleave.router.router import Pick as Placed
+from cleave.rpc.v1 import agent_pb2, router_pb2, router_pb2_grpc
+
+DEFAULT_LEASE_S = 600.0
+MAX_TICKETS = 65_536
+SWEEP_S = 1.0
+STOP_S = 1.0
+
+_PHASES = {
+    router_pb2.PHASE_UNSPECIFIED: Phase.WHOLE,
+    router_pb2.PHASE_PREFILL: Phase.PREFILL,
+    router_pb2.PHASE_DECODE: Phase.DECODE,
+}
+_CODES = {
+    UnknownModel: grpc.StatusCode.NOT_FOUND,
+    NoInstance: grpc.StatusCode.UNAVAILABLE,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+@dataclass(slots=True)
+class _Lease:
+    pick: Placed
+    ends_at: float
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Tickets over one router."""
+
+    def __init__(self, router: Router, clock: Callable[[], float]) -> None:
+        self._router = router
+        self._clock = clock
+        self._leases: dict[int, _Lease] = {}
+        # A random start: a ticket of an earlier life must not close a book of this one.
+        self._tickets = itertools.count(random.getrandbits(62))
+
+    async def Pick(  # noqa: N802
+        self, request: router_pb2.PickRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> router_pb2.PickResponse:
+        """Place a request."""
+        try:
+            pick = self._pick(request)
+        except RouterError as error:
+            await context.abort(_CODES[type(error)], str(error))
+        ticket = next(self._tickets)
+        lease_s = request.lease_ms / 1_000 or DEFAULT_LEASE_S
+        self._leases[ticket] = _Lease(pick, self._clock() + lease_s)
+        return router_pb2.PickResponse(
+            ticket=ticket,
+            prefill=_to_message(pick.prefill) if pick.prefill is not None else None,
+            decode=_to_message(pick.decode),
+            reason=pick.reason,
+        )
+
+    async def Release(  # noqa: N802
+        self, request: router_pb2.ReleaseRequest, context: object
+    ) -> router_pb2.ReleaseResponse:
+        """Close the books of a ticket; unknown tickets are ignored."""
+        del context
+        phase = _PHASES.get(request.phase, Phase.WHOLE)
+        lease = self._leases.get(request.ticket)
+        if lease is not None:
+            self._router.release(lease.pick, phase)
+            if not lease.pick.open:
+                del self._leases[request.ticket]
+        return router_pb2.ReleaseResponse()
+
+    async def Fleet(  # noqa: N802
+        self, request: router_pb2.FleetRequest, context: object
+    ) -> router_pb2.FleetSnapshot:
+        """What the router knows."""
+        del context
+        now = self._clock()
+        return router_pb2.FleetSnapshot(
+            instances=[
+                _describe(instance, now)
+                for _, instance in sorted(self._router.directory.instances.items())
+                if request.model in ("", instance.registration.model)
+            ]
+        )
+
+    def expire(self, now: float) -> None:
+        """Release every ticket whose lease has ended."""
+        for ticket, lease in tuple(self._leases.items()):
+            if now >= lease.ends_at:
+                self._router.release(lease.pick)
+                del self._leases[ticket]
+
+    def _pick(self, request: router_pb2.PickRequest) -> Placed:
+        if len(self._leases) >= MAX_TICKETS:
+            raise QueueFull(f"{MAX_TICKETS} tickets are open already")
+        return self._router.pick(
+            request.model,
+            request.prompt_tokens,
+            request.output_tokens,
+            single=request.single_instance,
+            avoid=frozenset(request.avoid),
+            prefill_lost=any(map(self._was_prefill, request.avoid)),
+        )
+
+    def _was_prefill(self, name: str) -> bool:
+        """Whether a failed instance lost a prefill; one that is gone altogether counts as such."""
+        instance = self._router.directory.instances.get(name)
+        return instance is None or instance.registration.role == agent_pb2.ROLE_PREFILL
+
+
+class RouterServer:
+    """The service on a port, with the sweep of its leases."""
+
+    def __init__(self, router: Router, clock: Callable[[], float]) -> None:
+        self._service = RouterService(router, clock)
+        self._clock = clock
+        self._server: grpc.aio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self, address: str) -> int:
+        """Listen on host:port; the port. Raises OSError."""
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        router_pb2_grpc.add_RouterServicer_to_server(self._service, self._server)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        await self._server.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+        return port
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._server is not None:
+            await self._server.stop(STOP_S)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._service.expire(self._clock())
+
+
+def _to_message(target: Target) -> router_pb2.Target:
+    return router_pb2.Target(
+        instance=target.instance,
+        engine_url=target.engine_url,
+        boot_id=target.boot_id,
+        epoch=target.epoch,
+    )
+
+
+def _describe(instance: Instance, now: float) -> router_pb2.Instance:
+    ledger = instance.ledger
+    return router_pb2.Instance(
+        registration=instance.registration,
+        load=instance.load,
+        pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
+        requests_in_flight=ledger.requests,
+        report_age_ms=int(max(now - instance.heard_at, 0.0) * 1_000),
+        selectable=instance.selectable,
+        agent=instance.agent,
+    )
