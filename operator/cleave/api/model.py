@@ -11,12 +11,12 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from cleave.api.shape import Shape
 
 _HF = "hf://"
-_SOURCE = r"^((hf://)?[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?|/.+)$"
+_SOURCE = r"^((hf://)?[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?|/[^:\n]+)$"
 _WORD = r"^[A-Za-z0-9][A-Za-z0-9_./:@-]*$"
 
 
 def _checked_source(source: str) -> str:
-    if not re.fullmatch(_SOURCE, source, re.ASCII):
+    if not re.fullmatch(_SOURCE, source):
         raise PydanticCustomError(
             "model_source",
             "must be a Hugging Face id (org/name or hf://org/name) or an absolute folder",

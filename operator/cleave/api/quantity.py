@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-PATTERN = r"^(\d+|\d*\.\d+|\d+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?\d+)?$"
+PATTERN = r"^([0-9]+|[0-9]*\.[0-9]+|[0-9]+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?$"
 """Quantities that are not negative."""
 
 

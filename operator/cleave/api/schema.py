@@ -78,7 +78,7 @@ def _with_default(node: Schema) -> Schema:
 
 
 def _ordered(node: Schema) -> Schema:
-    """The same for a reader: what it is, its bounds, then its parts, then Kubernetes' extensions."""
+    """The same for a reader: what it is, its bounds, its parts, Kubernetes' extensions."""
 
     def rank(key: str) -> tuple[int, int, str]:
         if key in _ORDER:
