@@ -86,7 +86,7 @@ def vllm_deployment(model: str | None) -> "LLMDeployment":
 
     if model is None:
         tiny = {"source": str(tiny_model.cached()), "servedName": _TINY}
-        # The default for an unknown model would be refused on a laptop.
+        # The default, meant for any model, would be too much for a laptop.
         return _deployment(tiny, {"template": {"resources": {"limits": _MEMORY}}})
     folder = Path(model)
     return _deployment({"source": str(folder.absolute()) if folder.is_dir() else model}, {})
@@ -178,7 +178,7 @@ async def _report(job: "Job", console: "Console", answer: "Answer") -> None:
     """Figures of the answer, and what carried it."""
     from rich.table import Table
 
-    from cleave.cli.status import collect, table
+    from cleave.cli.status import collect, show
     from cleave.local import gateways
 
     found = await collect(job.deployment)
@@ -193,4 +193,4 @@ async def _report(job: "Job", console: "Console", answer: "Answer") -> None:
         if row["kv_path"]:
             figures.add_row(f"KV path of {row['instance']}", row["kv_path"])
     console.print(figures)
-    console.print(table(found))
+    show(console, found)

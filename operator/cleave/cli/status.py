@@ -13,6 +13,7 @@ from cleave.cli.faults import told
 from cleave.cli.names import complete_running
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
 
     from cleave.local.instances import Row
@@ -98,8 +99,7 @@ def _print(found: Sequence[dict[str, Any]], output: Output) -> None:
     else:
         from rich.console import Console
 
-        console = Console()
-        console.print(table(found) if found else "nothing is up on this machine")
+        show(Console(), found)
 
 
 def _watch_table(name: str | None) -> None:
@@ -112,18 +112,32 @@ def _watch_table(name: str | None) -> None:
             time.sleep(WATCH_PERIOD_S)
 
 
+def show(console: "Console", found: Sequence[dict[str, Any]]) -> None:
+    """Print the table in its full width: a narrow terminal wraps lines, cells stay whole."""
+    if not found:
+        console.print("nothing is up on this machine")
+        return
+    drawn = table(found)
+    console.width = max(console.width, console.measure(drawn, options=_unbounded(console)).maximum)
+    console.print(drawn)
+
+
+def _unbounded(console: "Console") -> "ConsoleOptions":
+    return console.options.update(max_width=1000)
+
+
 def table(found: Sequence[dict[str, Any]]) -> "Table":
     """The rows of all deployments in one table."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for heading in ("INSTANCE", "ROLE", "STATE", "ENGINE"):
-        drawn.add_column(heading, overflow="fold")
+        drawn.add_column(heading, no_wrap=True)
     for heading in ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"):
         drawn.add_column(heading, justify="right", no_wrap=True)
-    drawn.add_column("URL", overflow="fold")
+    drawn.add_column("URL", no_wrap=True)
     for row in (row for deployment in found for row in deployment["instances"]):
         state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
         if row["reason"]:
