@@ -1,0 +1,240 @@
+"""What a user reads when a manifest is right, and when it is not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cleave.api.engine import EngineType
+from cleave.api.manifest import ManifestError, load, load_all
+from cleave.api.role import Role
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FAULTS = yaml.safe_load((Path(__file__).parent / "faults.yaml").read_text())
+
+Make = Callable[..., dict[str, Any]]
+
+
+def faults(source: str | Path) -> tuple[str, ...]:
+    with pytest.raises(ManifestError) as raised:
+        load(source)
+    return raised.value.faults
+
+
+def test_the_smallest_manifest_is_short_and_complete() -> None:
+    path = EXAMPLES / "smallest.yaml"
+    deployment = load(path)
+    assert len(path.read_text().splitlines()) <= 12
+    assert (deployment.name, deployment.namespace) == ("chat", "default")
+    assert deployment.spec.model.source == "meta-llama/Llama-3.1-8B-Instruct"
+    assert deployment.spec.slo.attainment == 0.9
+    assert deployment.spec.engine.type is EngineType.VLLM
+    assert deployment.spec.placement is None
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_loads(path: Path) -> None:
+    assert load(path).spec.slo.ttft_ms > 0
+
+
+def test_a_string_stands_for_a_model_with_that_source(manifest: Make) -> None:
+    short = load(yaml.safe_dump(manifest(model="hf://org/model")))
+    long = load(yaml.safe_dump(manifest(model={"source": "hf://org/model"})))
+    assert short == long
+
+
+def test_a_placement_by_hand_fills_in_counts_and_parallelism(manifest: Make) -> None:
+    text = yaml.safe_dump(manifest(placement={"manual": [{"role": "mixed"}]}))
+    placement = load(text).spec.placement
+    assert placement is not None
+    (pool,) = placement.manual
+    assert (pool.role, pool.replicas, pool.parallelism.gpus) == (Role.MIXED, 1, 1)
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case["name"])
+def test_every_fault_is_one_line_with_its_path(manifest: Make, case: dict[str, Any]) -> None:
+    assert faults(yaml.safe_dump(manifest(**case["spec"]))) == tuple(case["faults"])
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [("modle", "model"), ("slos", "slo"), ("Engine", "engine"), ("place_ment", "placement")],
+)
+def test_a_misspelt_field_is_met_with_the_one_meant(manifest: Make, field: str, meant: str) -> None:
+    text = yaml.safe_dump(manifest(**{field: {}}))
+    assert faults(text) == (f"spec.{field}: unknown field; did you mean {meant}?",)
+
+
+def test_a_misspelling_is_found_deep_inside_lists_and_optional_parts(manifest: Make) -> None:
+    pool = {"role": "mixed", "parallelism": {"tensors": 2}}
+    assert faults(yaml.safe_dump(manifest(placement={"manual": [pool]}))) == (
+        "spec.placement.manual[0].parallelism.tensors: unknown field; did you mean tensor?",
+    )
+
+
+def test_python_names_are_no_yaml_names(manifest: Make) -> None:
+    text = yaml.safe_dump(manifest(slo={"ttft_ms": 1, "tpotMs": 1}))
+    assert faults(text) == (
+        "spec.slo.ttftMs: required",
+        "spec.slo.ttft_ms: unknown field; did you mean ttftMs?",
+    )
+
+
+def test_a_field_like_no_other_is_met_with_all_there_are(manifest: Make) -> None:
+    assert faults(yaml.safe_dump(manifest(planning={"mode": "Auto"}))) == (
+        "spec.planning: unknown field; known here: "
+        "model, slo, placement, routing, engine, template",
+    )
+
+
+def test_a_long_value_is_shown_in_part(manifest: Make) -> None:
+    (fault,) = faults(yaml.safe_dump(manifest(slo={"ttftMs": "x" * 500, "tpotMs": 1})))
+    assert len(fault) < 120
+
+
+@pytest.mark.parametrize("name", ["Chat", "9lives", "a" * 41, "chat_1", "chat-", "chat\n"])
+def test_names_that_no_service_can_have_are_refused(manifest: Make, name: str) -> None:
+    assert faults(yaml.safe_dump(manifest(name))) == (
+        "metadata.name must be at most 40 lower-case letters, digits and hyphens, "
+        "and begin with a letter",
+    )
+
+
+def test_metadata_is_checked_for_misspellings_too(manifest: Make) -> None:
+    document = manifest()
+    document["metadata"]["lables"] = {}
+    assert faults(yaml.safe_dump(document)) == (
+        "metadata.lables: unknown field; did you mean labels?",
+    )
+
+
+def test_another_kind_is_refused_by_name() -> None:
+    assert faults("apiVersion: v1\nkind: Pod\nspec: {}\n") == (
+        "apiVersion: must be cleave.dev/v1alpha1 (got 'v1')",
+        "kind: must be LLMDeployment (got 'Pod')",
+    )
+
+
+def test_a_document_without_version_and_kind_is_told_what_to_write() -> None:
+    assert faults("spec: {}") == (
+        "apiVersion: required; write apiVersion: cleave.dev/v1alpha1",
+        "kind: required; write kind: LLMDeployment",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "---\n---\n", "# nothing\n"])
+def test_an_empty_manifest_is_a_fault(text: str) -> None:
+    assert faults(text) == ("manifest holds no LLMDeployment",)
+
+
+@pytest.mark.parametrize("text", ["just words", "5", "[1, 2]"])
+def test_yaml_that_is_no_object_is_a_fault(text: str) -> None:
+    (fault,) = faults(text)
+    assert fault.startswith("must be an object with kind: LLMDeployment")
+
+
+def test_a_syntax_error_is_shown_with_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "chat.yaml"
+    path.write_text("apiVersion: cleave.dev/v1alpha1\nspec:\n  slo: {ttftMs: 1\n  model: x\n")
+    (fault,) = faults(path)
+    assert fault.startswith(f"{path}:4: ")
+
+
+def test_a_key_written_twice_is_shown_with_its_line() -> None:
+    assert faults("kind: LLMDeployment\nspec:\n  model: a\n  model: b\n") == (
+        "manifest:4: key 'model' is written twice",
+    )
+
+
+def test_merge_keys_may_be_overridden() -> None:
+    text = """
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: org/model
+  slo: &slo {ttftMs: 400, tpotMs: 40}
+"""
+    merged = text.replace("&slo {ttftMs", "{<<: {ttftMs: 1, tpotMs: 2}, ttftMs")
+    assert load(merged).spec.slo == load(text).spec.slo
+
+
+def test_yaml_tags_run_nothing(manifest: Make) -> None:
+    (fault,) = faults("!!python/object/apply:os.system ['true']")
+    assert "could not determine a constructor" in fault
+
+
+def test_yaml_that_json_cannot_say_is_a_fault_and_no_crash(manifest: Make) -> None:
+    head = "apiVersion: cleave.dev/v1alpha1\nkind: LLMDeployment\n"
+    (fault,) = faults(head + "spec: &spec {model: *spec}\n")
+    assert fault.startswith("cannot be written as JSON")
+    assert faults(head + "spec: {[1, 2]: 3}\n") == ("manifest:3: found unhashable key",)
+
+
+def test_numbers_without_end_are_refused(manifest: Make) -> None:
+    document = yaml.safe_dump(manifest(slo={"ttftMs": float("inf"), "tpotMs": 1}))
+    assert faults(document) == ("spec.slo.ttftMs: must be a number (got inf)",)
+
+
+def test_a_file_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
+    path = tmp_path / "none.yaml"
+    assert faults(path) == (f"{path}: No such file or directory",)
+
+
+def test_a_file_that_is_no_text_is_a_fault(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert faults(path) == (f"{path}: not UTF-8 text",)
+
+
+def test_several_documents_and_lists_are_read_in_order(manifest: Make) -> None:
+    many = {"apiVersion": "v1", "kind": "List", "items": [manifest("b"), manifest("c")]}
+    text = yaml.safe_dump_all([manifest("a"), None, many])
+    assert [deployment.name for deployment in load_all(text)] == ["a", "b", "c"]
+
+
+def test_where_one_is_wanted_several_are_a_fault(manifest: Make) -> None:
+    text = yaml.safe_dump_all([manifest("a"), manifest("b")])
+    assert faults(text) == ("holds 2 LLMDeployments (a, b); one is wanted",)
+
+
+def test_faults_of_several_documents_carry_their_names(manifest: Make) -> None:
+    text = yaml.safe_dump_all(
+        [manifest("a", engine={"type": "x"}), manifest("b"), manifest("c", slos={})]
+    )
+    with pytest.raises(ManifestError) as raised:
+        load_all(text)
+    assert raised.value.faults == (
+        "a: spec.engine.type: must be one of vLLM, Emulated (got 'x')",
+        "c: spec.slos: unknown field; did you mean slo?",
+    )
+
+
+def test_what_the_api_server_returns_can_be_read_back(manifest: Make) -> None:
+    document = manifest()
+    document["metadata"] |= {
+        "uid": "0b",
+        "generation": 3,
+        "resourceVersion": "77",
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+        "managedFields": [{"manager": "kubectl"}],
+        "ownerReferences": [{"kind": "X", "controller": True}],
+    }
+    document["status"] = {
+        "observedGeneration": 3,
+        "conditions": [
+            {
+                "type": "Ready",
+                "status": "True",
+                "reason": "AllReady",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }
+        ],
+        "roles": [{"role": "prefill", "replicas": 1, "ready": 1}],
+    }
+    # PyYAML reads the timestamps as datetimes.
+    status = load(yaml.safe_dump(document).replace("'2026-01-01T00:00:00Z'", "2026-01-01T00:00:00Z"))
+    assert status.status is not None
+    assert status.status.roles[0].role is Role.PREFILL
