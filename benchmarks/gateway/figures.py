@@ -21,16 +21,17 @@ class Run:
     seconds: float
     ttft_p50_us: float
     ttft_p99_us: float
-    user_us: float
-    system_us: float
+    cpu_us: float
+    user_ticks: int
+    system_ticks: int
 
     @property
     def cpu_us_per_request(self) -> float:
-        return (self.user_us + self.system_us) / self.requests
+        return self.cpu_us / self.requests
 
     @property
     def busy_share(self) -> float:
-        return (self.user_us + self.system_us) / (self.seconds * 1e6)
+        return self.cpu_us / (self.seconds * 1e6)
 
     @property
     def requests_per_second(self) -> float:
@@ -69,8 +70,8 @@ def fit_cost(runs: Sequence[Run], idle_share: float) -> Cost:
 
 def system_share(runs: Sequence[Run]) -> float:
     """Share of the CPU time that the kernel used, 0..1."""
-    system = sum(run.system_us for run in runs)
-    return system / (system + sum(run.user_us for run in runs))
+    system = sum(run.system_ticks for run in runs)
+    return system / max(1, system + sum(run.user_ticks for run in runs))
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -42,10 +42,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """What a process has spent since it started."""
+    """What a process has spent since it started, all its threads together."""
 
-    user_us: float
-    system_us: float
+    spent_us: float
+    user_ticks: int
+    system_ticks: int
 
 
 def build_tools() -> None:
@@ -102,13 +103,10 @@ def wait_healthy(name: str, process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def read_cpu(pid: int) -> CpuTime:
-    """Of all threads of a process, also of another user's."""
     clock = (~pid << 3) | 2  # CPUCLOCK_SCHED of a process, as clock_getcpuclockid(3) forms it
-    total_us = time.clock_gettime(clock) * 1e6
+    spent_us = time.clock_gettime(clock) * 1e6
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    user_ticks, system_ticks = int(fields[11]), int(fields[12])
-    user_share = user_ticks / max(1, user_ticks + system_ticks)
-    return CpuTime(total_us * user_share, total_us * (1 - user_share))
+    return CpuTime(spent_us, user_ticks=int(fields[11]), system_ticks=int(fields[12]))
 
 
 def run_load(target: str, pid: int, load: Load, core: int, allow_hand_off: bool) -> Run:
@@ -143,8 +141,9 @@ def run_load(target: str, pid: int, load: Load, core: int, allow_hand_off: bool)
         seconds=result["seconds"],
         ttft_p50_us=result["ttft_p50_us"],
         ttft_p99_us=result["ttft_p99_us"],
-        user_us=after.user_us - before.user_us,
-        system_us=after.system_us - before.system_us,
+        cpu_us=after.spent_us - before.spent_us,
+        user_ticks=after.user_ticks - before.user_ticks,
+        system_ticks=after.system_ticks - before.system_ticks,
     )
 
 
@@ -152,6 +151,4 @@ def measure_idle(pid: int, seconds: float) -> float:
     """Share of a core that a process uses without any request, 0..1."""
     before = read_cpu(pid)
     time.sleep(seconds)
-    after = read_cpu(pid)
-    spent_us = after.user_us + after.system_us - before.user_us - before.system_us
-    return spent_us / (seconds * 1e6)
+    return (read_cpu(pid).spent_us - before.spent_us) / (seconds * 1e6)

@@ -19,7 +19,7 @@ from figures import Cost, Run, Spread, fit_cost, spread, system_share
 from processes import BenchError, Load, build_tools, measure_idle, run_load
 from rich.console import Console
 from rich.table import Table
-from stage import Cores, Subject, choose_cores, describe_cores, find_haproxy, stage
+from stage import Cores, Subject, choose_cores, describe_cores, find_haproxy, list_cores, stage
 
 WIDTH = 110
 STARVED_SHARE = 0.9
@@ -216,7 +216,7 @@ def describe(settings: Settings, cores: Cores, quick: bool) -> Description:
 def main() -> int:
     arguments = parse_arguments()
     settings, console = choose_settings(arguments), Console(stderr=True)
-    cores = choose_cores(sorted(os.sched_getaffinity(0)))
+    cores = choose_cores(list_cores())
     try:
         build_tools()
         with stage(cores, settings.step_us) as subjects:

@@ -6,12 +6,15 @@ and two benchmarks side by side disturb only each other's figures.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from processes import BUILD, HERE, started, wait_healthy
 
@@ -25,6 +28,7 @@ PROXIES = {
     "cleave": f"{HOST}:7024",
     "cleave P/D": f"{HOST}:7025",
 }
+LOOK_S = 1.0
 HAPROXY = """
 global
   nbthread 1
@@ -70,6 +74,20 @@ def choose_cores(available: Sequence[int]) -> Cores:
     """One core each for as many as there are; the proxy's own comes first."""
     first, second, third, fourth = (available[min(i, len(available) - 1)] for i in range(4))
     return Cores(proxy=first, engine=second, load=third, rest=fourth)
+
+
+def list_cores() -> list[int]:
+    """The cores this process may use, the least busy ones first."""
+    before = read_idle_ticks()
+    time.sleep(LOOK_S)
+    after = read_idle_ticks()
+    return sorted(os.sched_getaffinity(0), key=lambda core: before[core] - after[core])
+
+
+def read_idle_ticks() -> dict[int, int]:
+    lines = Path("/proc/stat").read_text().splitlines()
+    rows = [line.split() for line in lines if re.match(r"cpu\d", line)]
+    return {int(row[0].removeprefix("cpu")): int(row[4]) for row in rows}
 
 
 def describe_cores(cores: Cores) -> str:

@@ -4,11 +4,17 @@ import pytest
 
 
 def build_run(figures: ModuleType, tokens: int, us_per_request: float, **others: float) -> object:
-    values = {"seconds": 1.0, "ttft_p50_us": 0.0, "ttft_p99_us": 0.0}
-    user_us = 100 * us_per_request
-    return figures.Run(
-        requests=100, tokens=100 * tokens, user_us=user_us, system_us=0.0, **{**values, **others}
-    )
+    values = {
+        "requests": 100,
+        "tokens": 100 * tokens,
+        "seconds": 1.0,
+        "ttft_p50_us": 0.0,
+        "ttft_p99_us": 0.0,
+        "cpu_us": 100 * us_per_request,
+        "user_ticks": 1,
+        "system_ticks": 1,
+    }
+    return figures.Run(**{**values, **others})
 
 
 def test_the_fit_finds_the_cost_of_a_request_and_of_a_token(figures: ModuleType) -> None:
@@ -34,3 +40,9 @@ def test_noise_in_the_longest_run_does_not_drown_the_cost_of_a_request(figures: 
 
 def test_a_spread_is_median_least_and_most(figures: ModuleType) -> None:
     assert figures.spread([3.0, 1.0, 9.0]) == figures.Spread(3.0, 1.0, 9.0)
+
+
+def test_the_kernel_s_share_weighs_runs_by_their_time(figures: ModuleType) -> None:
+    short = build_run(figures, 1, 1.0, user_ticks=1, system_ticks=1)
+    long = build_run(figures, 1, 1.0, user_ticks=2, system_ticks=6)
+    assert figures.system_share([short, long]) == 0.7
