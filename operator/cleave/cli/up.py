@@ -72,7 +72,8 @@ async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) ->
 
 
 def _say_ready(job: "Job", console: "Console", how_to_end: str) -> None:
-    console.print(f"[green]ready[/]  {job.model} at {job.url}/v1  ({how_to_end})", highlight=False)
+    line = f"[green]ready[/]  {job.model} at {job.url}/v1  ({how_to_end})"
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def _print_pods(job: "Job") -> None:

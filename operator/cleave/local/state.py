@@ -111,13 +111,21 @@ class StateFolder:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if not _locked(fd):
-                raise StateError(
-                    f"{self.name} is up already; see `cleave status {self.name}`, "
-                    f"end it with `cleave down {self.name}`"
-                )
+                raise self._up_already()
             yield fd
         finally:
             os.close(fd)
+
+    def must_be_free(self) -> None:
+        """Raises StateError when a supervisor runs."""
+        if self.is_held():
+            raise self._up_already()
+
+    def _up_already(self) -> StateError:
+        return StateError(
+            f"{self.name} is up already; see `cleave status {self.name}`, "
+            f"end it with `cleave down {self.name}`"
+        )
 
     def is_held(self) -> bool:
         """Whether a supervisor runs."""

@@ -30,7 +30,11 @@ _HURRIED_S = 15.0
 
 
 def check(job: Job) -> None:
-    """Raises UpError when this machine cannot run `job`; nothing has been started then."""
+    """Whether `job` can be started; nothing has been started yet.
+
+    Raises UpError with what this machine lacks, StateError when the deployment is up already.
+    """
+    state.folder(job.deployment).must_be_free()
     faults = capacity.faults(job.pods, job.node, allow_shared_cores=job.allow_shared_cores)
     if busy_ports(HOST_IP, [job.port]):
         faults.append(f"port {job.port} of {HOST_IP} is in use; choose another with --port")

@@ -1,0 +1,76 @@
+"""The commands on a real deployment with emulated engines."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+Cleave = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def cleave(state_root: Path) -> Cleave:
+    def run(*args: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "cleave.cli.main", *args],
+            capture_output=True, text=True, timeout=90, check=False,
+            env=os.environ | {"CLEAVE_STATE_DIR": str(state_root)},
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(sock.getsockname()[1])
+
+
+def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> None:
+    up = cleave("up", "-f", str(manifest), "--port", port, "-d", "--timeout", "60")
+    try:
+        assert up.returncode == 0, up.stderr
+        assert "ready  facebook/opt-13b at " in up.stdout
+
+        (found,) = json.loads(cleave("status", "-o", "json").stdout)
+        assert found["deployment"] == "chat"
+        shown = {(i["instance"], i["role"], i["state"]) for i in found["instances"]}
+        assert shown == {
+            ("chat-prefill-0", "prefill", "ready"),
+            ("chat-decode-0", "decode", "ready"),
+            ("chat-gateway", "gateway", "ready"),
+        }
+        table = cleave("status", "chat").stdout
+        assert table.split()[:4] == ["INSTANCE", "ROLE", "STATE", "ENGINE"]
+
+        body = {"model": "facebook/opt-13b", "prompt": "hello", "max_tokens": 4}
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        assert httpx.post(url, json=body, timeout=30).status_code == 200
+
+        again = cleave("up", "-f", str(manifest), "--port", port)
+        assert (again.returncode, again.stderr.startswith("error: chat is up already")) == (1, True)
+    finally:
+        down = cleave("down", "chat")
+    assert (down.returncode, down.stdout) == (0, "chat is down\n")
+    assert cleave("status").stdout == "nothing is up on this machine\n"
+    assert cleave("logs", "chat", "chat-gateway").stdout
+    with pytest.raises(httpx.ConnectError):
+        httpx.post(url, json=body, timeout=5)
+
+
+def test_the_demo_answers_once_and_ends(cleave: Cleave, port: str) -> None:
+    done = cleave(
+        "demo", "--engine", "emulated", "--once", "--port", port, "--prompt", "What's up?"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "emulated engine" in done.stdout
+    assert "KV hand-offs used               1" in done.stdout
+    assert "curl -N http://127.0.0.1:" in done.stdout
+    assert cleave("status").stdout == "nothing is up on this machine\n"

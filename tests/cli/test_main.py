@@ -1,0 +1,115 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cleave.cli.main import app
+from cleave.local import state
+
+COMMANDS = ("demo", "up", "status", "logs", "down", "validate", "gateway")
+HEAVY = ("grpc", "pydantic", "kubernetes", "numpy", "httpx", "torch", "yaml")
+
+
+def test_help_names_every_command(cli: CliRunner) -> None:
+    result = cli.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert all(re.search(rf"^\W*{name}\b", result.output, re.MULTILINE) for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "gateway"])
+def test_every_command_explains_itself_with_an_example(cli: CliRunner, command: str) -> None:
+    result = cli.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"cleave {command}" in result.output.partition("Usage")[2].partition("\n")[2]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = f"import sys, cleave.cli.main; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_version_is_that_of_the_distribution(cli: CliRunner) -> None:
+    assert re.fullmatch(r"cleave \d+\.\d+\.\d+\n", cli.invoke(app, ["--version"]).output)
+
+
+def test_a_faulty_manifest_is_exit_code_2_with_one_line_per_fault(
+    cli: CliRunner, manifest: Path
+) -> None:
+    text = manifest.read_text().replace("ttftMs: 400", "ttftMs: -4").replace("model:", "modle:")
+    manifest.write_text(text)
+    for command in (["validate"], ["up"], ["up", "--dry-run"]):
+        result = cli.invoke(app, [*command, "-f", str(manifest)])
+        assert result.exit_code == 2
+        lines = result.stderr.splitlines()
+        assert any(line.startswith("error: spec.slo.ttftMs: must be > 0") for line in lines)
+        assert any(line.startswith("error: spec.modle: unknown field") for line in lines)
+        assert all(line.startswith("error: ") for line in lines)
+
+
+def test_an_absent_file_and_a_missing_option_are_exit_code_2(
+    cli: CliRunner, tmp_path: Path
+) -> None:
+    absent = cli.invoke(app, ["up", "-f", str(tmp_path / "absent.yaml")])
+    assert (absent.exit_code, len(absent.stderr.splitlines())) == (2, 1)
+    assert cli.invoke(app, ["up"]).exit_code == 2
+
+
+def test_validate_names_what_it_found(cli: CliRunner, manifest: Path) -> None:
+    result = cli.invoke(app, ["validate", "-f", str(manifest)])
+    assert result.exit_code == 0
+    assert result.output == f"{manifest}: LLMDeployment chat is valid\n"
+
+
+def test_a_dry_run_prints_the_pods_and_starts_nothing(
+    cli: CliRunner, manifest: Path, state_root: Path
+) -> None:
+    result = cli.invoke(app, ["up", "-f", str(manifest), "--port", "8123", "--dry-run"])
+    assert result.exit_code == 0
+    pods = list(yaml.safe_load_all(result.output))
+    names = [pod["metadata"]["name"] for pod in pods]
+    assert names == ["chat-prefill-0", "chat-decode-0", "chat-gateway"]
+    command = pods[-1]["spec"]["containers"][0]["command"]
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert command[command.index("--port") + 1] == "8123"
+    assert not state_root.exists()
+
+
+def test_what_is_not_up_is_said_in_one_line(cli: CliRunner) -> None:
+    assert cli.invoke(app, ["status"]).output == "nothing is up on this machine\n"
+    assert cli.invoke(app, ["status", "-o", "json"]).output == "[]\n"
+    for command in (["status", "chat"], ["down", "chat"]):
+        result = cli.invoke(app, command)
+        assert (result.exit_code, result.stderr) == (1, "error: chat is not up on this machine\n")
+    assert cli.invoke(app, ["down"]).stderr == "error: nothing is up on this machine\n"
+
+
+def test_logs_are_those_of_one_pod_or_of_all(cli: CliRunner, state_root: Path) -> None:
+    assert cli.invoke(app, ["logs", "chat"]).exit_code == 1
+    folder = state_root / "chat" / "logs"
+    folder.mkdir(parents=True)
+    (folder / "a.log").write_text("one\ntwo\n")
+    (folder / "b.log").write_text("three\n")
+    assert cli.invoke(app, ["logs", "chat", "a", "-n", "1"]).output == "two\n"
+    assert cli.invoke(app, ["logs", "chat"]).output == "a | one\na | two\nb | three\n"
+    unknown = cli.invoke(app, ["logs", "chat", "c"])
+    assert (unknown.exit_code, unknown.stderr) == (1, "error: chat has no pod c; it has a, b\n")
+
+
+def test_the_gateway_reads_its_own_options(cli: CliRunner) -> None:
+    assert "--queue-limit" in cli.invoke(app, ["gateway", "--help"]).output
+    assert cli.invoke(app, ["gateway", "--no-such-option"]).exit_code == 2
+
+
+def test_names_are_completed(state_root: Path) -> None:
+    from cleave.cli.names import complete_logged, complete_running
+
+    with state.folder("chat").lock():
+        assert complete_running("c") == ["chat"]
+        assert complete_running("x") == []
+    assert complete_running("c") == []
+    assert complete_logged("") == ["chat"]
