@@ -1,0 +1,73 @@
+"""Instances as agents would state them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from cleave.router.directory import Directory
+from cleave.rpc.v1 import agent_pb2
+
+ROLES = {
+    "prefill": agent_pb2.ROLE_PREFILL,
+    "decode": agent_pb2.ROLE_DECODE,
+    "mixed": agent_pb2.ROLE_MIXED,
+}
+
+State = Callable[..., agent_pb2.WatchEvent]
+
+
+@pytest.fixture
+def stated() -> State:
+    """Makes a registration; the boot id is the name with a suffix unless given."""
+
+    def make(name: str, role: str, *, verified: bool = True, **fields: object):
+        registration = agent_pb2.Registration(
+            instance=name,
+            deployment="d",
+            model="m",
+            revision="r1",
+            boot_id=f"{name}-boot",
+            role=ROLES[role],
+            state=agent_pb2.STATE_READY,
+            engine_url="http://127.0.0.1:8000",
+            kv_block_size=16,
+            kv_blocks_total=1_000,
+            kv_path=agent_pb2.KvPath(verified=verified),
+        )
+        registration.MergeFrom(agent_pb2.Registration(**fields))
+        return agent_pb2.WatchEvent(registration=registration)
+
+    return make
+
+
+@pytest.fixture
+def loaded() -> State:
+    """Makes a load report."""
+
+    def make(name: str, prompt: int = 0, blocks_used: int = 0, boot_id: str = ""):
+        return agent_pb2.WatchEvent(
+            load=agent_pb2.LoadReport(
+                boot_id=boot_id or f"{name}-boot",
+                pending_prompt_tokens=prompt,
+                kv_blocks_free=1_000 - blocks_used,
+            )
+        )
+
+    return make
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return Directory()
+
+
+@pytest.fixture
+def fleet_of(directory: Directory, stated: State) -> Callable[..., Directory]:
+    """A directory with `name=role` instances, each at an address of its own name."""
+
+    def make(**roles: str) -> Directory:
+        for name, role in roles.items():
+            directory.hear(name, stated(name, role), 0.0)
+        return directory
+
+    return make

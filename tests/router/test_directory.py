@@ -1,0 +1,87 @@
+"""What agents say, and stop saying, and what that opens and closes."""
+
+from cleave.router.router import Router
+from cleave.rpc.v1 import agent_pb2
+
+
+def open_names(directory) -> set[str]:
+    return {name for name, instance in directory.instances.items() if instance.selectable}
+
+
+def test_two_seconds_of_silence_suspend_and_a_report_opens_again(directory, stated, loaded) -> None:
+    directory.hear("a", stated("d", "decode"), 10.0)
+    directory.suspend_silent(11.9)
+    assert open_names(directory) == {"d"}
+    directory.suspend_silent(12.1)
+    assert open_names(directory) == set()
+    directory.hear("a", loaded("d"), 12.2)
+    assert open_names(directory) == {"d"}
+
+
+def test_a_lost_connection_suspends_at_once(directory, stated) -> None:
+    directory.hear("a", stated("d", "decode"), 0.0)
+    directory.lose("a")
+    assert open_names(directory) == set()
+    directory.hear("a", stated("d", "decode"), 0.1)
+    assert open_names(directory) == {"d"}
+
+
+def test_a_new_boot_drops_the_books_of_the_old_one(directory, stated) -> None:
+    directory.hear("a", stated("d", "decode"), 0.0)
+    router = Router(directory)
+    pick = router.pick("m", 100, 10)
+    directory.hear("a", stated("d", "decode", boot_id="second"), 1.0)
+    fresh = router.pick("m", 7, 1)
+    router.release(pick)
+    assert directory.instances["d"].ledger.resident.own == 8
+    router.release(fresh)
+
+
+def test_a_flip_keeps_the_books(directory, stated) -> None:
+    directory.hear("a", stated("d", "decode"), 0.0)
+    Router(directory).pick("m", 100, 10)
+    directory.hear("a", stated("d", "prefill", epoch=2), 1.0)
+    assert directory.instances["d"].ledger.resident.own == 110
+
+
+def test_a_report_of_an_earlier_boot_is_ignored(directory, stated, loaded) -> None:
+    directory.hear("a", stated("d", "decode", boot_id="second"), 0.0)
+    directory.hear("a", loaded("d", prompt=5_000, boot_id="first"), 0.1)
+    assert directory.instances["d"].ledger.prompt.pending == 0
+
+
+def test_a_name_that_moved_is_not_lost_with_its_old_address(directory, stated) -> None:
+    directory.hear("old", stated("d", "decode", boot_id="1"), 0.0)
+    directory.hear("new", stated("d", "decode", boot_id="2"), 1.0)
+    directory.lose("old")
+    directory.forget("old")
+    assert open_names(directory) == {"d"}
+    directory.forget("new")
+    assert not directory.instances
+    assert not directory.models
+
+
+def test_an_address_that_serves_another_name_lets_go_of_the_first(directory, stated) -> None:
+    directory.hear("a", stated("d1", "decode"), 0.0)
+    directory.hear("a", stated("d2", "decode"), 1.0)
+    assert set(directory.instances) == {"d2"}
+
+
+def test_models_are_kept_apart(directory, stated) -> None:
+    directory.hear("a", stated("p", "prefill", model="m1"), 0.0)
+    directory.hear("b", stated("d", "decode", model="m2"), 0.0)
+    assert set(directory.models) == {"m1", "m2"}
+    assert Router(directory).pick("m2", 1).decode.instance == "d"
+
+
+def test_resident_tokens_are_blocks_in_use(directory, stated, loaded) -> None:
+    directory.hear("a", stated("d", "decode"), 0.0)
+    directory.hear("a", loaded("d", blocks_used=10), 0.1)
+    assert directory.instances["d"].ledger.resident.pending == 160
+
+
+def test_more_free_blocks_than_there_are_is_no_negative_load(directory, stated) -> None:
+    directory.hear("a", stated("d", "decode"), 0.0)
+    load = agent_pb2.LoadReport(boot_id="d-boot", kv_blocks_free=5_000)
+    directory.hear("a", agent_pb2.WatchEvent(load=load), 0.1)
+    assert directory.instances["d"].ledger.resident.pending == 0

@@ -1,0 +1,210 @@
+"""Which instances a request gets, and what that does to the books."""
+
+import contextlib
+import random
+
+import pytest
+
+from cleave.router.errors import NoInstance, UnknownModel
+from cleave.router.router import Fallback, Phase, Router
+from cleave.rpc.v1 import agent_pb2
+
+
+def names(pick) -> tuple[str | None, str]:
+    return pick.prefill.instance if pick.prefill else None, pick.decode.instance
+
+
+def pending(router: Router) -> dict[str, tuple[float, float]]:
+    instances = router.directory.instances
+    return {n: (i.ledger.prompt.own, i.ledger.resident.own) for n, i in instances.items()}
+
+
+def test_a_request_is_split_between_prefill_and_decode(fleet_of) -> None:
+    pick = Router(fleet_of(p="prefill", d="decode")).pick("m", 100, 50)
+    assert (names(pick), pick.reason) == (("p", "d"), "disaggregated")
+
+
+def test_a_pick_names_the_boot_it_was_made_for(fleet_of) -> None:
+    pick = Router(fleet_of(p="prefill", d="decode")).pick("m", 1)
+    assert pick.prefill.boot_id == "p-boot"
+
+
+def test_an_unknown_model_is_told_apart_from_a_busy_one(fleet_of) -> None:
+    router = Router(fleet_of(p="prefill"), Fallback.NEVER)
+    with pytest.raises(UnknownModel, match="gpt-9"):
+        router.pick("gpt-9", 1)
+    with pytest.raises(NoInstance):
+        router.pick("m", 1)
+
+
+def test_equal_instances_take_turns(fleet_of) -> None:
+    router = Router(fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode"))
+    picks = []
+    for _ in range(4):
+        pick = router.pick("m", 10)
+        router.release(pick)
+        picks.append(names(pick))
+    assert picks == [("p1", "d1"), ("p2", "d2"), ("p1", "d1"), ("p2", "d2")]
+
+
+def test_own_dispatches_count_before_any_report(fleet_of) -> None:
+    router = Router(fleet_of(p1="prefill", p2="prefill", d="decode"))
+    assert names(router.pick("m", 1_000))[0] == "p1"
+    assert [names(router.pick("m", 100))[0] for _ in range(3)] == ["p2", "p2", "p2"]
+
+
+def test_work_of_others_counts_as_reported(fleet_of, loaded) -> None:
+    directory = fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode")
+    directory.hear("p1", loaded("p1", prompt=5_000), 0.1)
+    directory.hear("d1", loaded("d1", blocks_used=900), 0.1)
+    assert names(Router(directory).pick("m", 10)) == ("p2", "d2")
+
+
+def test_release_of_the_prefill_phase_frees_the_prompt_only(fleet_of) -> None:
+    router = Router(fleet_of(p="prefill", d="decode"))
+    pick = router.pick("m", 100, 50)
+    assert pending(router) == {"p": (100, 0), "d": (0, 150)}
+    router.release(pick, Phase.PREFILL)
+    assert pending(router) == {"p": (0, 0), "d": (0, 150)}
+    router.release(pick, Phase.DECODE)
+    assert pending(router) == {"p": (0, 0), "d": (0, 0)}
+    assert not pick.open
+
+
+def test_releasing_twice_changes_nothing(fleet_of) -> None:
+    router = Router(fleet_of(p="prefill", d="decode"))
+    first, second = router.pick("m", 100, 50), router.pick("m", 7, 5)
+    for _ in range(3):
+        router.release(first)
+    assert pending(router) == {"p": (7, 0), "d": (0, 12)}
+    router.release(second)
+
+
+def test_a_request_that_cannot_be_split_gets_one_instance(fleet_of) -> None:
+    pick = Router(fleet_of(p="prefill", d="decode"), Fallback.NEVER).pick("m", 1, single=True)
+    assert (names(pick), pick.reason) == ((None, "d"), "single-instance")
+
+
+def test_a_mixed_instance_serves_whole_requests_under_any_fallback(fleet_of) -> None:
+    pick = Router(fleet_of(x="mixed"), Fallback.NEVER).pick("m", 1)
+    assert (names(pick), pick.reason) == ((None, "x"), "mixed")
+
+
+def test_a_prefill_instance_may_hand_over_to_a_mixed_one(fleet_of) -> None:
+    assert names(Router(fleet_of(p="prefill", x="mixed")).pick("m", 1)) == ("p", "x")
+
+
+def test_mixed_instances_take_prompts_off_a_long_prefill_queue(fleet_of) -> None:
+    router = Router(fleet_of(p="prefill", d="decode", x="mixed"))
+    assert names(router.pick("m", 1_000)) == ("p", "d")
+    assert names(router.pick("m", 10)) == (None, "x")
+
+
+@pytest.mark.parametrize(
+    ("fallback", "lost", "served"),
+    [
+        (Fallback.ALWAYS, False, True),
+        (Fallback.ALWAYS, True, True),
+        (Fallback.ON_PREFILL_LOSS, False, False),
+        (Fallback.ON_PREFILL_LOSS, True, True),
+        (Fallback.NEVER, False, False),
+        (Fallback.NEVER, True, False),
+    ],
+)
+def test_without_prefill_the_fallback_decides(fleet_of, fallback, lost, served) -> None:
+    router = Router(fleet_of(d="decode"), fallback)
+    if served:
+        pick = router.pick("m", 1, prefill_lost=lost)
+        assert (names(pick), pick.reason) == ((None, "d"), "no-prefill")
+    else:
+        with pytest.raises(NoInstance):
+            router.pick("m", 1, prefill_lost=lost)
+
+
+@pytest.mark.parametrize("fallback", [Fallback.NEVER, Fallback.ON_PREFILL_LOSS])
+def test_a_prefill_instance_serves_whole_only_as_the_last_resort_of_always(
+    fleet_of, fallback
+) -> None:
+    directory = fleet_of(p="prefill")
+    pick = Router(directory, Fallback.ALWAYS).pick("m", 1)
+    assert (names(pick), pick.reason) == ((None, "p"), "no-decode")
+    with pytest.raises(NoInstance):
+        Router(directory, fallback).pick("m", 1, prefill_lost=True)
+
+
+def test_what_failed_the_request_is_avoided(fleet_of) -> None:
+    router = Router(fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode"), Fallback.NEVER)
+    assert names(router.pick("m", 1, avoid={"p1", "d1"})) == ("p2", "d2")
+    with pytest.raises(NoInstance, match="failed this request"):
+        router.pick("m", 1, avoid={"p1", "p2"})
+
+
+def test_unlike_revisions_and_deployments_never_pair(directory, stated) -> None:
+    directory.hear("p", stated("p", "prefill", revision="r1"), 0)
+    directory.hear("d", stated("d", "decode", revision="r2"), 0)
+    directory.hear("d2", stated("d2", "decode", deployment="other"), 0)
+    with pytest.raises(NoInstance):
+        Router(directory, Fallback.NEVER).pick("m", 1)
+    directory.hear("d3", stated("d3", "decode", revision="r1"), 0)
+    assert names(Router(directory).pick("m", 1)) == ("p", "d3")
+
+
+@pytest.mark.parametrize("unverified", ["p", "d"])
+def test_an_untested_kv_path_carries_no_hand_off(directory, stated, unverified) -> None:
+    directory.hear("p", stated("p", "prefill", verified=unverified != "p"), 0)
+    directory.hear("d", stated("d", "decode", verified=unverified != "d"), 0)
+    assert names(Router(directory).pick("m", 1)) == (None, "d")
+    with pytest.raises(NoInstance, match="KV path not verified"):
+        Router(directory, Fallback.NEVER).pick("m", 1)
+
+
+@pytest.mark.parametrize(
+    "state", [agent_pb2.STATE_STARTING, agent_pb2.STATE_VERIFYING, agent_pb2.STATE_DRAINING]
+)
+def test_only_ready_instances_are_picked(directory, stated, state) -> None:
+    directory.hear("d1", stated("d1", "decode", state=state), 0)
+    directory.hear("d2", stated("d2", "decode"), 0)
+    router = Router(directory)
+    assert {names(router.pick("m", 1)) for _ in range(4)} == {(None, "d2")}
+
+
+def test_the_obstacle_is_named_and_empty_when_there_is_none(fleet_of) -> None:
+    router = Router(fleet_of(p="prefill"), Fallback.NEVER)
+    assert "p (prefill): ready" in router.find_obstacle("m")
+    assert "does not exist" in router.find_obstacle("other")
+    assert Router(fleet_of(d="decode")).find_obstacle("m") == ""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_books_are_empty_after_any_history(directory, stated, loaded, seed: int) -> None:
+    """Dispatches, releases, reports, restarts, flips and losses in any order."""
+    rng = random.Random(seed)
+    router, open_picks = Router(directory), []
+    fleet = [f"i{n}" for n in range(6)]
+    boots = dict.fromkeys(fleet, 0)
+    for name in fleet:
+        directory.hear(name, stated(name, rng.choice(["prefill", "decode", "mixed"])), 0)
+    for step in range(400):
+        name = rng.choice(fleet)
+        event = rng.random()
+        if event < 0.4:
+            with contextlib.suppress(NoInstance):
+                open_picks.append(router.pick("m", rng.randrange(5_000), rng.randrange(500)))
+        elif event < 0.7 and open_picks:
+            phase = rng.choice(list(Phase))
+            pick = rng.choice(open_picks)
+            router.release(pick, phase)
+        elif event < 0.8:
+            report = loaded(name, rng.randrange(9_000), rng.randrange(900), f"boot{boots[name]}")
+            directory.hear(name, report, step)
+        elif event < 0.9:
+            boots[name] += rng.random() < 0.5
+            role = rng.choice(["prefill", "decode", "mixed"])
+            directory.hear(name, stated(name, role, boot_id=f"boot{boots[name]}"), step)
+        else:
+            directory.lose(name)
+    for pick in open_picks:
+        router.release(pick)
+    for name, instance in directory.instances.items():
+        ledger = instance.ledger
+        assert (ledger.prompt.own, ledger.resident.own, ledger.requests) == (0, 0, 0), (seed, name)
