@@ -83,10 +83,9 @@ def test_python_names_are_no_yaml_names(manifest: Make) -> None:
 
 
 def test_a_field_like_no_other_is_met_with_all_there_are(manifest: Make) -> None:
-    assert faults(yaml.safe_dump(manifest(planning={"mode": "Auto"}))) == (
-        "spec.planning: unknown field; known here: "
-        "model, slo, placement, routing, engine, template",
-    )
+    (fault,) = faults(yaml.safe_dump(manifest(planning={"mode": "Auto"})))
+    known = "model, slo, placement, routing, engine, template"
+    assert fault == f"spec.planning: unknown field; known here: {known}"
 
 
 def test_a_long_value_is_shown_in_part(manifest: Make) -> None:
@@ -96,10 +95,8 @@ def test_a_long_value_is_shown_in_part(manifest: Make) -> None:
 
 @pytest.mark.parametrize("name", ["Chat", "9lives", "a" * 41, "chat_1", "chat-", "chat\n"])
 def test_names_that_no_service_can_have_are_refused(manifest: Make, name: str) -> None:
-    assert faults(yaml.safe_dump(manifest(name))) == (
-        "metadata.name must be at most 40 lower-case letters, digits and hyphens, "
-        "and begin with a letter",
-    )
+    (fault,) = faults(yaml.safe_dump(manifest(name)))
+    assert fault.startswith("metadata.name must be at most 40 lower-case letters")
 
 
 def test_metadata_is_checked_for_misspellings_too(manifest: Make) -> None:
@@ -235,6 +232,8 @@ def test_what_the_api_server_returns_can_be_read_back(manifest: Make) -> None:
         "roles": [{"role": "prefill", "replicas": 1, "ready": 1}],
     }
     # PyYAML reads the timestamps as datetimes.
-    status = load(yaml.safe_dump(document).replace("'2026-01-01T00:00:00Z'", "2026-01-01T00:00:00Z"))
+    status = load(
+        yaml.safe_dump(document).replace("'2026-01-01T00:00:00Z'", "2026-01-01T00:00:00Z")
+    )
     assert status.status is not None
     assert status.status.roles[0].role is Role.PREFILL

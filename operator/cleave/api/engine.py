@@ -15,7 +15,6 @@ RESERVED_FLAGS = (
     "--port",
     "--model",
     "--served-model-name",
-    "--kv-transfer-config",
     "--tensor-parallel-size",
     "--pipeline-parallel-size",
     "--max-model-len",
@@ -40,8 +39,8 @@ def _cel_list(names: tuple[str, ...]) -> str:
 
 
 def _flag(arg: str) -> str:
-    """`--Flag_name.key=value` as vLLM understands it: the flag alone, with hyphens."""
-    return arg.split("=")[0].split(".")[0].replace("_", "-")
+    """`--flag_name=value` as vLLM understands it: the flag alone, with hyphens."""
+    return arg.split("=")[0].replace("_", "-")
 
 
 class EngineType(StrEnum):
@@ -92,7 +91,7 @@ class Engine(Shape):
         ),
         Rule(
             cel="!has(self.args) || self.args.all(a, "
-            "!(a.split('=')[0].split('.')[0].replace('_', '-') in "
+            "!(a.split('=')[0].replace('_', '-') in "
             f"{_cel_list(RESERVED_FLAGS)}))",
             holds=lambda e: not any(_flag(a) in RESERVED_FLAGS for a in e.args),
             message="must not hold a flag that Cleave sets itself: " + ", ".join(RESERVED_FLAGS),

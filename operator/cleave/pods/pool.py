@@ -6,6 +6,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.planner.placement import Placement, PlannedPool
+from cleave.pods.container import image
 from cleave.pods.labels import DEPLOYMENT, ROLE, pool_name
 
 _REVISION_DIGITS = 10
@@ -20,10 +21,17 @@ def pools(deployment: LLMDeployment, placement: Placement) -> list[InstancePool]
 def revision(deployment: LLMDeployment) -> str:
     """Identifies what prefill and decode instances must share: model and engine.
 
-    Parallelism is left out: instances of unlike parallelism may hand KV to each other.
+    Parallelism is left out: instances of unlike parallelism may hand KV to each other. Cleave's
+    version is in, by way of the default image: it decides the version of vLLM.
     """
     spec = deployment.spec
-    text = spec.model.model_dump_json() + spec.engine.model_dump_json()
+    # Defaults are left out, so that a field which a later version adds changes no revision.
+    parts = (
+        spec.model.model_dump_json(exclude_defaults=True),
+        spec.engine.model_dump_json(exclude_defaults=True),
+        spec.engine.image or image("worker"),
+    )
+    text = "\n".join(parts)
     return hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
 
 

@@ -1,0 +1,60 @@
+"""Placements of this version: by hand, or the smallest disaggregated one."""
+
+from cleave.api.deployment import (
+    LLMDeployment,
+    LLMDeploymentSpec,
+    ManualPlacement,
+    ManualPool,
+    Slo,
+)
+from cleave.api.model import Model
+from cleave.api.resource import Metadata
+from cleave.api.role import Parallelism, Role
+from cleave.planner.placement import PlannedPool, plan
+
+
+def deployment(*manual: ManualPool) -> LLMDeployment:
+    return LLMDeployment(
+        metadata=Metadata(name="chat"),
+        spec=LLMDeploymentSpec(
+            model=Model(source="org/model"),
+            slo=Slo(ttft_ms=400, tpot_ms=40),
+            placement=ManualPlacement(manual=list(manual)) if manual else None,
+        ),
+    )
+
+
+def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_reason_is_honest() -> (
+    None
+):
+    placement = plan(deployment())
+    assert placement.pools == (PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1))
+    assert "no planner" in placement.reason
+
+
+def test_a_placement_by_hand_is_taken_as_it_is_in_the_order_of_roles() -> None:
+    placement = plan(
+        deployment(
+            ManualPool(role=Role.MIXED),
+            ManualPool(role=Role.DECODE, replicas=3, parallelism=Parallelism(tensor=2)),
+            ManualPool(role=Role.PREFILL, replicas=2),
+        )
+    )
+    assert placement.pools == (
+        PlannedPool(Role.PREFILL, 2),
+        PlannedPool(Role.DECODE, 3, Parallelism(tensor=2)),
+        PlannedPool(Role.MIXED, 1),
+    )
+    assert "by hand" in placement.reason
+
+
+def test_gpus_and_replicas_are_counted_over_all_pools() -> None:
+    placement = plan(
+        deployment(
+            ManualPool(role=Role.PREFILL, replicas=2),
+            ManualPool(role=Role.DECODE, replicas=3, parallelism=Parallelism(tensor=4, pipeline=2)),
+        )
+    )
+    assert placement.gpus == 2 + 3 * 8
+    assert placement.replicas(Role.DECODE) == 3
+    assert placement.replicas(Role.MIXED) == 0

@@ -1,0 +1,95 @@
+"""Pools from a placement, and the revision that binds their instances."""
+
+import pytest
+
+from cleave.api.pool import InstancePool
+from cleave.api.role import Role
+from cleave.planner.placement import plan
+from cleave.pods.pool import pools, revision
+
+
+def test_there_is_one_pool_per_role_named_after_it(deployment) -> None:
+    chat = deployment()
+    prefill, decode = pools(chat, plan(chat))
+    assert (prefill.name, prefill.namespace, prefill.spec.role) == (
+        "chat-prefill",
+        "llm",
+        Role.PREFILL,
+    )
+    assert decode.name == "chat-decode"
+    assert decode.metadata.labels == {"cleave.dev/deployment": "chat", "cleave.dev/role": "decode"}
+
+
+def test_pools_carry_counts_parallelism_and_the_deployments_settings(deployment) -> None:
+    chat = deployment(
+        placement={"manual": [{"role": "mixed", "replicas": 3, "parallelism": {"tensor": 2}}]},
+        engine={"type": "Emulated"},
+        template={"nodeSelector": {"a": "b"}},
+    )
+    (mixed,) = pools(chat, plan(chat))
+    assert (mixed.spec.replicas, mixed.spec.parallelism.tensor) == (3, 2)
+    assert mixed.spec.engine == chat.spec.engine
+    assert mixed.spec.template == chat.spec.template
+    assert mixed.spec.model == chat.spec.model
+
+
+def test_a_pool_survives_the_way_through_json(deployment) -> None:
+    chat = deployment(placement={"manual": [{"role": "mixed"}]})
+    (mixed,) = pools(chat, plan(chat))
+    assert InstancePool.model_validate_json(mixed.model_dump_json()) == mixed
+
+
+def test_all_pools_of_a_deployment_share_one_revision(deployment) -> None:
+    chat = deployment(
+        placement={
+            "manual": [
+                {"role": "prefill", "parallelism": {"tensor": 4}},
+                {"role": "decode", "parallelism": {"pipeline": 2}},
+            ]
+        }
+    )
+    assert len({pool.spec.revision for pool in pools(chat, plan(chat))}) == 1
+
+
+def test_a_default_that_is_written_out_leaves_the_revision(deployment) -> None:
+    spelled_out = deployment(model={"source": "org/model"}, engine={"type": "vLLM", "args": []})
+    assert revision(spelled_out) == revision(deployment())
+
+
+def test_the_revision_follows_cleaves_version_unless_the_image_is_stated(
+    deployment, monkeypatch
+) -> None:
+    stated = deployment(engine={"image": "registry.example/vllm:1"})
+    before = revision(deployment()), revision(stated)
+    monkeypatch.setattr("cleave.pods.container.version", lambda _: "99.0")
+    assert revision(deployment()) != before[0]
+    assert revision(stated) == before[1]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"model": "org/other"},
+        {"model": {"source": "org/model", "revision": "v2"}},
+        {"model": {"source": "org/model", "dtype": "float16"}},
+        {"engine": {"type": "Emulated"}},
+        {"engine": {"image": "registry.example/vllm:1"}},
+        {"engine": {"args": ["--block-size", "32"]}},
+        {"engine": {"env": [{"name": "A"}]}},
+    ],
+)
+def test_what_makes_kv_unlike_makes_another_revision(deployment, spec) -> None:
+    assert revision(deployment(**spec)) != revision(deployment())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"slo": {"ttftMs": 1, "tpotMs": 1}},
+        {"placement": {"manual": [{"role": "mixed", "replicas": 9, "parallelism": {"tensor": 2}}]}},
+        {"routing": {"fallback": "Never"}},
+        {"template": {"nodeSelector": {"a": "b"}}},
+    ],
+)
+def test_what_leaves_kv_alike_leaves_the_revision(deployment, spec) -> None:
+    assert revision(deployment(**spec)) == revision(deployment())
