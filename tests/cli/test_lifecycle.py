@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+
+from cleave.local import state
 
 Cleave = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -63,6 +67,35 @@ def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> 
     assert cleave("logs", "chat", "chat-gateway").stdout
     with pytest.raises(httpx.ConnectError):
         httpx.post(url, json=body, timeout=5)
+
+
+def test_ctrl_c_ends_what_runs_in_the_foreground(
+    manifest: Path, port: str, state_root: Path
+) -> None:
+    command = [sys.executable, "-m", "cleave.cli.main", "up", "-f", str(manifest), "--port", port]
+    env = os.environ | {"CLEAVE_STATE_DIR": str(state_root)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as up:
+        try:
+            assert up.stdout is not None
+            assert any(line.startswith("ready ") for line in up.stdout)
+            os.kill(up.pid, signal.SIGINT)
+            assert up.wait(60) == 0
+        finally:
+            up.kill()
+    assert state.running() == []
+
+
+def test_a_killed_supervisor_takes_its_processes_with_it(
+    cleave: Cleave, manifest: Path, port: str, state_root: Path
+) -> None:
+    assert cleave("up", "-f", str(manifest), "--port", port, "-d").returncode == 0
+    snapshot = state.find("chat").read()
+    assert snapshot is not None
+    pods = [psutil.Process(pod.pid or 0) for pod in snapshot.pods]
+    tree = pods + [child for pod in pods for child in pod.children(recursive=True)]
+    os.kill(snapshot.supervisor_pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(tree, timeout=45)
+    assert alive == []
 
 
 def test_the_demo_answers_once_and_ends(cleave: Cleave, port: str) -> None:

@@ -4,6 +4,8 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from cleave.local.following import Step
 from cleave.local.instances import Row
 from cleave.local.job import Job
 from cleave.local.node import Node
-from cleave.local.state import PodView
+from cleave.local.state import PodView, Snapshot
 from cleave.local.up import check, detach, down, running
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
@@ -242,3 +244,15 @@ def test_states_unlike_ready_are_named_for_people() -> None:
     row = Row("p", "prefill", "starting")
     shown = following.step(pod, row, "loading weights", 107.0)
     assert shown == Step("p", "prefill", "loading", 7.0, "loading weights")
+
+
+def test_what_happens_to_pods_that_were_ready_is_told() -> None:
+    fine = PodView("p", "prefill", "127.0.0.1:9000", 1, True, 0, "", None, 100.0)
+    lost = replace(fine, ready=False)
+    back = replace(fine, restarts=1, last_exit_code=137)
+    looks = [Snapshot("chat", 1, "", (pod,)) for pod in (fine, lost, back, back)]
+    assert [following.changes(*pair) for pair in pairwise(looks)] == [
+        ["p is not ready"],
+        ["p was started again after exit code 137", "p is ready again"],
+        [],
+    ]

@@ -4,7 +4,6 @@ The same path as `cleave up`, with a deployment made here instead of read from a
 """
 
 import asyncio
-import contextlib
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -135,9 +134,7 @@ async def _run(
         await asyncio.wait((talk, end), return_when=asyncio.FIRST_COMPLETED)
         if not talk.done():
             talk.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await talk
-            await end
+            await asyncio.gather(talk, return_exceptions=True)
             return False
         try:
             talk.result()

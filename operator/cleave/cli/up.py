@@ -57,7 +57,10 @@ def up(
 
 async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) -> None:
     from cleave.cli.screen import progress
+    from cleave.local import state
     from cleave.local import up as local
+    from cleave.local.errors import UpError
+    from cleave.local.following import watch
 
     local.check(job)
     if detach:
@@ -65,9 +68,10 @@ async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) ->
         _say_ready(job, console, f"end it with: cleave down {job.deployment}")
         return
     async with local.running(job, progress(console), timeout_s) as supervisor:
-        if not supervisor.is_stopping:
-            _say_ready(job, console, "end it with Ctrl-C")
-        await supervisor.stopping()
+        if supervisor.is_stopping:
+            raise UpError(["stopped before it was ready"])
+        _say_ready(job, console, "end it with Ctrl-C")
+        await watch(state.folder(job.deployment), lambda line: console.print(line, markup=False))
         console.print("stopping: the gateway first, then the workers; Ctrl-C again ends at once")
 
 

@@ -19,6 +19,7 @@ REFUSED_EXIT_CODE = 2
 """A worker's exit code for arguments or cores it refuses: starting again changes nothing."""
 _RESTARTS_ALLOWED = 3
 _LOOK_PERIOD_S = 0.25
+_WATCH_PERIOD_S = 0.5
 _LOG_LINES = 12
 READY = "ready"
 
@@ -88,6 +89,30 @@ def judge(snapshot: Snapshot, folder: StateFolder) -> End | None:
     if snapshot.pods and all(pod.ready for pod in snapshot.pods):
         return End(Outcome.READY)
     return None
+
+
+def changes(before: Snapshot, after: Snapshot) -> list[str]:
+    """What happened to pods between two looks at a deployment that was ready, a line each."""
+    known = {pod.name: pod for pod in before.pods}
+    found = []
+    for pod in after.pods:
+        was = known.get(pod.name, pod)
+        if pod.restarts > was.restarts:
+            found.append(f"{pod.name} was started again after exit code {pod.last_exit_code}")
+        if was.ready != pod.ready:
+            found.append(f"{pod.name} is {'ready again' if pod.ready else 'not ready'}")
+    return found
+
+
+async def watch(folder: StateFolder, tell: Callable[[str], None]) -> None:
+    """Tell what happens to a deployment's pods until it is stopped."""
+    before = folder.read()
+    while before is not None and not before.stopping:
+        await asyncio.sleep(_WATCH_PERIOD_S)
+        after = folder.read()
+        for line in changes(before, after) if after and not after.stopping else ():
+            tell(line)
+        before = after
 
 
 def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
