@@ -108,8 +108,9 @@ def test_a_decode_engine_lost_mid_stream_ends_the_stream_with_an_error(pair: Dep
     ) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
-            if line.startswith("data: "):
-                events.append(line.removeprefix("data: "))
+            if not line:
+                continue
+            events.append(line.removeprefix("data: "))
             if len(events) == 5:
                 os.kill(pair.engine("pair-decode-0").pid, signal.SIGKILL)
     assert "message" in json.loads(events[-1])["error"]
