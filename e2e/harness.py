@@ -1,5 +1,6 @@
 """Deployments brought up through the command line, as a user does, and taken down for good."""
 
+import json
 import os
 import socket
 import subprocess
@@ -141,8 +142,11 @@ def tails(deployment: Deployment) -> str:
     )
 
 
-def emulated(name: str, prefill: int, decode: int, time_scale: float = 0.1) -> dict[str, object]:
+def emulated(
+    name: str, prefill: int, decode: int, time_scale: float = 0.1, lease_s: int = 30
+) -> dict[str, object]:
     """A manifest for instances of the emulated engine."""
+    kv_transfer = {"kv_connector_extra_config": {"kv_lease_duration": lease_s}}
     return {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
@@ -152,6 +156,7 @@ def emulated(name: str, prefill: int, decode: int, time_scale: float = 0.1) -> d
             "slo": {"ttftMs": 400, "tpotMs": 40},
             "engine": {
                 "type": "Emulated",
+                "args": ["--kv-transfer-config", json.dumps(kv_transfer)],
                 "emulated": {"latency": "distserve/opt-13b/tp1", "timeScale": time_scale},
             },
             "placement": {
