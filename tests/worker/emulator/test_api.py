@@ -6,6 +6,8 @@ import json
 import openai
 import pytest
 
+from cleave_worker.emulator import api
+
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
 
@@ -86,8 +88,12 @@ async def test_a_chat_goes_on_from_an_unfinished_answer(serve) -> None:
 
     text = await answer(body)
     so_far = {"role": "assistant", "content": text[:25]}
-    more = {"add_generation_prompt": False, "continue_final_message": True, "max_tokens": 5}
-    assert text[25:] == await answer({**body, "messages": [question, so_far], **more})
+    more = {"messages": [question, so_far], "continue_final_message": True, "max_tokens": 5}
+    assert text[25:] == await answer({**body, **more})
+    status, refusal = await server.post(
+        {**body, **more, "add_generation_prompt": True}, "/v1/chat/completions"
+    )
+    assert (status, refusal["error"]["param"]) == (400, "continue_final_message")
 
 
 async def test_a_prompt_of_token_ids_is_counted_exactly(serve) -> None:
@@ -234,6 +240,16 @@ async def test_many_streams_at_once_equal_single_answers_on_scarce_blocks(serve)
     assert texts == wholes
     assert server.engine.scheduler.num_preemptions > 0
     assert server.num_used_blocks == 0
+
+
+async def test_a_client_that_does_not_read_is_cut_off(serve, monkeypatch) -> None:
+    monkeypatch.setattr(api, "_MAX_UNSENT", 1 << 16)
+    server = await serve(time_scale=0, max_model_len=60_000)
+    body = {"prompt": "a", "max_tokens": 59_000, "ignore_eos": True, "stream": True}
+    async with server.session.post(server.url + "/v1/completions", json=body) as response:
+        await server.until(lambda: server.engine.metrics.finished["abort"] == 1)
+        assert server.num_used_blocks == 0
+        response.close()
 
 
 async def test_iterations_last_as_long_as_the_latency_model_says(serve) -> None:

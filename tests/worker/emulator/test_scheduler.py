@@ -153,6 +153,22 @@ def test_the_youngest_sequence_makes_room_and_its_tokens_stay_the_same() -> None
         assert list(one.tokens) == alone(prompt, max_tokens=30, ignore_eos=True)
 
 
+def test_a_preempted_sequence_goes_on_before_later_arrivals() -> None:
+    scheduler = make(num_blocks=8, tokens=64, cache=False)
+    first, second = (sequence([n] * 12, max_tokens=18, ignore_eos=True) for n in range(2))
+    late = sequence([9] * 12, max_tokens=2, ignore_eos=True)
+    for one in (first, second, late):
+        scheduler.add(one)
+    resumed = False
+    while (step := scheduler.schedule()).scheduled:
+        scheduled = [one for one, _ in step.scheduled]
+        resumed = resumed or (second.num_preemptions > 0 and second in scheduled)
+        assert resumed or late not in scheduled
+        scheduler.complete(step)
+    assert resumed
+    assert late.state is State.FINISHED
+
+
 def test_a_shared_prefix_is_computed_once() -> None:
     scheduler = make()
     stem = list(range(17))

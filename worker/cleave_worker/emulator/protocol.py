@@ -122,8 +122,14 @@ def _chat_prompt(body: dict[str, Any]) -> "array[int]":
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad_request("messages must be a list with at least one message.", "messages")
+    goes_on = bool(body.get("continue_final_message"))
+    if goes_on and body.get("add_generation_prompt"):
+        raise bad_request(
+            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+            "continue_final_message",
+        )
     text = "".join(f"\n<{_role(message)}>:{_content(message)}" for message in messages)
-    if body.get("add_generation_prompt", True) and not body.get("continue_final_message"):
+    if body.get("add_generation_prompt", True) and not goes_on:
         text += "\n<assistant>:"
     return array("I", tokenizer.encode(text))
 

@@ -1,0 +1,90 @@
+"""The engine loop and its load page."""
+
+import asyncio
+import time
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+from cleave.metrics.load_page import LoadPage
+from cleave_worker.emulator.engine import Engine
+from cleave_worker.emulator.scheduler import Limits
+from cleave_worker.emulator.sequence import Finish, Request
+
+
+class Collected:
+    """A listener that keeps everything."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = asyncio.Event()
+
+    def push(self, token: int, finish: Finish | None) -> None:
+        self.tokens.append(token)
+        if finish:
+            self.ended.set()
+
+    def fail(self, reason: str) -> None:
+        self.ended.set()
+
+
+def request(num_tokens: int, max_tokens: int = 3) -> Request:
+    return Request("r", array("I", [7] * num_tokens), max_tokens, ignore_eos=True)
+
+
+async def test_the_load_page_is_exact_at_every_moment(config, tmp_path: Path) -> None:
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=512)
+    engine = Engine(replace(config, limits=limits, time_scale=1.0), tmp_path / "load")
+    with LoadPage(tmp_path / "load") as page:
+        await engine.start()
+        one, other = Collected(), Collected()
+        engine.submit(request(600), one)
+        load = page.read()
+        assert (load.num_running, load.num_waiting, load.pending_prompt_tokens) == (0, 1, 600)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        load = page.read()
+        assert (load.num_running, load.num_waiting, load.pending_prompt_tokens) == (1, 0, 600)
+        assert load.kv_blocks_total - load.kv_blocks_free == 32
+        second = engine.submit(request(50), other)
+        load = page.read()
+        assert (load.num_running, load.num_waiting, load.pending_prompt_tokens) == (1, 1, 650)
+        engine.abort(second)
+        assert page.read().pending_prompt_tokens == 600
+        await asyncio.wait_for(one.ended.wait(), 20)
+        load = page.read()
+        assert (load.num_running, load.num_waiting, load.pending_prompt_tokens) == (0, 0, 0)
+        assert load.kv_blocks_free == load.kv_blocks_total
+        assert load.kv_cache_usage == 0
+        await engine.stop()
+    assert len(one.tokens) == 3
+    assert other.tokens == []
+
+
+async def test_aborting_twice_or_after_the_end_does_nothing(config) -> None:
+    engine = Engine(config)
+    await engine.start()
+    listener = Collected()
+    sequence = engine.submit(request(5), listener)
+    await asyncio.wait_for(listener.ended.wait(), 20)
+    engine.abort(sequence)
+    engine.abort(engine.submit(request(5), listener))
+    assert engine.metrics.finished == {"stop": 0, "length": 1, "abort": 1, "error": 0}
+    await engine.stop()
+
+
+async def test_a_late_loop_does_not_rush_through_the_missed_time(config) -> None:
+    engine = Engine(replace(config, time_scale=1.0))
+    await engine.start()
+    listener = Collected()
+    engine.submit(request(5, max_tokens=1000), listener)
+    engine.faults.apply(b'{"hang": true}')
+    await asyncio.sleep(1.0)
+    engine.faults.clear()
+    started, before = time.monotonic(), len(listener.tokens)
+    await asyncio.sleep(0.1)
+    # At 20 ms per token; 0.1 s of the lag may be caught up, not the whole second of 50 tokens.
+    may_have = (time.monotonic() - started + 0.1) / 0.0199 + 2
+    assert before <= 1
+    assert len(listener.tokens) <= may_have
+    await engine.stop()
