@@ -152,7 +152,7 @@ def emulated(
         "kind": "LLMDeployment",
         "metadata": {"name": name},
         "spec": {
-            "model": {"source": "facebook/opt-13b", "servedName": name},
+            "model": {"source": "facebook/opt-13b", "servedName": name, "maxModelLen": 8192},
             "slo": {"ttftMs": 400, "tpotMs": 40},
             "engine": {
                 "type": "Emulated",
