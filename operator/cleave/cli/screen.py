@@ -14,6 +14,8 @@ from rich.text import Text
 from cleave.local.following import READY, Show, Step
 
 _ROWS = 16
+_TIME_WIDTH = len("900 s")
+_GAP = 2
 _STYLES = {
     READY: "green",
     "verifying": "cyan",
@@ -30,24 +32,29 @@ def progress(console: Console) -> Iterator[Show]:
         yield _Lines(console).show
         return
     with Live(console=console, refresh_per_second=8) as live:
-        yield lambda steps: live.update(table(steps))
+        yield lambda steps: live.update(table(steps, console.width))
 
 
-def table(steps: Sequence[Step]) -> Table:
-    """Steps as a table; of many pods, those that are not ready come first."""
+def table(steps: Sequence[Step], width: int) -> Table:
+    """Steps as a table `width` wide; of many pods, those that are not ready come first."""
     shown = list(steps)
     if len(shown) > _ROWS:
         shown.sort(key=lambda step: step.state == READY)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", style="dim", ratio=1)
-    for step in shown[:_ROWS]:
+    shown = shown[:_ROWS]
+    names = max((len(step.pod) for step in shown), default=0)
+    states = max((len(step.state) for step in shown), default=0)
+    # Cut here: Rich would shrink every column for the sake of a long log line.
+    room = max(0, width - names - states - _TIME_WIDTH - 4 * _GAP)
+    grid = Table.grid(padding=(0, _GAP))
+    for _ in range(4):
+        grid.add_column(no_wrap=True)
+    for step in shown:
         state = Text(step.state, style=_STYLES.get(step.state, ""))
         # Text, not markup: engines print brackets.
-        grid.add_row(step.pod, state, f"{step.elapsed_s:.0f} s", Text(step.detail))
-    if len(shown) > _ROWS:
+        detail = Text(step.detail, style="dim")
+        detail.truncate(room, overflow="ellipsis")
+        grid.add_row(step.pod, state, f"{step.elapsed_s:.0f} s".rjust(_TIME_WIDTH), detail)
+    if len(steps) > _ROWS:
         ready = sum(step.state == READY for step in steps)
         grid.add_row(f"{ready} of {len(steps)} ready")
     return grid

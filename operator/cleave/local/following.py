@@ -22,6 +22,7 @@ _LOOK_PERIOD_S = 0.25
 _WATCH_PERIOD_S = 0.5
 _LOG_LINES = 12
 READY = "ready"
+LOADING = "loading"
 
 
 class Outcome(StrEnum):
@@ -119,8 +120,8 @@ def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
     """What `pod` does, from its row of status and its log. `now` in seconds since the epoch."""
     state = row.state if not pod.ready else READY
     if state == "starting" and pod.role != GATEWAY:
-        state = "loading"
-    detail = "" if pod.ready else row.reason or last_log_line
+        state = LOADING
+    detail = (last_log_line if state == LOADING else "") or row.reason
     return Step(pod.name, pod.role, state, now - pod.admitted_at, detail)
 
 
