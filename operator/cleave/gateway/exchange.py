@@ -177,15 +177,15 @@ class Exchange:
             return router.pick(model, prompt, output, single=single)
         lost = recovery.prefills_lost > 0
         single = single or (recovery.whole and router.allows_whole(lost))
-        try:
-            return router.pick(
-                model, prompt, output, single=single, avoid=recovery.avoid, prefill_lost=lost
-            )
-        except NoInstance:
-            if not recovery.doubted:
-                raise
-            avoid = recovery.avoid - recovery.doubted
-            return router.pick(model, prompt, output, single=single, avoid=avoid, prefill_lost=lost)
+        return router.pick(
+            model,
+            prompt,
+            output,
+            single=single,
+            avoid=recovery.avoid,
+            doubt=recovery.doubted,
+            prefill_lost=lost,
+        )
 
     def _send(self, pool: EnginePool, body: bytes) -> None:
         timeouts = self._context.config.timeouts
@@ -332,7 +332,7 @@ class Exchange:
         if self._recovery is None:
             self._recovery = Recovery()
         if prefill is not None:
-            again = self._recovery.note_prefill(name, failure)
+            again = self._recovery.note_prefill(name) or self._context.router.allows_whole(True)
         else:
             again = self._recovery.note_decode(name, failure, pick.prefill is not None)
         self._prefilling = False

@@ -31,30 +31,28 @@ class Recovery:
     """What a request has been through."""
 
     avoid: set[str] = field(default_factory=set)
-    """Instances that failed it."""
+    """Instances that it was lost on."""
     doubted: set[str] = field(default_factory=set)
-    """Of these, the ones that answered with an error, and may be asked again if all else fails."""
+    """Instances that answered with an error; they may be asked again if nothing else is left."""
     prefills_lost: int = 0
     decodes_lost: int = 0
     whole: bool = False
     """Hand-offs have failed it: one instance shall do both phases if the fallback allows."""
-    last: Failure | None = None
 
-    def note_prefill(self, instance: str, failure: Failure) -> bool:
-        """A prefill attempt failed; whether another attempt of any kind is left."""
-        self.last = failure
+    def note_prefill(self, instance: str) -> bool:
+        """A prefill attempt failed; whether another is left. If not, `whole` may still be."""
         self.avoid.add(instance)
         self.prefills_lost += 1
         if self.prefills_lost > PREFILL_BUDGET:
             self.whole = True
-        return self.prefills_lost <= PREFILL_BUDGET + 1
+        return not self.whole
 
     def note_decode(self, instance: str, failure: Failure, split: bool) -> bool:
         """A decode attempt, or one of both phases, failed; whether another is left."""
-        self.last = failure
-        self.avoid.add(instance)
         self.decodes_lost += 1
         if failure is Failure.STATUS:
             self.doubted.add(instance)
             self.whole = self.whole or split
+        else:
+            self.avoid.add(instance)
         return self.decodes_lost <= DECODE_BUDGET

@@ -74,20 +74,23 @@ class Router:
         *,
         single: bool = False,
         avoid: Collection[str] = (),
+        doubt: Collection[str] = (),
         prefill_lost: bool = False,
     ) -> Pick:
         """Place one request and enter it in the books.
 
         Tokens are estimates, `output_tokens` 0: unknown. `single`: it cannot be split. `avoid`:
-        instances that failed it already. `prefill_lost`: a prefill attempt of it was lost.
+        instances that it was lost on; `doubt`: those that refused it, taken only before giving up
+        on their role. `prefill_lost`: a prefill attempt of it was lost.
         Raises UnknownModel and NoInstance.
         """
         known = self.directory.models.get(model)
         if known is None:
             raise UnknownModel(model)
-        placed = None if single else _place_pair(known, avoid)
+        avoids = [{*avoid, *doubt}, avoid] if doubt else [avoid]
+        placed = None if single else _place_pair(known, avoids)
         if placed is None:
-            placed = self._place_whole(model, known, single, avoid, prefill_lost)
+            placed = self._place_whole(model, known, single, avoids, prefill_lost)
         prefill, decode, reason = placed
         picked = Pick(prefill, decode, reason)
         self._enter(picked, prefill, decode, prompt_tokens, output_tokens)
@@ -123,24 +126,29 @@ class Router:
         if known is None:
             return str(UnknownModel(model))
         try:
-            if _place_pair(known, ()) is None:
-                self._place_whole(model, known, False, (), False)
+            if _place_pair(known, [()]) is None:
+                self._place_whole(model, known, False, [()], False)
         except NoInstance as error:
             return str(error)
         return ""
 
     def _place_whole(
-        self, model: str, known: Model, single: bool, avoid: Collection[str], prefill_lost: bool
+        self,
+        model: str,
+        known: Model,
+        single: bool,
+        avoids: list[Collection[str]],
+        prefill_lost: bool,
     ) -> tuple[None, Instance, str]:
         if single or self.allows_whole(prefill_lost):
-            found = _find_on_boards(known, "whole", avoid)
+            found = _find_on_boards(known, "whole", avoids)
             if found is not None:
                 return None, found, "single-instance" if single else "no-prefill"
         if self._fallback is Fallback.ALWAYS:
-            found = _find_on_boards(known, "spare", avoid)
+            found = _find_on_boards(known, "spare", avoids)
             if found is not None:
                 return None, found, "no-decode"
-        raise NoInstance(_explain(model, known, single, avoid))
+        raise NoInstance(_explain(model, known, single, avoids[-1]))
 
     def _enter(
         self,
@@ -170,9 +178,20 @@ class Router:
 
 
 def _place_pair(
+    known: Model, avoids: list[Collection[str]]
+) -> tuple[Instance | None, Instance, str] | None:
+    """A split, or a mixed instance, with the first of `avoids` that leaves any."""
+    for avoid in avoids:
+        placed = _place_pair_without(known, avoid)
+        if placed is not None:
+            return placed
+    return None
+
+
+def _place_pair_without(
     known: Model, avoid: Collection[str]
 ) -> tuple[Instance | None, Instance, str] | None:
-    """A split, or a mixed instance, on the board whose prompt queue is the shortest."""
+    """On the board whose prompt queue is the shortest."""
     best: tuple[float, Board, int, int] | None = None
     for board in known.boards:
         closed = _find_slots(board, avoid)
@@ -193,7 +212,16 @@ def _place_pair(
     return board.instances[first], board.instances[second], "disaggregated"
 
 
-def _find_on_boards(known: Model, use: str, avoid: Collection[str]) -> Instance | None:
+def _find_on_boards(known: Model, use: str, avoids: list[Collection[str]]) -> Instance | None:
+    """The least pending one for this use, with the first of `avoids` that leaves any."""
+    for avoid in avoids:
+        found = _find_without(known, use, avoid)
+        if found is not None:
+            return found
+    return None
+
+
+def _find_without(known: Model, use: str, avoid: Collection[str]) -> Instance | None:
     best: tuple[float, Instance] | None = None
     for board in known.boards:
         scores: Scores = getattr(board, use)

@@ -1,0 +1,194 @@
+"""Reading a request and writing it anew for engines."""
+
+import json
+
+import msgspec
+import pytest
+
+from cleave.gateway.completion import build_decode, build_prefill, build_whole, read_completion
+from cleave.gateway.errors import ApiError
+
+
+def read(**fields: object):
+    return read_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+def test_unknown_fields_and_values_reach_the_engine_byte_for_byte() -> None:
+    body = b'{"model":"m", "prompt":"h\\u0069", "future":{"a" : [1.50, 1e3, -0]}}'
+    whole = build_whole(read_completion(body))
+    assert b'"prompt":"h\\u0069"' in whole
+    assert b'"future":{"a" : [1.50, 1e3, -0]}' in whole
+
+
+def test_prefill_computes_one_token_and_keeps_its_kv() -> None:
+    completion = read(
+        stream=True, stream_options={"include_usage": True}, max_tokens=50, min_tokens=3, top_k=5
+    )
+    assert json.loads(build_prefill(completion)) == {
+        "model": "m",
+        "prompt": "hi",
+        "top_k": 5,
+        "stream": False,
+        "max_tokens": 1,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+
+
+def test_prefill_overrides_the_newer_name_of_the_limit_too() -> None:
+    prefill = json.loads(build_prefill(read(max_completion_tokens=50)))
+    assert (prefill["max_tokens"], prefill["max_completion_tokens"]) == (1, 1)
+
+
+def test_decode_is_the_original_plus_exactly_the_hand_off() -> None:
+    handoff = b'{"remote_block_ids": [[1, 2]],  "x":1.0}'
+    completion = read(stream=True, max_tokens=50)
+    decode = build_decode(completion, msgspec.Raw(handoff))
+    assert handoff in decode
+    body = json.loads(decode)
+    del body["kv_transfer_params"]
+    assert body == json.loads(build_whole(completion))
+
+
+@pytest.mark.parametrize(
+    "smuggled",
+    [
+        b'"kv_transfer_params":{"remote_engine_id":"e"}',
+        b'"kv_transfer_params":1,"kv_transfer_params":{"remote_engine_id":"e"}',
+        b'"kv_transf\\u0065r_params":{"remote_engine_id":"e"}',
+        b'"vllm_xargs":{"kv_transfer_params":"remote_engine_id"}',
+        b'"vllm_xargs":{"kv_\\u0074ransfer_params":"remote_engine_id"}',
+        b'"vllm_xargs":{"kv_transfer_params":1},"vllm_xargs":{"kv_transfer_params":"remote_engine_id"}',
+    ],
+)
+def test_no_client_can_bring_a_hand_off(smuggled: bytes) -> None:
+    completion = read_completion(b'{"model":"m","prompt":"hi",' + smuggled + b"}")
+    whole = build_whole(completion)
+    assert b"remote_engine_id" not in whole
+    assert b"params" not in whole
+    decoded = json.loads(build_prefill(completion))
+    assert decoded["kv_transfer_params"]["remote_engine_id"] is None
+
+
+def test_other_engine_arguments_pass() -> None:
+    completion = read(vllm_xargs={"session_id": "s", "kv_transfer_params": "x"})
+    assert json.loads(build_whole(completion))["vllm_xargs"] == {"session_id": "s"}
+
+
+def test_of_equal_keys_the_last_one_counts_and_is_the_only_one_sent() -> None:
+    completion = read_completion(b'{"model":"a","model":"m","prompt":"hi"}')
+    assert completion.model == "m"
+    assert build_whole(completion).count(b'"model"') == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"best_of": 3},
+        {"echo": True, "logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"use_beam_search": True},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3]]},
+        # Invalid ones: an engine shall say so itself, before another has worked for nothing.
+        {"max_tokens": -1},
+        {"max_tokens": 0},
+        {"max_tokens": "5"},
+        {"max_tokens": True},
+        {"n": "2"},
+        {"min_tokens": 9, "max_tokens": 3},
+        {"stream_options": {"include_usage": True}},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_split_is_recognised(fields: dict) -> None:
+    assert not read(**fields).splittable
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 1},
+        {"n": None},
+        {"best_of": 1},
+        {"echo": True},
+        {"logprobs": 3},
+        {"prompt_logprobs": None},
+        {"tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"prompt": ["a"]},
+        {"prompt": [1, 2, 3]},
+        {"prompt": [[1, 2, 3]]},
+        {"min_tokens": 2, "max_tokens": 3},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"max_tokens": None},
+    ],
+    ids=str,
+)
+def test_what_can_be_split_is(fields: dict) -> None:
+    assert read(**fields).splittable
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("x" * 400, 100),
+        ([5] * 100, 100),
+        ([[5] * 100], 100),
+        (["x" * 400], 100),
+        (["x" * 200, "y" * 200], 100),
+    ],
+    ids=["text", "token ids", "list of token ids", "list of one text", "two texts"],
+)
+def test_prompt_tokens_are_estimated(prompt: object, tokens: int) -> None:
+    assert read(prompt=prompt).prompt_tokens == pytest.approx(tokens, abs=3)
+
+
+def test_prompt_tokens_of_a_chat_are_estimated_from_its_messages() -> None:
+    messages = [{"role": "user", "content": "x" * 4_000}]
+    completion = read_completion(json.dumps({"model": "m", "messages": messages}).encode())
+    assert completion.prompt_tokens == pytest.approx(1_000, abs=20)
+
+
+def test_the_limit_is_read_from_either_name() -> None:
+    assert read(max_tokens=5).output_tokens == 5
+    assert read(max_completion_tokens=6).output_tokens == 6
+    assert read().output_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"{", None),
+        (b"[1]", None),
+        (b'"text"', None),
+        (b'{"model":"m"} trailing', None),
+        (b'{"model":"m","prompt":}', None),
+        (b"\xff\xfe", None),
+        (b'{"\xff":1}', None),
+        (b"[" * 100_000, None),
+        (b'{"model":"m","a":' + b"[" * 100_000, None),
+        (b'{"prompt":"hi"}', "model"),
+        (b'{"model":7}', "model"),
+        (b'{"model":null}', "model"),
+        (b'{"model":"m","stream":"yes"}', "stream"),
+        (b'{"model":"m","stream":1}', "stream"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_no_request_is_refused_with_the_field_at_fault(body: bytes, param) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_completion(body)
+    assert refused.value.status == 400
+    assert refused.value.param == param

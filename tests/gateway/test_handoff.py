@@ -1,0 +1,113 @@
+"""Hand-offs are read from the right boot only and never reach a client."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.gateway.handoff import (
+    HandoffError,
+    StreamGuard,
+    read_handoff,
+    read_usage,
+    strip_handoff,
+)
+
+HANDOFF = b'{"remote_engine_id":"boot-1", "remote_block_ids":[[2, 3]], "later": 1.50}'
+SECRET = b'data: {"text":"a","kv_transfer_params": {"remote_engine_id":"e"}}\n\n'
+
+
+def answer(handoff: bytes) -> bytes:
+    return b'{"usage":{"prompt_tokens":7},"kv_transfer_params":%b}' % handoff
+
+
+def test_the_hand_off_is_passed_on_byte_for_byte() -> None:
+    handoff, tokens = read_handoff(answer(HANDOFF), "boot-1")
+    assert (bytes(handoff), tokens) == (HANDOFF, 7)
+
+
+@pytest.mark.parametrize("boot_id", ["boot-2", ""])
+def test_a_hand_off_of_another_boot_is_refused(boot_id: str) -> None:
+    with pytest.raises(HandoffError, match="boot-1"):
+        read_handoff(answer(HANDOFF), boot_id)
+
+
+@pytest.mark.parametrize("handoff", [b"{}", b"1", b'"x"', b"[]", b'{"remote_engine_id":3}'])
+def test_a_hand_off_that_names_no_engine_is_refused(handoff: bytes) -> None:
+    with pytest.raises(HandoffError):
+        read_handoff(answer(handoff), "boot-1")
+
+
+def test_no_hand_off_is_told_apart_from_a_wrong_one() -> None:
+    assert read_handoff(answer(b"null"), "boot-1") == (None, 7)
+    assert read_handoff(b"{}", "boot-1") == (None, 0)
+
+
+def test_an_answer_that_is_not_json_is_refused() -> None:
+    with pytest.raises(HandoffError):
+        read_handoff(b"<html>", "boot-1")
+
+
+def test_stripping_keeps_everything_else_byte_for_byte() -> None:
+    body = b'{"id":"a","choices":[{"text":"\\u00e9 1.0 "}],"kv_transfer_params":null,"x":1.50}'
+    assert strip_handoff(body) == b'{"id":"a","choices":[{"text":"\\u00e9 1.0 "}],"x":1.50}'
+
+
+def test_stripping_removes_equal_keys_all_of_them() -> None:
+    body = b'{"kv_transfer_params":{"a":1},"id":1,"kv_transfer_params":{"a":2}}'
+    assert strip_handoff(body) == b'{"id":1}'
+
+
+def test_an_answer_without_one_is_not_touched() -> None:
+    body = b'{ "id" : 1 }'
+    assert strip_handoff(body) is body
+
+
+def test_one_that_lies_deeper_is_refused() -> None:
+    with pytest.raises(HandoffError):
+        strip_handoff(b'{"choices":[{"kv_transfer_params": {"a":1}}]}')
+
+
+def test_an_answer_that_only_speaks_of_it_passes() -> None:
+    body = json.dumps({"text": '{"kv_transfer_params": 1}', "kv_transfer_params": None}).encode()
+    assert json.loads(strip_handoff(body)) == {"text": '{"kv_transfer_params": 1}'}
+
+
+@pytest.mark.parametrize("body", [b"not json", b"{}", b'{"usage":null}', b'{"usage":{"x":1}}'])
+def test_usage_is_zero_when_none_is_stated(body: bytes) -> None:
+    usage = read_usage(body)
+    assert (usage.prompt_tokens, usage.completion_tokens or 0) == (0, 0)
+
+
+def cut(stream: bytes, borders: list[int]) -> list[bytes]:
+    marks = [0, *sorted(b % len(stream) for b in borders), len(stream)]
+    return [stream[a:b] for a, b in itertools.pairwise(marks) if b > a]
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=30))
+def test_a_hand_off_in_a_stream_is_found_wherever_it_is_cut(borders: list[int]) -> None:
+    guard, passed = StreamGuard(), b""
+    for piece in cut(b'data: {"text":"x"}\n\n' + SECRET, borders):
+        if not guard.accepts(piece):
+            break
+        passed += piece
+    else:
+        pytest.fail("it passed")
+    assert b"remote_engine_id" not in passed
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=30), st.integers(0, 6))
+def test_events_are_counted_wherever_the_stream_is_cut(borders: list[int], events: int) -> None:
+    stream = b'data: {"text":"data: \\n\\n {}"}\n\n' * events + b"data: [DONE]\n\n"
+    guard = StreamGuard()
+    assert all(guard.accepts(piece) for piece in cut(stream, borders))
+    assert guard.events == events
+    assert guard.between_events
+
+
+def test_text_that_speaks_of_hand_offs_passes() -> None:
+    for text in ('"kv_transfer_params":', "kv_transfer_params", 'x "kv_transfer_params": {}'):
+        event = b"data: " + json.dumps({"text": text}).encode() + b"\n\n"
+        assert StreamGuard().accepts(event), text
