@@ -24,7 +24,9 @@ LINGER_S = 5.0
 """How long what a refused client still sends is thrown away, so that it reads the refusal."""
 WRITE_BUFFER_BYTES = 256 << 10
 
-_READ = frozenset((b"authorization", b"content-length", b"expect", b"x-request-id"))
+_READ = frozenset(
+    (b"authorization", b"content-length", b"expect", b"transfer-encoding", b"x-request-id")
+)
 _LENGTHS = frozenset(map(len, _READ))
 
 _TOO_LONG_HEAD = ApiError(
@@ -82,6 +84,7 @@ class ClientConnection(asyncio.Protocol):
         self._unfinished_bytes = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._raw_body_left = 0
         self._request: Request | None = None
         self._ready: deque[Request] = deque()
         self._backlog: list[bytes] = []
@@ -89,7 +92,7 @@ class ClientConnection(asyncio.Protocol):
         self._deaf = False
         self._busy = False
         self._running: Running | None = None
-        self._keep_alive = True
+        self.keep_alive = True
         self.chunked = True
         self.blocked = False
         self._deadline = 0.0
@@ -173,6 +176,8 @@ class ClientConnection(asyncio.Protocol):
             self._refusal = _TOO_LONG_HEAD
         elif int(request.headers.get(b"content-length", b"0")) > self._body_limit:
             self._refusal = self._explain_size()
+        elif parser.should_upgrade():
+            self._expect_raw_body(request)
         elif b"expect" in request.headers:
             self._expect(request)
 
@@ -189,6 +194,8 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """A request is whole; its turn may come later."""
+        if self._raw_body_left:
+            return
         request, self._request = self._request, None
         assert request is not None
         request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
@@ -210,7 +217,7 @@ class ClientConnection(asyncio.Protocol):
     def end(self, reusable: bool) -> None:
         """The response is complete; not reusable: close the connection after it."""
         self._running = None
-        if not reusable or not self._keep_alive or self._context.draining:
+        if not reusable or not self.keep_alive or self._context.draining:
             self._wait(self._context.config.timeouts.idle_s)
             self.transport.close()
             return
@@ -225,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
 
     def respond(self, status: int, fields: bytes, body: bytes, request_id: bytes) -> None:
         """A whole response."""
-        reusable = self._keep_alive and not self._context.draining
+        reusable = self.keep_alive and not self._context.draining
         if not reusable:
             fields += head.CLOSE
         self.write(head.build_head(status, fields, request_id, len(body)) + body)
@@ -251,11 +258,13 @@ class ClientConnection(asyncio.Protocol):
         rest = data
         try:
             while rest and self._refusal is None:
+                if self._raw_body_left:
+                    rest = self._take_raw_body(rest)
+                    continue
                 try:
                     parser.feed_data(rest)
                     rest = b""
                 except httptools.HttpParserUpgrade as upgrade:
-                    # No other protocol is spoken here; the request is served as it is.
                     rest = rest[upgrade.args[0] :]
         except httptools.HttpParserCallbackError:
             raise
@@ -290,9 +299,26 @@ class ClientConnection(asyncio.Protocol):
     def _next(self) -> None:
         request = self._ready.popleft()
         self._busy = True
-        self._keep_alive = request.keep_alive and request.http11
+        self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
         self._handler.handle(self, request)
+
+    def _expect_raw_body(self, request: Request) -> None:
+        """An offer to upgrade (JDK's HttpClient makes it) is ignored and the request served.
+
+        The parser takes what follows such a head for another protocol: the body is read here.
+        """
+        if b"transfer-encoding" in request.headers:
+            self._refusal = refuse("an offer to upgrade cannot come with a chunked body")
+        self._raw_body_left = int(request.headers.get(b"content-length", b"0"))
+
+    def _take_raw_body(self, data: bytes) -> bytes:
+        piece, rest = data[: self._raw_body_left], data[self._raw_body_left :]
+        self._raw_body_left -= len(piece)
+        self.on_body(piece)
+        if not self._raw_body_left:
+            self.on_message_complete()
+        return rest
 
     def _expect(self, request: Request) -> None:
         if request.headers[b"expect"].lower() != b"100-continue":

@@ -44,6 +44,8 @@ class Client(Protocol):
 
     chunked: bool
     """Whether it understands chunked bodies (HTTP/1.1)."""
+    keep_alive: bool
+    """Whether it may send another request over its connection."""
     blocked: bool
     """Whether it takes bytes more slowly than they come."""
 
@@ -248,6 +250,8 @@ class Exchange:
         self._first_byte_at = self._context.clock()
         self._note_answered()
         fields = head.pass_on(call.headers) + self._labels
+        if not self._client.keep_alive:
+            fields += head.CLOSE
         self._labels = head.build_stream_head(
             call.status, fields, self._request_id, self._client.chunked
         )
@@ -271,7 +275,7 @@ class Exchange:
             self._call = None
             self._observe_stream(guard)
             self._end("ok")
-            self._client.end(reusable=self._client.chunked)
+            self._client.end(reusable=True)
 
     def _break_stream(self, error: ApiError) -> None:
         """End a stream that has begun: an error event, and no [DONE]."""
@@ -361,7 +365,7 @@ class Exchange:
         self._respond(error.status, fields, error.to_json(), outcome)
 
     def _respond(self, status: int, fields: bytes, body: bytes, outcome: str) -> None:
-        reusable = self._client.chunked and not self._context.draining
+        reusable = self._client.keep_alive and not self._context.draining
         if not reusable:
             fields += head.CLOSE
         self._client.write(head.build_head(status, fields, self._request_id, len(body)) + body)

@@ -58,7 +58,7 @@ def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bo
         REASONS.get(status, b"Unknown"),
         fields,
         request_id,
-        b"transfer-encoding: chunked\r\n" if chunked else CLOSE,
+        b"transfer-encoding: chunked\r\n" if chunked else b"",
     )
 
 

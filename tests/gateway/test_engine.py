@@ -1,0 +1,144 @@
+"""Connections to engines: kept, closed, opened anew."""
+
+import asyncio
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+STREAM = ASK | {"stream": True}
+
+
+async def test_a_connection_that_went_stale_is_replaced_without_a_retry(single) -> None:
+    client = await single.connect()
+    await client.ask(ASK)
+    engine = single.engines["x"]
+
+    async def close_unanswered(engine, request, writer):
+        engine.script = None
+        writer.transport.abort()
+
+    engine.script = close_unanswered
+    assert (await client.ask(ASK)).status == 200
+    assert engine.connections == 2
+    assert not single.context.metrics.retries
+
+
+async def test_a_fresh_connection_that_breaks_is_a_failure(single) -> None:
+    async def close_unanswered(engine, request, writer):
+        writer.transport.abort()
+
+    single.engines["x"].script = close_unanswered
+    response = await single.ask(ASK)
+    assert response.status in (502, 503)
+    assert single.context.metrics.retries[("decode", "lost")] == 1
+
+
+async def test_connections_that_engines_close_while_idle_are_not_used(single) -> None:
+    async def answer_and_close(engine, request, writer):
+        await engine.answer(request, writer)
+        writer.close()
+
+    single.engines["x"].script = answer_and_close
+    client = await single.connect()
+    for _ in range(5):
+        assert (await client.ask(ASK)).status == 200
+
+
+async def test_an_engine_gets_no_more_connections_than_allowed(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, engine_connections=2)
+    release = asyncio.Event()
+
+    async def wait(engine, request, writer):
+        await release.wait()
+        await engine.answer(request, writer)
+
+    stage.engines["x"].script = wait
+    waiting = [asyncio.create_task(stage.ask(ASK)) for _ in range(2)]
+    await stage.until(lambda: len(stage.engines["x"].requests) == 2, "both are used")
+    assert (await stage.ask(ASK)).status in (502, 503)
+    release.set()
+    assert [r.status for r in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_idle_connections_are_closed_before_the_engine_does(single) -> None:
+    client = await single.connect()
+    await client.ask(ASK)
+    pool = single.context.find_pool(single.context.router.directory.instances["x"].target)
+    pool.sweep(single.context.clock() + 1)
+    assert not pool.empty
+    pool.sweep(single.context.clock() + 100)
+    await single.until(lambda: pool.empty, "closed")
+    assert (await client.ask(ASK)).status == 200
+
+
+async def test_pools_of_engines_that_are_gone_are_forgotten(single) -> None:
+    await single.ask(ASK)
+    target = single.context.router.directory.instances["x"].target
+    pool = single.context.find_pool(target)
+    await single.engines["x"].stop()
+    await single.until(lambda: pool.empty, "closed")
+    single.context.sweep_pools(single.context.clock())
+    assert single.context.find_pool(target) is not pool
+    await single.engines["x"].start()
+
+
+async def test_an_interim_response_is_passed_over(single) -> None:
+    async def early_hints(engine, request, writer):
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        await engine.answer(request, writer)
+
+    single.engines["x"].script = early_hints
+    response = await single.ask(ASK)
+    assert response.status == 200
+    assert "link" not in response.headers
+
+
+async def test_an_answer_that_ends_with_its_connection_is_whole(single) -> None:
+    async def answer(engine, request, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    single.engines["x"].script = answer
+    assert (await single.ask(ASK)).json() == {}
+
+
+async def test_an_engines_answer_may_arrive_byte_by_byte(pair) -> None:
+    async def dribble(engine, request, writer):
+        class Slow:
+            written = b""
+
+            def write(self, data):
+                self.written += data
+
+            async def drain(self):
+                pass
+
+        slow = Slow()
+        await engine.answer(request, slow)
+        for i in range(len(slow.written)):
+            writer.write(slow.written[i : i + 1])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    for engine in pair.engines.values():
+        engine.script = dribble
+    whole = await pair.ask(ASK)
+    assert whole.json()["choices"]
+    streamed = await pair.ask(STREAM)
+    assert len(streamed.events) == 4
+    assert pair.context.metrics.models["m"].output_tokens == 6
+
+
+async def test_an_engine_that_talks_unasked_loses_its_connection(single) -> None:
+    async def talk_on(engine, request, writer):
+        await engine.answer(request, writer)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad")
+
+    single.engines["x"].script = talk_on
+    client = await single.connect()
+    for _ in range(3):
+        assert "choices" in (await client.ask(ASK)).json()
+        await asyncio.sleep(0.1)

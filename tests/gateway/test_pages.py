@@ -1,0 +1,106 @@
+"""What the gateway answers itself, and to whom."""
+
+import pytest
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+
+
+async def test_health_is_good_when_a_request_could_be_placed(pair) -> None:
+    response = await pair.ask(None, "/health")
+    assert (response.status, response.json()["status"]) == (200, "ok")
+    names = {i["name"]: i["role"] for i in response.json()["models"]["m"]["instances"]}
+    assert names == {"p": "prefill", "d": "decode"}
+
+
+async def test_health_is_bad_and_says_why_when_none_could(make_stage) -> None:
+    stage = await make_stage({})
+    response = await stage.ask(None, "/health")
+    assert response.status == 503
+    assert response.json()["reasons"] == ["no instance has registered yet"]
+    engine = await stage.add("d", "decode")
+    stage.state(engine, state=1)
+    response = await stage.ask(None, "/health")
+    assert response.status == 503
+    assert "starting" in response.json()["reasons"][0]
+
+
+async def test_models_are_those_of_the_fleet(pair) -> None:
+    response = await pair.ask(None, "/v1/models")
+    assert [model["id"] for model in response.json()["data"]] == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "status"),
+    [
+        (None, "/", 404),
+        (None, "/v1/embeddings", 404),
+        (ASK, "/v1/completions/", 404),
+        (None, "/v1/completions", 405),
+        (ASK, "/health", 405),
+        (ASK, "/metrics", 405),
+        (b"{", "/v1/completions", 400),
+        (b"", "/v1/chat/completions", 400),
+    ],
+)
+async def test_what_is_not_served_is_told_in_openais_shape(pair, body, path, status) -> None:
+    client = await pair.connect()
+    response = await client.ask(body, path)
+    assert response.status == status
+    assert set(response.error) == {"message", "type", "param", "code"}
+    assert (await client.ask(None, "/health")).status == 200, "the connection goes on"
+
+
+@pytest.fixture
+async def locked(make_stage, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# our keys\nsecret-1\n  secret-2  # second\n\n")
+    return await make_stage({"x": "mixed"}, api_keys=keys)
+
+
+@pytest.mark.parametrize("key", ["secret-1", "secret-2"])
+async def test_each_key_opens(locked, key: str) -> None:
+    assert (await locked.ask(ASK, Authorization=f"Bearer {key}")).status == 200
+    assert (await locked.ask(None, "/v1/models", Authorization=f"bearer {key}")).status == 200
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer wrong", "Basic secret-1"])
+async def test_anything_else_does_not(locked, value: str) -> None:
+    for path, body in (("/v1/completions", ASK), ("/v1/models", None)):
+        response = await locked.ask(body, path, Authorization=value)
+        assert (response.status, response.error["code"]) == (401, "invalid_api_key")
+    assert not locked.engines["x"].requests
+
+
+async def test_probes_and_scrapers_need_no_key(locked) -> None:
+    for path in ("/health", "/metrics"):
+        assert (await locked.ask(None, path)).status == 200
+
+
+async def test_metrics_add_up(pair) -> None:
+    for body in (ASK, ASK | {"stream": True}, ASK | {"n": 2}, ASK | {"model": "other"}):
+        await pair.ask(body)
+    lines = (await pair.ask(None, "/metrics")).body.decode().splitlines()
+    figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    expected = {
+        'cleave_gateway_requests_total{model="m",outcome="ok"}': 3,
+        'cleave_gateway_requests_total{model="",outcome="refused"}': 1,
+        'cleave_gateway_dispatches_total{model="m",reason="disaggregated"}': 2,
+        'cleave_gateway_dispatches_total{model="m",reason="single-instance"}': 1,
+        'cleave_gateway_handoffs_total{result="used"}': 2,
+        "cleave_gateway_requests_in_flight": 0,
+        'cleave_gateway_prompt_tokens_total{model="m"}': 21,
+        'cleave_gateway_output_tokens_total{model="m"}': 9,
+        'cleave_gateway_ttft_seconds_count{model="m"}': 1,
+        'cleave_gateway_ttft_seconds_bucket{le="+Inf",model="m"}': 1,
+        'cleave_gateway_tpot_seconds_count{model="m"}': 1,
+    }
+    assert {name: float(figures[name]) for name in expected} == expected
+
+
+async def test_no_prompt_and_no_key_is_logged(locked, caplog) -> None:
+    caplog.set_level(0)
+    for body in (ASK | {"prompt": "my-prompt"}, b'{"my-prompt":'):
+        await locked.ask(body, Authorization="Bearer secret-1")
+    await locked.ask(ASK, Authorization="Bearer secret-3")
+    assert "my-prompt" not in caplog.text
+    assert "secret" not in caplog.text

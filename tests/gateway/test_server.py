@@ -1,0 +1,155 @@
+"""Start, end, and the command itself."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from cleave.gateway.config import GatewayConfig
+from cleave.gateway.main import main, parse_size
+from cleave.gateway.server import Gateway
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+STREAM = ASK | {"stream": True}
+
+
+async def test_running_answers_are_finished_before_the_end(single) -> None:
+    async def slow(engine, request, writer):
+        await engine.stream(writer, ["t"] * 30, pause_s=0.02)
+
+    single.engines["x"].script = slow
+    client, idle = await single.connect(), await single.connect()
+    await idle.ask(None, "/health")
+    client.send(STREAM)
+    await client.read_head()
+    stopping = asyncio.create_task(single.gateway.stop())
+    assert await idle.is_closed()
+    with pytest.raises(ConnectionRefusedError):
+        await single.connect()
+    count = 0
+    while await client.read_chunk():
+        count += 1
+    assert count >= 30
+    assert await client.is_closed()
+    await stopping
+
+
+async def test_health_says_that_the_gateway_drains(single) -> None:
+    single.context.draining = True
+    response = await single.ask(None, "/health")
+    assert (response.status, response.json()["status"]) == (503, "draining")
+    assert response.headers["connection"] == "close"
+
+
+async def test_what_outlasts_the_drain_time_is_cut(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, drain_s=0.2)
+
+    async def hang(engine, request, writer):
+        await asyncio.sleep(600)
+
+    stage.engines["x"].script = hang
+    client = await stage.connect()
+    client.send(STREAM)
+    await stage.until(lambda: bool(stage.engines["x"].requests), "it runs")
+    await stage.gateway.stop()
+    assert await client.is_closed()
+    await stage.until(lambda: stage.engines["x"].requests[0].cut, "the engine is stopped")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16MiB", 16 << 20), ("512Ki", 512 << 10), ("1000", 1000), ("1GiB", 1 << 30)]
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "16MB", "-1", "1.5Gi"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="size"):
+        parse_size(text)
+
+
+def test_bad_usage_is_exit_code_2(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("CLEAVE_AGENTS", raising=False)
+    with pytest.raises(SystemExit) as missing:
+        main(["--port", "0"])
+    assert missing.value.code == 2
+    assert main(["--port", "0", "--agents", "nowhere"]) == 2
+    assert main(["--port", "0", "--agents", "", "--api-keys", str(tmp_path / "none")]) == 2
+    (tmp_path / "empty").write_text("# nothing\n")
+    assert main(["--port", "0", "--agents", "", "--api-keys", str(tmp_path / "empty")]) == 2
+
+
+def test_a_taken_port_is_exit_code_1() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["--port", str(taken.getsockname()[1]), "--agents", ""]) == 1
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    started = subprocess.Popen(
+        [sys.executable, "-m", "cleave.gateway.main", "--port", "0"],
+        env=os.environ | {"CLEAVE_AGENTS": "file:/nonexistent"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with started:
+        yield started
+        started.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_until_a_signal_and_ends_with_0(process, number) -> None:
+    lines = iter(process.stderr.readline, "")
+    assert any("listening on http://127.0.0.1:" in line for line in lines)
+    process.send_signal(number)
+    assert process.wait(15) == 0
+
+
+class FakeAgent(agent_pb2_grpc.AgentServicer):
+    def __init__(self, registration: agent_pb2.WatchEvent) -> None:
+        self._registration = registration
+
+    async def Watch(self, request, context):  # noqa: N802
+        yield self._registration
+        while True:
+            await asyncio.sleep(0.1)
+            boot_id = self._registration.registration.boot_id
+            yield agent_pb2.WatchEvent(load=agent_pb2.LoadReport(boot_id=boot_id))
+
+
+async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -> None:
+    """Through real gRPC: an agent states an instance, a second gateway's router serves it."""
+    stage = await make_stage({"d": "decode"})
+    server = grpc.aio.server()
+    registration = stage.engines["d"].registration()
+    agent_pb2_grpc.add_AgentServicer_to_server(FakeAgent(registration), server)
+    agent_port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        router_port = free.getsockname()[1]
+    config = GatewayConfig(agents=f"127.0.0.1:{agent_port}", port=0, router_port=router_port)
+    gateway = Gateway(config)
+    await gateway.start()
+    try:
+        directory = gateway.context.router.directory
+        await stage.until(lambda: "d" in directory.instances, "the agent is followed")
+        stage.gateway.port = gateway.port
+        assert (await stage.ask(ASK)).status == 200
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{router_port}") as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            picked = await stub.Pick(router_pb2.PickRequest(model="m"))
+        assert picked.decode.instance == "d"
+    finally:
+        await gateway.stop()
+        await server.stop(0)
