@@ -42,7 +42,9 @@ class Agent:
                 keeper.result()
             if self._drain:
                 await asyncio.wait({self._drain, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return 0 if self._drain and self._drain.done() else 1
+            drained = self._drain is not None and self._drain.done()
+            _log.info("ends %s", "drained" if drained else "at once")
+            return 0 if drained else 1
         finally:
             stopping.cancel()
             await self._end(keeper)
@@ -88,4 +90,3 @@ class Agent:
         await asyncio.wait({keeper})
         self._instance.end()
         await self._server.stop(_ANSWER_SECONDS)
-        _log.info("ended")

@@ -28,6 +28,8 @@ class Timing:
     """From the engine's start to its first good /health; models load for minutes."""
     start_poll: float = 0.25
     health_interval: float = 5.0
+    health_retry: float = 1.0
+    """Between a bad answer and the next question."""
     health_timeout: float = 5.0
     health_failures: int = 3
     """Bad answers in a row after which the engine is killed."""

@@ -72,7 +72,10 @@ async def _read(reader: asyncio.StreamReader) -> Answer:
     clock = asyncio.get_running_loop().time
     sent = clock()
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    status = int(lines[0].split(" ", 2)[1])
+    protocol, _, rest = lines[0].partition(" ")
+    if not protocol.startswith("HTTP/"):
+        raise ValueError("answer is not HTTP")
+    status = int(rest[:3])
     fields = {
         name.strip().lower(): value.strip()
         for name, _, value in (line.partition(":") for line in lines[1:] if line)

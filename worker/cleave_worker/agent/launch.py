@@ -63,7 +63,7 @@ def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Laun
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",
     }[config.engine]
-    argv = (sys.executable, "-m", module, *arguments, *given)
+    argv = (sys.executable, "-P", "-m", module, *arguments, *given)
     return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
 
 

@@ -92,6 +92,10 @@ class Supervisor:
                 self._instance.boot(boot.boot_id, url, page)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 await _first(self._serve(url), _ended(process))
+            except EngineFault:
+                # What does not answer will not end politely either, and holds up the next start.
+                process.kill()
+                raise
             finally:
                 self._instance.forget_page()
                 if self._at_once:
@@ -136,7 +140,7 @@ class Supervisor:
         timing = self._config.timing
         failures = 0
         while True:
-            await asyncio.sleep(timing.health_interval)
+            await asyncio.sleep(timing.health_retry if failures else timing.health_interval)
             fault = await engine_api.fault(url, timing.health_timeout)
             failures = failures + 1 if fault else 0
             if failures >= timing.health_failures:

@@ -68,7 +68,7 @@ async def verify_transfer(
 
 
 def random_prompt(random_words: random.Random, characters: int) -> str:
-    """Words that no cache has seen, `characters` long."""
+    """Words that no cache has seen, at most `characters` long."""
     words: list[str] = []
     length = 0
     while length < characters:

@@ -1,0 +1,209 @@
+"""Agents as pods run them, over emulated engines."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from cleave.rpc.v1 import agent_pb2
+
+EMULATED = ("--engine", "emulated", "--model", "opt-13b", "--served-model-name", "m")
+FAST = ("--time-scale", "0.1")
+FAULTS = (*FAST, "--fault-injection")
+
+
+def ready(told: agent_pb2.Registration) -> bool:
+    return told.state == agent_pb2.STATE_READY
+
+
+def proven(told: agent_pb2.Registration) -> bool:
+    return ready(told) and told.kv_path.verified
+
+
+def post(url: str, path: str, body: dict) -> tuple[int, dict]:
+    at = urlsplit(url)
+    with contextlib.closing(http.client.HTTPConnection(at.hostname, at.port, timeout=60)) as to:
+        to.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = to.getresponse()
+        return answer.status, json.loads(answer.read() or b"{}")
+
+
+@pytest.fixture
+def pair(agents):
+    """A prefill and a decode worker that have proven their KV path."""
+    both = [
+        agents.start("p-0", "prefill", *EMULATED, engine_args=FAST),
+        agents.start("d-0", "decode", *EMULATED, engine_args=FAST),
+    ]
+    for agent in both:
+        agent.until(proven)
+    return both
+
+
+@pytest.fixture
+def in_background() -> Iterator[Callable[[Callable[[], object]], list]]:
+    """Run a function beside the test; its result is in the list that comes back."""
+    threads: list[threading.Thread] = []
+
+    def start(function: Callable[[], object]) -> list:
+        results: list[object] = []
+        threads.append(threading.Thread(target=lambda: results.append(function())))
+        threads[-1].start()
+        return results
+
+    yield start
+    for thread in threads:
+        thread.join(60)
+
+
+def test_two_workers_prove_their_kv_path_and_say_what_they_serve(pair) -> None:
+    for agent in pair:
+        told = agent.health().registration
+        assert told.kv_path.detail == "p-0 -> d-0"
+        assert told.kv_path.transfer_ms > 0
+        assert told.engine == "emulated"
+        assert told.max_model_len > 0
+        assert told.kv_block_size == 16
+        assert told.kv_blocks_total > 0
+        assert told.reason == ""
+
+
+def test_a_killed_engine_comes_back_under_another_boot_id_and_is_proven_again(pair) -> None:
+    prefill, _ = pair
+    before = prefill.health().registration
+    engine = prefill.descendants()[-1]
+    os.kill(engine, signal.SIGKILL)
+    after = prefill.until(lambda told: told.restarts == 1 and proven(told))
+    assert after.boot_id != before.boot_id
+    assert after.epoch == before.epoch
+
+
+def test_nothing_survives_a_killed_agent(pair, all_gone) -> None:
+    prefill, _ = pair
+    family = prefill.descendants()
+    assert len(family) == 2
+    prefill.process.kill()
+    prefill.wait()
+    all_gone(family)
+
+
+def test_a_killed_warden_takes_the_engine_along_and_both_come_back(pair, all_gone) -> None:
+    prefill, _ = pair
+    warden, engine = prefill.descendants()
+    os.kill(warden, signal.SIGKILL)
+    all_gone([warden, engine])
+    prefill.until(lambda told: told.restarts == 1 and proven(told))
+
+
+def test_sigterm_lets_running_requests_finish(pair, in_background, all_gone) -> None:
+    _, decode = pair
+    url = decode.health().registration.engine_url
+    body = {"model": "m", "prompt": "a b c", "max_tokens": 300, "ignore_eos": True}
+    answers = in_background(lambda: post(url, "/v1/completions", body))
+    running = agent_pb2.WatchRequest(interval_ms=10)
+    for event in decode.stub.Watch(running, timeout=60):
+        if event.load.num_running:
+            break
+    family = decode.descendants()
+    decode.process.terminate()
+    decode.until(lambda told: told.state == agent_pb2.STATE_DRAINING)
+    assert decode.wait() == 0
+    all_gone(family, seconds=0)
+    status, answer = answers[0]
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 300
+
+
+def test_a_hand_off_is_kept_until_it_is_pulled(pair) -> None:
+    prefill, decode = pair
+    order = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = {"model": "m", "prompt": "one two three " * 50, "max_tokens": 1}
+    source = prefill.health().registration.engine_url
+    _, answer = post(source, "/v1/completions", {**body, "kv_transfer_params": order})
+    prefill.process.terminate()
+    prefill.until(lambda told: told.state == agent_pb2.STATE_DRAINING)
+    with pytest.raises(subprocess.TimeoutExpired):
+        prefill.wait(1)
+    target = decode.health().registration.engine_url
+    pull = {**body, "kv_transfer_params": answer["kv_transfer_params"]}
+    assert post(target, "/v1/completions", pull)[0] == 200
+    assert prefill.wait() == 0
+
+
+def test_a_second_signal_ends_a_drain_at_once(pair, in_background, all_gone) -> None:
+    _, decode = pair
+    url = decode.health().registration.engine_url
+    body = {"model": "m", "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            post(url, "/v1/completions", body)
+
+    in_background(ask)
+    for event in decode.stub.Watch(agent_pb2.WatchRequest(interval_ms=10), timeout=60):
+        if event.load.num_running:
+            break
+    family = decode.descendants()
+    decode.process.terminate()
+    decode.until(lambda told: told.state == agent_pb2.STATE_DRAINING)
+    decode.process.terminate()
+    assert decode.wait(10) == 1
+    all_gone(family, seconds=0)
+
+
+def test_a_drain_call_is_answered_before_the_agent_ends(pair) -> None:
+    _, decode = pair
+    assert decode.stub.Drain(agent_pb2.DrainRequest(), timeout=60).empty
+    assert decode.wait() == 0
+
+
+def test_a_corrupt_kv_path_keeps_workers_from_ready_until_it_is_mended(agents) -> None:
+    patient = ("--peer-wait", "600")
+    prefill = agents.start("p-0", "prefill", *EMULATED, *patient, engine_args=FAULTS)
+    told = prefill.until(lambda told: told.state == agent_pb2.STATE_VERIFYING)
+    assert post(told.engine_url, "/emulator/faults", {"corrupt_handoff": 10**6})[0] == 200
+    decode = agents.start("d-0", "decode", *EMULATED, *patient, engine_args=FAST)
+    for agent in (prefill, decode):
+        broken = agent.until(lambda told: "other tokens" in told.reason)
+        assert broken.state == agent_pb2.STATE_VERIFYING
+    assert post(told.engine_url, "/emulator/faults", {"corrupt_handoff": 0})[0] == 200
+    prefill.until(proven)
+    decode.until(proven)
+
+
+def test_an_engine_that_stops_answering_is_replaced(agents) -> None:
+    lone = agents.start("m-0", "mixed", *EMULATED, "--peer-wait", "0")
+    lone.until(ready)
+    engine = lone.descendants()[-1]
+    os.kill(engine, signal.SIGSTOP)
+    lone.until(lambda told: told.restarts == 1 and ready(told))
+    assert "/health: no answer within 1 s, 3 times in a row" in lone.log.read_text()
+
+
+def test_an_engine_that_cannot_start_is_tried_again_and_the_reason_is_told(agents) -> None:
+    agent = agents.start("m-0", "mixed", *EMULATED, engine_args=("--no-such-flag",))
+    told = agent.until(lambda told: told.restarts >= 2)
+    assert told.state == agent_pb2.STATE_STARTING
+    assert "no-such-flag" in agent.until(lambda told: "status" in told.reason).reason
+    agent.process.terminate()
+    assert agent.wait() == 0
+
+
+def test_malformed_arguments_end_with_exit_code_2() -> None:
+    for wrong in (["--peers", "nonsense"], ["--cores", "x"], ["--", "--kv-transfer-config", "x"]):
+        command = [
+            sys.executable, "-m", "cleave_worker.agent.main", "--name", "w", "--deployment", "d",
+            "--role", "mixed", *EMULATED, "--host", "127.0.0.1", "--port", "0", *wrong,
+        ]  # fmt: skip
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 2, ended.stderr
+        assert ended.stderr.count("\n") == 1
+        assert "Traceback" not in ended.stderr

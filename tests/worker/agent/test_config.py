@@ -1,0 +1,44 @@
+"""The agent's command line."""
+
+import pytest
+
+from cleave.rpc.v1 import agent_pb2
+from cleave_worker.agent.config import parse
+
+REQUIRED = ["--deployment", "d", "--role", "decode", "--model", "org/model"]
+
+
+def test_everything_after_two_dashes_belongs_to_the_engine() -> None:
+    config = parse([*REQUIRED, "--name", "w", "--host", "::1", "--", "--dtype", "float32"], {})
+    assert config.engine_args == ("--dtype", "float32")
+    assert config.role == agent_pb2.ROLE_DECODE
+    assert config.served_model_name == "org/model"
+    assert config.address == "[::1]:9000"
+
+
+def test_a_pod_tells_name_address_and_peers_through_its_environment() -> None:
+    env = {"POD_IP": "10.0.0.7", "CLEAVE_POD_NAME": "w-1", "CLEAVE_AGENTS": "dns:workers:9000"}
+    config = parse(REQUIRED, env)
+    assert (config.name, config.address, config.peers) == (
+        "w-1", "10.0.0.7:9000", "dns:workers:9000",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--name", "w"],
+        ["--host", "127.0.0.1"],
+        ["--name", "w", "--host", "h", "--port", "70000"],
+        ["--name", "w", "--host", "h", "--drain-timeout", "-1"],
+        ["--name", "w", "--host", "h", "--tensor-parallel-size", "0"],
+        ["--name", "w", "--host", "h", "--engine", "other"],
+    ],
+)
+def test_bad_usage_ends_with_exit_code_2(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([*REQUIRED, *wrong], {})
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""The small HTTP client."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from cleave_worker.agent import http
+
+Serve = Callable[[bytes], Awaitable[str]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Start a server that gives one fixed answer; returns its URL."""
+    servers: list[asyncio.Server] = []
+
+    async def start(answer: bytes) -> str:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            if not answer.endswith(b"..."):
+                writer.close()
+            await reader.read(-1)
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        servers.append(server)
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    yield start
+    for server in servers:
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;x\r\nllo\r\n0\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\n\r\nhello",
+    ],
+)
+async def test_a_body_comes_in_three_framings(serve: Serve, answer: bytes) -> None:
+    told = await http.request("GET", await serve(answer), seconds=10)
+    assert (told.status, told.body) == (200, b"hello")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",
+        b"nonsense\r\n\r\n",
+    ],
+)
+async def test_a_broken_answer_is_an_error(serve: Serve, answer: bytes) -> None:
+    with pytest.raises(http.HttpError):
+        await http.request("GET", await serve(answer), seconds=10)
+
+
+async def test_silence_is_an_error_after_the_time_out(serve: Serve) -> None:
+    url = await serve(b"HTTP/1.1 200 OK\r\n...")
+    with pytest.raises(http.HttpError, match="within"):
+        await http.request("GET", url, seconds=0.1)
+
+
+async def test_a_closed_port_is_an_error() -> None:
+    with pytest.raises(http.HttpError):
+        await http.request("GET", "http://127.0.0.1:1", seconds=10)

@@ -1,0 +1,103 @@
+"""The one state of a worker."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cleave.metrics.load_page import Load, LoadPage
+from cleave.rpc.v1 import agent_pb2
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.instance import EngineFacts, Instance, OtherBoot, StaleEpoch
+
+FACTS = EngineFacts("emulated", 2048, 16)
+PROVEN = agent_pb2.KvPath(verified=True, transport="emulated", transfer_ms=1.5)
+
+
+@pytest.fixture
+def instance(config: AgentConfig, tmp_path: Path):
+    with LoadPage(tmp_path / "load") as page:
+        page.write(Load(num_running=3, kv_blocks_free=7, kv_blocks_total=9))
+        told = Instance(config)
+        told.boot("b1", "http://h:1", page)
+        yield told
+
+
+async def test_the_way_to_ready_leads_through_verifying(instance: Instance) -> None:
+    seen = [instance.state]
+    instance.answered(FACTS)
+    seen.append(instance.state)
+    instance.verified(PROVEN)
+    seen.append(instance.state)
+    assert seen == [agent_pb2.STATE_STARTING, agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY]
+    told = instance.registration()
+    assert (told.reason, told.kv_path.verified, told.kv_blocks_total) == ("", True, 9)
+
+
+async def test_reports_carry_the_load_page(instance: Instance) -> None:
+    report = instance.report()
+    assert (report.boot_id, report.num_running, report.kv_blocks_free) == ("b1", 3, 7)
+
+
+async def test_the_numbers_of_a_dead_engine_are_not_reported(instance: Instance) -> None:
+    instance.forget_page()
+    assert instance.report().num_running == 0
+
+
+async def test_a_lost_engine_must_prove_its_kv_path_again(
+    instance: Instance, tmp_path: Path
+) -> None:
+    instance.answered(FACTS)
+    instance.verified(PROVEN)
+    instance.lost("killed")
+    with LoadPage(tmp_path / "second") as page:
+        instance.boot("b2", "http://h:2", page)
+    told = instance.registration()
+    assert (told.boot_id, told.restarts, told.kv_path.verified) == ("b2", 1, False)
+
+
+async def test_a_failed_test_keeps_a_new_worker_from_ready(instance: Instance) -> None:
+    instance.answered(FACTS)
+    instance.verification_failed("wrong tokens")
+    assert instance.state == agent_pb2.STATE_VERIFYING
+    assert instance.registration().reason == "wrong tokens"
+
+
+async def test_a_failed_test_leaves_a_serving_worker_ready_but_unverified(
+    instance: Instance,
+) -> None:
+    instance.answered(FACTS)
+    instance.unverified("no peer yet")
+    instance.verification_failed("wrong tokens")
+    told = instance.registration()
+    assert told.state == agent_pb2.STATE_READY
+    assert not told.kv_path.verified
+    assert told.kv_path.detail == "wrong tokens"
+
+
+async def test_nothing_leads_back_from_draining(instance: Instance) -> None:
+    instance.drain()
+    instance.answered(FACTS)
+    instance.verified(PROVEN)
+    instance.lost("killed")
+    assert instance.state == agent_pb2.STATE_DRAINING
+
+
+async def test_a_role_needs_a_newer_epoch_and_the_present_boot(instance: Instance) -> None:
+    instance.set_role(agent_pb2.ROLE_DECODE, 2, "b1")
+    with pytest.raises(StaleEpoch):
+        instance.set_role(agent_pb2.ROLE_MIXED, 2, "")
+    with pytest.raises(OtherBoot):
+        instance.set_role(agent_pb2.ROLE_MIXED, 3, "b0")
+    assert instance.registration().role == agent_pb2.ROLE_DECODE
+    instance.drain()
+    with pytest.raises(StaleEpoch):
+        instance.set_role(agent_pb2.ROLE_MIXED, 3, "b1")
+
+
+async def test_followers_wake_at_every_change(instance: Instance) -> None:
+    woken = asyncio.create_task(instance.change(60))
+    await asyncio.sleep(0)
+    assert not woken.done()
+    instance.drain()
+    await asyncio.wait_for(woken, 10)

@@ -1,0 +1,87 @@
+"""Arguments and environment of an engine."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.launch import Boot, Launch, LaunchError, block_size, launch
+
+BOOT = Boot("boot1", 8001, 5601, Path("/run/x/load"), cores=(2,))
+ConfigOf = Callable[..., AgentConfig]
+
+
+def option(told: Launch, name: str) -> str:
+    return told.argv[told.argv.index(name) + 1]
+
+
+def test_the_boot_id_is_the_engine_id_of_the_kv_transfer(config_of: ConfigOf) -> None:
+    told = launch(config_of(engine="vllm"), BOOT, {})
+    assert json.loads(option(told, "--kv-transfer-config")) == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "engine_id": "boot1",
+    }
+
+
+def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
+    told = launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
+    assert told.env["VLLM_CPU_OMP_THREADS_BIND"] == "2"
+    assert told.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert told.env["HOME"] == "/h"
+    assert "--enforce-eager" in told.argv
+
+
+def test_vllm_on_a_gpu_gets_no_cpu_settings(config_of: ConfigOf) -> None:
+    told = launch(config_of(engine="vllm"), replace(BOOT, gpu=True, cores=()), {})
+    assert not [name for name in told.env if name.startswith("VLLM_CPU")]
+    assert "--enforce-eager" not in told.argv
+    assert "kv_buffer_device" not in option(told, "--kv-transfer-config")
+
+
+def test_requests_are_never_logged(config_of: ConfigOf) -> None:
+    assert "--no-enable-log-requests" in launch(config_of(engine="vllm"), BOOT, {}).argv
+
+
+def test_engine_and_kv_side_channel_listen_on_the_pods_address(config: AgentConfig) -> None:
+    told = launch(config, BOOT, {})
+    assert option(told, "--host") == config.host
+    assert option(told, "--port") == "8001"
+    assert told.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == config.host
+    assert told.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
+    assert told.env["CLEAVE_LOAD_PAGE"] == "/run/x/load"
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_users_kv_settings_are_merged_and_the_boot_id_wins(
+    config_of: ConfigOf, joined: bool
+) -> None:
+    name, settings = "--kv-transfer-config", '{"engine_id": "x", "kv_load_failure_policy": "fail"}'
+    given = (f"{name}={settings}",) if joined else (name, settings)
+    told = launch(config_of(engine_args=("--seed", "1", *given)), BOOT, {})
+    merged = json.loads(option(told, name))
+    assert merged["engine_id"] == "boot1"
+    assert merged["kv_load_failure_policy"] == "fail"
+    assert [argument for argument in told.argv if argument.startswith(name)] == [name]
+    assert told.argv[-2:] == ("--seed", "1")
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]"])
+def test_kv_settings_that_are_no_object_are_refused(config_of: ConfigOf, text: str) -> None:
+    with pytest.raises(LaunchError):
+        launch(config_of(engine_args=("--kv-transfer-config", text)), BOOT, {})
+
+
+def test_a_local_model_keeps_the_engine_off_the_hub(config_of: ConfigOf, tmp_path: Path) -> None:
+    assert launch(config_of(model=str(tmp_path)), BOOT, {}).env["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in launch(config_of(model="org/model"), BOOT, {}).env
+
+
+def test_the_block_size_is_the_command_lines_or_the_engines_default(config_of: ConfigOf) -> None:
+    assert block_size(config_of(engine_args=("--block-size=32",)), gpu=False) == 32
+    assert block_size(config_of(engine="vllm"), gpu=False) == 128
+    assert block_size(config_of(engine="vllm"), gpu=True) == 16

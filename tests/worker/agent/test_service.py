@@ -1,0 +1,131 @@
+"""The agent's gRPC service on a real channel."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.drain import Drained
+from cleave_worker.agent.instance import EngineFacts, Instance
+from cleave_worker.agent.service import AgentServer
+
+SECONDS = 20
+
+
+class Served:
+    """One instance behind its server, and a channel to it."""
+
+    def __init__(self, config: AgentConfig, address: str) -> None:
+        self.instance = Instance(config)
+        self.drains: list[float | None] = []
+        self.server = AgentServer(self.instance, self._drain, address)
+        self.channel = grpc.aio.insecure_channel(address)
+        self.stub = agent_pb2_grpc.AgentStub(self.channel)
+
+    async def _drain(self, seconds: float | None) -> Drained:
+        self.drains.append(seconds)
+        return Drained(empty=False, num_left=4)
+
+    async def probe(self, service: str) -> int:
+        answer = await health_pb2_grpc.HealthStub(self.channel).Check(
+            health_pb2.HealthCheckRequest(service=service), timeout=SECONDS
+        )
+        return answer.status
+
+    async def until_probe_tells(self, service: str, status: int) -> None:
+        async with asyncio.timeout(SECONDS):
+            while True:
+                if await self.probe(service) == status:
+                    return
+                await asyncio.sleep(0.01)
+
+    async def code_of_set_role(self, **order: object) -> grpc.StatusCode:
+        try:
+            await self.stub.SetRole(agent_pb2.SetRoleRequest(**order), timeout=SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+
+@pytest.fixture
+async def served(config: AgentConfig) -> AsyncIterator[Served]:
+    both = Served(config, config.address)
+    await both.server.start()
+    yield both
+    await both.channel.close()
+    both.instance.end()
+    await both.server.stop(0)
+
+
+async def test_a_watch_begins_with_the_registration_and_goes_on_with_reports(
+    served: Served,
+) -> None:
+    kinds = []
+    async for event in served.stub.Watch(agent_pb2.WatchRequest(interval_ms=10), timeout=SECONDS):
+        kinds.append(event.WhichOneof("event"))
+        if len(kinds) == 4:
+            break
+    assert kinds == ["registration", "load", "load", "load"]
+
+
+async def test_a_change_is_sent_without_waiting_for_the_next_report(served: Served) -> None:
+    watch = served.stub.Watch(agent_pb2.WatchRequest(interval_ms=60_000), timeout=SECONDS)
+    for _ in range(2):
+        await watch.read()
+    served.instance.drain()
+    event = await watch.read()
+    assert event.registration.state == agent_pb2.STATE_DRAINING
+
+
+async def test_a_watch_ends_with_the_agent(served: Served) -> None:
+    watch = served.stub.Watch(agent_pb2.WatchRequest(interval_ms=60_000), timeout=SECONDS)
+    await watch.read()
+    served.instance.end()
+    async with asyncio.timeout(SECONDS):
+        while await watch.read() is not grpc.aio.EOF:
+            continue
+
+
+async def test_only_a_ready_instance_passes_the_readiness_probe(served: Served) -> None:
+    serving, not_serving = (
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+    )
+    assert await served.probe("") == serving
+    assert await served.probe("ready") == not_serving
+    served.instance.answered(EngineFacts("emulated", 2048, 16))
+    served.instance.unverified("no peer yet")
+    await served.until_probe_tells("ready", serving)
+    served.instance.drain()
+    await served.until_probe_tells("ready", not_serving)
+    assert await served.probe("") == serving
+
+
+async def test_role_orders_are_refused_with_the_codes_of_the_contract(served: Served) -> None:
+    decode = agent_pb2.ROLE_DECODE
+    assert await served.code_of_set_role(epoch=5) == grpc.StatusCode.INVALID_ARGUMENT
+    assert await served.code_of_set_role(role=decode, epoch=5) == grpc.StatusCode.OK
+    stale = await served.code_of_set_role(role=decode, epoch=5)
+    assert stale == grpc.StatusCode.FAILED_PRECONDITION
+    other = await served.code_of_set_role(role=decode, epoch=6, boot_id="gone")
+    assert other == grpc.StatusCode.ABORTED
+    told = (await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)).registration
+    assert (told.role, told.epoch) == (decode, 5)
+
+
+async def test_a_drain_call_tells_what_is_left(served: Served) -> None:
+    told = await served.stub.Drain(agent_pb2.DrainRequest(timeout_ms=1500), timeout=SECONDS)
+    assert (told.empty, told.num_left) == (False, 4)
+    await served.stub.Drain(agent_pb2.DrainRequest(), timeout=SECONDS)
+    assert served.drains == [1.5, None]
+
+
+async def test_a_taken_port_is_refused(served: Served, config: AgentConfig) -> None:
+    second = Served(config, config.address)
+    with pytest.raises(OSError, match=str(config.port)):
+        await second.server.start()
+    await second.channel.close()
