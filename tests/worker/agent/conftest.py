@@ -143,7 +143,12 @@ class Agents:
     running: list[AgentProcess] = field(default_factory=list)
 
     def start(
-        self, name: str, role: str, *options: str, engine_args: tuple[str, ...] = ()
+        self,
+        name: str,
+        role: str,
+        *options: str,
+        engine_args: tuple[str, ...] = (),
+        timing: dict[str, float] = IMPATIENT,
     ) -> AgentProcess:
         address = f"{self.network}.{len(self.running) + 1}"
         known = self.folder / "agents"
@@ -153,7 +158,7 @@ class Agents:
         with log.open("w") as output:
             process = subprocess.Popen(
                 [
-                    sys.executable, "-c", RUN, json.dumps(IMPATIENT),
+                    sys.executable, "-c", RUN, json.dumps(timing),
                     "--name", name, "--deployment", "d", "--revision", "r1", "--role", role,
                     "--host", address, "--peers", f"file:{known}", *options, "--", *engine_args,
                 ],
