@@ -6,8 +6,6 @@ written from the decoded keys, never the client's own bytes, because two equal k
 one (`kv_transf\\u0065r_params`) would smuggle a KV reference past a search for the name.
 """
 
-from dataclasses import dataclass
-
 import msgspec
 
 from cleave.gateway.errors import refuse
@@ -46,8 +44,7 @@ _TELLING = frozenset(
 """Fields of which some values forbid a split; most requests have none of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, gc=False):
     """What the gateway needs to know of a request."""
 
     model: str

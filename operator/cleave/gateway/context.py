@@ -53,13 +53,13 @@ class Context:
         self.draining = False
         self._pools: dict[str, EnginePool] = {}
         # Unique among gateways and their restarts: engines refuse or mix up equal ids.
-        self._id_prefix = os.urandom(6).hex()
+        self._id_prefix = os.urandom(6).hex().encode()
         self._last_id = 0
 
     def make_id(self) -> bytes:
         """A request id that no client can bring about."""
         self._last_id += 1
-        return b"%b-%x" % (self._id_prefix.encode(), self._last_id)
+        return b"%b-%x" % (self._id_prefix, self._last_id)
 
     def find_pool(self, target: Target) -> EnginePool:
         """The connections to one boot of an engine."""

@@ -24,12 +24,12 @@ from cleave.gateway.engine import Call, EnginePool
 from cleave.gateway.errors import ApiError, fail_engine, from_router
 from cleave.gateway.handoff import (
     HandoffError,
-    StreamGuard,
     read_handoff,
     read_usage,
     strip_handoff,
 )
-from cleave.gateway.recovery import Failure, Recovery
+from cleave.gateway.recovery import Failure, Recovery, choose
+from cleave.gateway.relay import Relay
 from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Phase, Pick
 
@@ -76,16 +76,15 @@ class Exchange:
         self._prefilling = False
         self._answer: list[bytes] = []
         self._answer_bytes = 0
-        self._guard: StreamGuard | None = None
+        self._relay: Relay | None = None
         self._answered = False
         self._progress = self._swept_progress = 0
         self._started = context.clock()
-        self._first_byte_at = 0.0
         self._deadline = 0.0
         self._engine_id = b""
         """Sent to engines; another one for each attempt, lest it meets its predecessor there."""
         self._labels = b""
-        """Header lines that name the instances; in a stream, then the head still to be sent."""
+        """Header lines that name the instances."""
 
     # --- what others call ---
 
@@ -107,8 +106,8 @@ class Exchange:
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
         """Bytes of an engine's answer."""
         self._progress += 1
-        if self._guard is not None:
-            self._pass_on(self._guard, piece, complete)
+        if self._relay is not None:
+            self._pass_on(self._relay, piece, complete)
         elif not self._prefilling and call.status == HTTPStatus.OK and _is_stream(call):
             self._begin_stream(call, piece, complete)
         else:
@@ -129,7 +128,7 @@ class Exchange:
 
     def sweep(self, now: float) -> None:
         """Keep the deadline, which moves with every piece of a stream."""
-        if self._guard is not None and self._progress != self._swept_progress:
+        if self._relay is not None and self._progress != self._swept_progress:
             self._swept_progress = self._progress
             self._deadline = now + self._context.config.timeouts.idle_s
         elif now > self._deadline:
@@ -145,7 +144,7 @@ class Exchange:
         """Pick instances and send the first call."""
         completion = self._completion
         try:
-            pick = self._choose(completion)
+            pick = choose(self._context.router, completion, self._recovery)
         except RouterError as error:
             self._answer_error(
                 from_router(error), "unavailable" if isinstance(error, NoInstance) else "refused"
@@ -166,28 +165,6 @@ class Exchange:
         )
         self._prefilling = True
         self._send(prefill_pool, build_prefill(completion))
-
-    def _choose(self, completion: Completion) -> Pick:
-        router, recovery = self._context.router, self._recovery
-        model, prompt, output = (
-            completion.model,
-            completion.prompt_tokens,
-            completion.output_tokens,
-        )
-        single = not completion.splittable
-        if recovery is None:
-            return router.pick(model, prompt, output, single=single)
-        lost = recovery.prefills_lost > 0
-        single = single or (recovery.whole and router.allows_whole(lost))
-        return router.pick(
-            model,
-            prompt,
-            output,
-            single=single,
-            avoid=recovery.avoid,
-            doubt=recovery.doubted,
-            prefill_lost=lost,
-        )
 
     def _send(self, pool: EnginePool, body: bytes) -> None:
         timeouts = self._context.config.timeouts
@@ -246,48 +223,32 @@ class Exchange:
         """The first bytes of a stream: from here on there is no second attempt."""
         if not piece and not complete:
             return
-        self._guard = StreamGuard()
-        self._first_byte_at = self._context.clock()
         self._note_answered()
+        client = self._client
         fields = head.pass_on(call.headers) + self._labels
-        if not self._client.keep_alive:
+        if not client.keep_alive:
             fields += head.CLOSE
-        self._labels = head.build_stream_head(
-            call.status, fields, self._request_id, self._client.chunked
-        )
-        self._pass_on(self._guard, piece, complete)
+        first = head.build_stream_head(call.status, fields, self._request_id, client.chunked)
+        relay = self._relay = Relay(first, client.chunked, self._context.clock())
+        self._pass_on(relay, piece, complete)
 
-    def _pass_on(self, guard: StreamGuard, piece: bytes, complete: bool) -> None:
-        """Bytes of a stream, unchanged."""
-        if piece:
-            if not guard.accepts(piece):
-                self._break_stream(_LEAK)
-                return
-            if self._client.chunked:
-                piece = head.frame(piece)
-        if complete and self._client.chunked:
-            piece += head.LAST_CHUNK
-        if self._labels:
-            piece = self._labels + piece
-            self._labels = b""
-        self._client.write(piece)
+    def _pass_on(self, relay: Relay, piece: bytes, complete: bool) -> None:
+        try:
+            data = relay.pass_on(piece, complete)
+        except HandoffError:
+            self._break_off(relay, _LEAK)
+            return
+        self._client.write(data)
         if complete:
             self._call = None
-            self._observe_stream(guard)
+            self._observe(relay)
             self._end("ok")
             self._client.end(reusable=True)
 
-    def _break_stream(self, error: ApiError) -> None:
-        """End a stream that has begun: an error event, and no [DONE]."""
-        guard = self._guard
-        assert guard is not None
-        event = b"data: " + error.to_json() + b"\n\n"
-        if not guard.between_events:
-            event = b"\n\n" + event
-        if self._client.chunked:
-            event = head.frame(event) + head.LAST_CHUNK
-        self._observe_stream(guard)
-        self._client.write(self._labels + event)
+    def _break_off(self, relay: Relay, error: ApiError) -> None:
+        """End a stream that has begun."""
+        self._client.write(relay.break_off(error))
+        self._observe(relay)
         self._end("broken")
         self._client.end(reusable=False)
 
@@ -330,8 +291,8 @@ class Exchange:
         error = fail_engine(status, f"instance {name} {reason}")
         metrics = self._context.metrics
         metrics.retries["prefill" if prefill is not None else "decode", failure.value] += 1
-        if self._guard is not None:
-            self._break_stream(error)
+        if self._relay is not None:
+            self._break_off(self._relay, error)
             return
         if self._recovery is None:
             self._recovery = Recovery()
@@ -372,22 +333,23 @@ class Exchange:
         self._end(outcome)
         self._client.end(reusable)
 
-    def _observe_stream(self, guard: StreamGuard) -> None:
+    def _observe(self, relay: Relay) -> None:
+        """Count a stream that is over."""
         counted = self._context.metrics.models[self._completion.model]
-        counted.ttft.observe(self._first_byte_at - self._started)
-        counted.output_tokens += guard.events
-        if guard.events > 1:
-            elapsed = self._context.clock() - self._first_byte_at
-            counted.tpot.observe(elapsed / (guard.events - 1))
+        counted.ttft.observe(relay.began_at - self._started)
+        counted.output_tokens += relay.events
+        if relay.events > 1:
+            elapsed = self._context.clock() - relay.began_at
+            counted.tpot.observe(elapsed / (relay.events - 1))
         if self._pick is not None and self._pick.prefill is None:
             counted.prompt_tokens += self._completion.prompt_tokens
 
     def _note_answered(self) -> None:
-        if not self._answered:
-            self._answered = True
-            self._context.unanswered -= 1
-            if self._pick is not None:
-                self._context.router.release(self._pick, Phase.PREFILL)
+        """The first byte has come, so the prompt is computed."""
+        self._answered = True
+        self._context.unanswered -= 1
+        if self._pick is not None:
+            self._context.router.release(self._pick, Phase.PREFILL)
 
     def _end(self, outcome: str) -> None:
         """Release everything, once."""
@@ -395,7 +357,8 @@ class Exchange:
         if self not in context.exchanges:
             return
         context.exchanges.discard(self)
-        self._note_answered()
+        if not self._answered:
+            context.unanswered -= 1
         self._abandon()
         context.metrics.in_flight -= 1
         known = self._completion.model in context.router.directory.models

@@ -11,12 +11,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from cleave.gateway import head
-from cleave.gateway.client import ClientConnection, Request
+from cleave.gateway.client import ClientConnection
 from cleave.gateway.completion import read_completion
 from cleave.gateway.context import Context
 from cleave.gateway.errors import ApiError
 from cleave.gateway.exchange import Exchange
 from cleave.gateway.metrics import Collector
+from cleave.gateway.request import Request
 from cleave.router.instance import Instance
 from cleave.rpc.v1 import agent_pb2
 

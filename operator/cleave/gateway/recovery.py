@@ -1,4 +1,4 @@
-"""What to do when an engine lets a request down. Pure; asked by the exchange after every failure.
+"""What to do when an engine lets a request down. Asked by the exchange; no I/O.
 
 What is hard: telling a dead instance from one that merely refused. A refusal of a split request
 by the decode side often means that the KV could not be pulled, so that instance may still be right
@@ -7,6 +7,9 @@ for the request as a whole; a lost connection says it is gone.
 
 import enum
 from dataclasses import dataclass, field
+
+from cleave.gateway.completion import Completion
+from cleave.router.router import Pick, Router
 
 PREFILL_BUDGET = 2
 """Further prefill attempts of one request."""
@@ -56,3 +59,21 @@ class Recovery:
         else:
             self.avoid.add(instance)
         return self.decodes_lost <= DECODE_BUDGET
+
+
+def choose(router: Router, completion: Completion, past: Recovery | None) -> Pick:
+    """Instances for the next attempt; `past` is None at the first. Raises RouterError."""
+    model, prompt = completion.model, completion.prompt_tokens
+    output, single = completion.output_tokens, not completion.splittable
+    if past is None:
+        return router.pick(model, prompt, output, single=single)
+    lost = past.prefills_lost > 0
+    return router.pick(
+        model,
+        prompt,
+        output,
+        single=single or (past.whole and router.allows_whole(lost)),
+        avoid=past.avoid,
+        doubt=past.doubted,
+        prefill_lost=lost,
+    )

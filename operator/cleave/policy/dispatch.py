@@ -10,6 +10,8 @@ What is hard: both instances are chosen at once, before the prompt runs, because
 instance whose decode side has no room would hold its KV blocks for nothing.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,7 +29,7 @@ def find_least(scores: Scores) -> int:
     if scores.size == 0:
         return NONE
     slot = int(scores.argmin())
-    return NONE if scores[slot] == np.inf else slot
+    return NONE if float(scores[slot]) == math.inf else slot
 
 
 def choose_pair(
@@ -35,7 +37,7 @@ def choose_pair(
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) for a request that may be split; (NONE, slot): both phases there.
 
-    All in tokens and of equal length: `prefill` over prefill instances, `decode` over all that
+    All in tokens, of equal length or empty when all are closed: `prefill` over prefill instances, `decode` over all that
     decode, `mixed` over mixed instances serving a whole request, `pending_prompt` without masks.
     A mixed instance is taken when its prompt queue is the shorter one, which saves the transfer;
     when equal, the split is taken because that is what the placement was planned for.
@@ -53,6 +55,6 @@ def choose_pair(
 def close_slots(scores: Scores, slots: list[int]) -> Scores:
     """A copy of `scores` in which `slots` are closed as well."""
     masked = scores.copy()
-    for slot in slots:
-        masked[slot] = np.inf
+    if masked.size > 0:
+        masked[slots] = np.inf
     return masked

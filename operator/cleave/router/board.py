@@ -13,7 +13,7 @@ from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 
 class Board:
-    """Scores in tokens; +inf where the instance is closed for that use."""
+    """Scores in tokens; +inf where the instance is closed for a use, empty where all are."""
 
     __slots__ = (
         "_uses",
@@ -42,6 +42,9 @@ class Board:
         self._uses = [self._find_uses(instance) for instance in instances]
         for slot in range(len(instances)):
             self.update(slot)
+        for use in ("prefill", "decode", "mixed", "whole", "spare"):
+            if not np.isfinite(getattr(self, use)).any():
+                setattr(self, use, _closed(0))
 
     def _find_uses(self, instance: Instance) -> tuple[tuple[Scores, ...], tuple[Scores, ...]]:
         """(arrays scored by pending prompt tokens, arrays scored by all pending tokens)."""

@@ -30,7 +30,6 @@ class Directory:
     def __init__(self) -> None:
         self.instances: dict[str, Instance] = {}
         self.models: dict[str, Model] = {}
-        self._seats: dict[str, tuple[Board, int]] = {}
         self._names: dict[str, str] = {}
 
     def hear(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
@@ -51,7 +50,7 @@ class Directory:
         instance = self._held_by(agent)
         self._names.pop(agent, None)
         if instance is not None:
-            del self.instances[instance.name]
+            self._drop(instance)
             self._rebuild()
 
     def suspend_silent(self, now: float) -> None:
@@ -60,14 +59,13 @@ class Directory:
 
     def refresh(self, instance: Instance) -> None:
         """Score an instance whose books changed."""
-        seat = self._seats.get(instance.name)
-        if seat is not None and seat[0].instances[seat[1]] is instance:
-            seat[0].update(seat[1])
+        if instance.board is not None:
+            instance.board.update(instance.slot)
 
     def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
         previous = self._held_by(agent)
         if previous is not None and previous.name != registration.instance:
-            del self.instances[previous.name]
+            self._drop(previous)
         self._names[agent] = registration.instance
         instance = self.instances.get(registration.instance)
         if instance is None:
@@ -89,6 +87,10 @@ class Directory:
         else:
             self.refresh(instance)
 
+    def _drop(self, instance: Instance) -> None:
+        del self.instances[instance.name]
+        instance.board = None
+
     def _held_by(self, agent: str) -> Instance | None:
         instance = self.instances.get(self._names.get(agent, ""))
         return instance if instance is not None and instance.agent == agent else None
@@ -106,10 +108,11 @@ class Directory:
             instance = self.instances[name]
             stated = instance.registration
             groups[stated.model, stated.deployment, stated.revision].append(instance)
-        self.models, self._seats = {}, {}
+        self.models = {}
         for (model, _, _), instances in sorted(groups.items()):
             board = Board(instances)
             known = self.models.setdefault(model, Model([], []))
             known.boards.append(board)
             known.instances.extend(instances)
-            self._seats.update({i.name: (board, slot) for slot, i in enumerate(instances)})
+            for slot, instance in enumerate(instances):
+                instance.board, instance.slot = board, slot

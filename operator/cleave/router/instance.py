@@ -6,6 +6,7 @@ tickets are still to be released; so books are replaced, never reset, and late r
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from cleave.policy.books import Book
@@ -37,35 +38,45 @@ class Ledger:
         self.requests = 0
 
 
+class Board(Protocol):
+    """What an instance is scored on."""
+
+    def update(self, slot: int) -> None:
+        """Score one instance anew from its books."""
+
+
 class Instance:
     """An instance and the newest that is known about it."""
 
     __slots__ = (
         "agent",
+        "board",
         "heard_at",
         "last_turn",
         "ledger",
         "load",
+        "name",
         "registration",
+        "slot",
         "suspended",
         "target",
     )
 
     def __init__(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
+        self.name = registration.instance
+        """Unique in the fleet."""
         self.agent = agent
         self.registration = registration
         self.load = agent_pb2.LoadReport()
         self.ledger = Ledger()
+        self.board: Board | None = None
+        """Where it is scored; None once it has been forgotten."""
+        self.slot = 0
         self.target = to_target(registration)
         self.suspended = False
         self.heard_at = now
         """Seconds of the clock that the directory is given."""
         self.last_turn = 0
-
-    @property
-    def name(self) -> str:
-        """Unique in the fleet."""
-        return self.registration.instance
 
     @property
     def selectable(self) -> bool:
