@@ -72,7 +72,13 @@ def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "kind": "LLMDeployment",
         "metadata": {"name": "tiny"},
         "spec": {
-            "model": {"source": str(tiny_model), "servedName": "tiny", "maxModelLen": 4096},
+            # bfloat16, the engine's choice otherwise, makes ties that either side may break.
+            "model": {
+                "source": str(tiny_model),
+                "servedName": "tiny",
+                "dtype": "float32",
+                "maxModelLen": 4096,
+            },
             "slo": {"ttftMs": 1000, "tpotMs": 200},
         },
     }
