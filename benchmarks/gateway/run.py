@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,6 +215,8 @@ def describe(settings: Settings, cores: Cores, quick: bool) -> Description:
 
 
 def main() -> int:
+    # Unwind on SIGTERM (`timeout`, CI), so that no engine or gateway outlives the benchmark.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     arguments = parse_arguments()
     settings, console = choose_settings(arguments), Console(stderr=True)
     cores = choose_cores(list_cores())
