@@ -15,6 +15,7 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2
 
+IMPATIENT = {"health_interval": 0.2, "restart_delay": 0.05, "start_poll": 0.05}
 EMULATED = ("--engine", "emulated", "--model", "opt-13b", "--served-model-name", "m")
 FAST = ("--time-scale", "0.1")
 FAULTS = (*FAST, "--fault-injection")
@@ -186,6 +187,29 @@ def test_an_engine_that_stops_answering_is_replaced(agents) -> None:
     os.kill(engine, signal.SIGSTOP)
     lone.until(lambda told: told.restarts == 1 and ready(told))
     assert "/health: no answer within 1 s, 3 times in a row" in lone.log.read_text()
+
+
+def test_an_engine_whose_loop_hangs_is_replaced_although_it_says_it_is_well(
+    agents, in_background
+) -> None:
+    lone = agents.start(
+        "m-0", "mixed", *EMULATED, "--peer-wait", "0",
+        engine_args=("--fault-injection",), timing={**IMPATIENT, "stall_timeout": 1.0},
+    )  # fmt: skip
+    url = lone.until(ready).engine_url
+    body = {"model": "m", "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            post(url, "/v1/completions", body)
+
+    in_background(ask)
+    for event in lone.stub.Watch(agent_pb2.WatchRequest(interval_ms=10), timeout=60):
+        if event.load.num_running:
+            break
+    assert post(url, "/emulator/faults", {"hang": True})[0] == 200
+    lone.until(lambda told: told.restarts == 1 and ready(told))
+    assert "made no step for 1 s" in lone.log.read_text()
 
 
 def test_an_engine_that_cannot_start_is_tried_again_and_the_reason_is_told(agents) -> None:

@@ -33,6 +33,9 @@ class Timing:
     health_timeout: float = 5.0
     health_failures: int = 3
     """Bad answers in a row after which the engine is killed."""
+    stall_timeout: float = 300.0
+    """An engine with work that makes no step for so long is killed, although /health answers.
+    Far above any step: a chunk of a large model's prompt takes a minute on a slow CPU."""
     restart_delay: float = 1.0
     """Before the first restart; doubles up to restart_delay_max."""
     restart_delay_max: float = 30.0

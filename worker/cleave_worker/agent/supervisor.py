@@ -9,11 +9,12 @@ import asyncio
 import logging
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
 
-from cleave.metrics.load_page import LoadPage
+from cleave.metrics.load_page import Load, LoadPage
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.config import AgentConfig, Timing
 from cleave_worker.agent.http import HttpError
@@ -32,6 +33,11 @@ class EngineFault(RuntimeError):  # noqa: N818
 def restart_delay(quick_deaths: int, timing: Timing) -> float:
     """Seconds before the next start, after `quick_deaths` lives in a row were short."""
     return min(timing.restart_delay * 2.0 ** min(quick_deaths, 30), timing.restart_delay_max)
+
+
+def is_stalled(load: Load, now_ns: int, seconds: float) -> bool:
+    """Whether an engine that has requests took no step for `seconds`: it steps while it has any."""
+    return bool(load.num_running + load.num_waiting) and now_ns - load.sampled_ns > seconds * 1e9
 
 
 class Supervisor:
@@ -145,6 +151,8 @@ class Supervisor:
             failures = failures + 1 if fault else 0
             if failures >= timing.health_failures:
                 raise EngineFault(f"{fault}, {failures} times in a row")
+            if is_stalled(self._instance.load, time.monotonic_ns(), timing.stall_timeout):
+                raise EngineFault(f"has work and made no step for {timing.stall_timeout:g} s")
 
 
 async def prove_then_idle(config: AgentConfig, instance: Instance) -> None:
