@@ -37,8 +37,9 @@ def choose_pair(
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) for a request that may be split; (NONE, slot): both phases there.
 
-    All in tokens, of equal length or empty when all are closed: `prefill` over prefill instances, `decode` over all that
-    decode, `mixed` over mixed instances serving a whole request, `pending_prompt` without masks.
+    All in tokens, of equal length or empty when all are closed: `prefill` over prefill instances,
+    `decode` over all that decode, `mixed` over mixed instances serving a whole request,
+    `pending_prompt` over all of them, without masks.
     A mixed instance is taken when its prompt queue is the shorter one, which saves the transfer;
     when equal, the split is taken because that is what the placement was planned for.
     """
