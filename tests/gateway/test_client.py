@@ -310,6 +310,21 @@ async def test_a_request_that_never_completes_is_dropped(make_stage) -> None:
     assert await client.is_closed()
 
 
+async def test_a_head_that_drips_in_too_slowly_is_dropped(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, idle_s=0.5)
+    client = await stage.connect()
+    client.writer.write(b"GET /health HTTP/1.1\r\n")
+
+    async def drip() -> None:
+        while True:
+            client.writer.write(b"A: b\r\n")
+            await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    assert await client.is_closed()
+    dripping.cancel()
+
+
 async def test_an_idle_connection_is_closed_after_a_while(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, keep_alive_s=0.3)
     client = await stage.connect()

@@ -50,12 +50,8 @@ def test_a_mixed_instance_serves_whole_when_its_prompt_queue_is_shorter() -> Non
 
 
 def test_equal_queues_are_split_as_planned() -> None:
-    assert choose_pair(
-        scores(0, INF, INF), scores(INF, 0, 9), scores(INF, INF, 9), np.zeros(3)
-    ) == (
-        0,
-        1,
-    )
+    prefill, decode, mixed = scores(0, INF, INF), scores(INF, 0, 9), scores(INF, INF, 9)
+    assert choose_pair(prefill, decode, mixed, np.zeros(3)) == (0, 1)
 
 
 def test_mixed_serves_alone_when_it_is_all_there_is() -> None:

@@ -168,6 +168,22 @@ def test_only_ready_instances_are_picked(directory, stated, state) -> None:
     assert {names(router.pick("m", 1)) for _ in range(4)} == {(None, "d2")}
 
 
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1", "nonsense"])
+def test_an_instance_without_an_address_is_not_picked(directory, stated, url: str) -> None:
+    event = stated("d", "decode")
+    event.registration.engine_url = url
+    directory.hear("d", event, 0)
+    with pytest.raises(NoInstance):
+        Router(directory).pick("m", 1)
+
+
+def test_a_doubted_instance_comes_before_the_last_resort_and_after_all_others(fleet_of) -> None:
+    router = Router(fleet_of(p="prefill", d1="decode", d2="decode"))
+    assert names(router.pick("m", 1, single=True, doubt={"d1"})) == (None, "d2")
+    assert names(router.pick("m", 1, single=True, avoid={"d2"}, doubt={"d1"})) == (None, "d1")
+    assert names(router.pick("m", 1, single=True, avoid={"d1", "d2"})) == (None, "p")
+
+
 def test_the_obstacle_is_named_and_empty_when_there_is_none(fleet_of) -> None:
     router = Router(fleet_of(p="prefill"), Fallback.NEVER)
     assert "p (prefill): ready" in router.find_obstacle("m")

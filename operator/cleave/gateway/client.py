@@ -52,6 +52,7 @@ class ClientConnection(asyncio.Protocol):
         self._backlog: list[bytes] = []
         self._deaf = False
         self._busy = False
+        self._receiving = False
         self._running: Running | None = None
         self._deadline = 0.0
         self.keep_alive = True
@@ -153,7 +154,10 @@ class ClientConnection(asyncio.Protocol):
         if self._reader.ready:
             self._next()
         else:
-            self._wait(self._context.config.timeouts.idle_s)
+            if self._reader.reading_body or not self._receiving:
+                # A head has one deadline, however slowly it drips in; a body goes on.
+                self._receiving = True
+                self._wait(self._context.config.timeouts.idle_s)
             self._attend()
 
     def _go_on(self) -> None:
@@ -173,7 +177,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _next(self) -> None:
         request = self._reader.ready.popleft()
-        self._busy = True
+        self._busy, self._receiving = True, False
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
         self._handler.handle(self, request)

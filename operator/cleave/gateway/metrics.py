@@ -68,7 +68,11 @@ class Metrics:
         self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
         """By model; only models that the fleet knows, lest clients make up label values."""
         self.requests: dict[tuple[str, str], int] = defaultdict(int)
-        """By model (empty when unknown) and outcome."""
+        """By model (empty when unknown) and outcome.
+
+        ok; refused: the client's fault; shed: the queue is full; unavailable: no instance; failed:
+        engines let it down; broken: they did so mid-stream; cancelled: the client has gone.
+        """
         self.dispatches: dict[tuple[str, str], int] = defaultdict(int)
         """By model and the router's reason."""
         self.retries: dict[tuple[str, str], int] = defaultdict(int)

@@ -66,6 +66,11 @@ class RequestReader:
         self._body_bytes = 0
         self._raw_body_left = 0
 
+    @property
+    def reading_body(self) -> bool:
+        """A head is whole, its body is not."""
+        return self._request is not None
+
     def feed(self, data: bytes) -> None:
         """Read on; `ready`, `refusal` and `wants_continue` tell what has come of it."""
         rest = data

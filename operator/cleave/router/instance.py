@@ -80,8 +80,12 @@ class Instance:
 
     @property
     def selectable(self) -> bool:
-        """Whether new requests may be sent there."""
-        return not self.suspended and self.registration.state == agent_pb2.STATE_READY
+        """Whether new requests may be sent there; what is ready has a boot and an address."""
+        return (
+            not self.suspended
+            and self.registration.state == agent_pb2.STATE_READY
+            and bool(self.target.boot_id and self.target.port)
+        )
 
     def register(self, agent: str, registration: agent_pb2.Registration) -> None:
         """Take over a new statement; a new boot starts with empty books."""
