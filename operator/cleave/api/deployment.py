@@ -81,7 +81,7 @@ class Routing(Shape):
     """When a decode instance also computes the prompt. Always: whenever no prefill instance can.
     OnPrefillLoss: only after a prefill instance failed the request. Never: answer 503 instead."""
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Requests in flight in one gateway; those beyond are answered with 429."""
+    """Requests that wait for their first byte in one gateway; more are answered with 429."""
 
 
 class LLMDeploymentSpec(Shape):

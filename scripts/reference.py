@@ -1,0 +1,263 @@
+"""Writes docs/reference: `python scripts/reference.py OUTDIR` (scripts/generate).
+
+The code is the only source: resource types, command lines and metric collectors are walked, so a
+page cannot tell what the code does not do. It lies outside both packages because it reads both.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from prometheus_client.metrics_core import Metric
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool
+from cleave.api.resource import API_VERSION
+from cleave.api.schema import Schema, structural
+from cleave.cli.main import app
+from cleave.gateway import main as gateway
+from cleave.gateway import metrics as gateway_metrics
+from cleave.rpc import discovery
+from cleave_worker.agent import config as agent
+from cleave_worker.emulator import main as emulator
+from cleave_worker.emulator.engine import Engine
+from cleave_worker.emulator.metrics import Collector as EmulatorCollector
+
+_HEADER = "<!-- Generated from the code by scripts/generate; changes here are lost. -->\n"
+
+Lines = Iterator[str]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write all pages into the folder argv[0]; 2 when the usage is wrong."""
+    if len(argv) != 1 or not Path(argv[0]).is_dir():
+        sys.stderr.write("usage: python scripts/reference.py OUTDIR\n")
+        return 2
+    os.environ.pop(discovery.ENV, None)  # it would become a default on the pages
+    for name, page in PAGES.items():
+        text = _HEADER + "\n".join(page()) + "\n"
+        (Path(argv[0]) / f"{name}.md").write_text(text)
+    return 0
+
+
+def resources() -> Lines:
+    """Every field of both resources."""
+    yield "# Resources"
+    yield ""
+    yield f"Both are of `{API_VERSION}`. Unknown fields are refused. A field without a default and"
+    yield "without **required** may be left out; its text says what follows."
+    told: dict[str, str] = {}
+    for model in (LLMDeployment, InstancePool):
+        schema = structural(model)
+        yield from ("", f"## {model.__name__}", "", schema["description"])
+        yield from _rules(schema)
+        for part in ("spec", "status"):
+            yield from _object(f"{model.__name__}.{part}", schema["properties"][part], told)
+
+
+def cli() -> Lines:
+    """The `cleave` command and the gateway's own options."""
+    command = typer.main.get_command(app)
+    yield from ("# The `cleave` command", "", *_prose(command.help))
+    yield ""
+    yield "Exit codes: 0 done, 1 it did not work, 2 what was given is wrong, 130 Ctrl-C."
+    yield from _command("cleave", command)
+    for name, child in command.commands.items():  # type: ignore[attr-defined]
+        yield from ("", f"## cleave {name}", "", *_prose(child.help))
+        if name == "gateway":
+            yield from _parser(gateway._build_parser())
+        else:
+            yield from _command(f"cleave {name}", child)
+
+
+def worker() -> Lines:
+    """Flags of the worker agent and of the emulated engine."""
+    yield "# Worker command lines"
+    yield ""
+    yield "Pods run these; `cleave up --dry-run` prints the command line of each."
+    yield from ("", "## python -m cleave_worker.agent.main", "")
+    yield f"{agent._parser({}).description}"
+    yield ""
+    yield "Exit codes: 0 drained; 2 bad usage or cores that another engine holds; 1 anything else."
+    yield from _parser(agent._parser({}))
+    yield from ("", "## python -m cleave_worker.emulator.main", "", *_module(emulator.__doc__))
+    yield from _parser(emulator._parser())
+
+
+def metrics() -> Lines:
+    """What can be scraped."""
+    yield "# Metrics"
+    yield ""
+    yield "## Gateway, `GET /metrics`"
+    yield ""
+    yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
+    counted = gateway_metrics.Collector(gateway_metrics.Metrics())
+    yield from _families(counted.collect(), texts=True)
+    yield from ("", f"TTFT buckets (s): {_numbers(gateway_metrics.TTFT_BOUNDS_S)}.")
+    yield from ("", f"TPOT buckets (s): {_numbers(gateway_metrics.TPOT_BOUNDS_S)}.")
+    yield ""
+    yield "## Emulated engine, `GET /metrics`"
+    yield ""
+    yield "Those of vLLM that the emulation has, under vLLM's names and with its buckets."
+    engine = Engine(emulator.parse(["--model", "facebook/opt-13b"], {}).engine)
+    yield from _families(EmulatorCollector("", engine.metrics, engine.gauges).collect())
+    yield ""
+    yield "## vLLM and the agent"
+    yield ""
+    yield "vLLM's own page is at `GET /metrics` of each engine (its URL is in `cleave status`). The"
+    yield "agent has no page: what it knows goes to routers and `cleave status` over gRPC"
+    yield "(`proto/cleave/rpc/v1/agent.proto`: Registration, LoadReport)."
+
+
+PAGES: dict[str, Callable[[], Lines]] = {
+    "resources": resources,
+    "cli": cli,
+    "worker": worker,
+    "metrics": metrics,
+}
+
+
+def _object(path: str, schema: Schema, told: dict[str, str]) -> Lines:
+    """A heading, a table of the fields, then the objects among them; equal ones are told once."""
+    yield from ("", f"### {path}", "", schema["description"])
+    earlier = told.setdefault(str(schema), path)
+    if earlier != path:
+        yield from ("", f"The same as `{earlier}`.")
+        return
+    yield ""
+    required = schema.get("required", ())
+    rows = [
+        (f"`{name}`", _type(field), _default(field, name in required), field.get("description", ""))
+        for name, field in schema["properties"].items()
+    ]
+    yield from _table(("field", "type", "default", "meaning"), rows)
+    yield from _rules(schema)
+    for name, field in schema["properties"].items():
+        if "properties" in field:
+            yield from _object(f"{path}.{name}", field, told)
+        elif "properties" in field.get("items", {}):
+            yield from _object(f"{path}.{name}[]", field["items"], told)
+
+
+def _rules(schema: Schema) -> Lines:
+    rules = schema.get("x-kubernetes-validations", ())
+    if rules:
+        yield from ("", "Rules:", "")
+    for rule in rules:
+        field = rule.get("fieldPath", "").removeprefix(".")
+        yield f"- `{field}` {rule['message']}" if field else f"- {rule['message']}"
+
+
+def _type(field: Schema) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if field.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    kind = {"object": "object", "string": "text", "array": "list", "integer": "whole number"}
+    name = kind.get(field.get("type", ""), field.get("type", "text or object"))
+    if "items" in field:
+        name = f"list of {_type(field['items']).replace('object', 'objects')}"
+    elif isinstance(field.get("additionalProperties"), dict):
+        name = f"map of text to {_type(field['additionalProperties'])}"
+    return " ".join([name, *_bounds(field)])
+
+
+def _bounds(field: Schema) -> Lines:
+    if "minimum" in field:
+        yield f"{'>' if field.get('exclusiveMinimum') else '>='} {field['minimum']}"
+    if "maximum" in field:
+        yield f"<= {field['maximum']}"
+    if "maxItems" in field:
+        yield f"({field.get('minItems', 0)} to {field['maxItems']})"
+
+
+def _default(field: Schema, required: bool) -> str:
+    if required:
+        return "**required**"
+    default = field.get("default")
+    if default in (None, "", [], {}):
+        return ""
+    return f"`{default}`"
+
+
+def _command(name: str, command: Any) -> Lines:  # noqa: ANN401 - typer's own click
+    context = typer.Context(command, info_name=name)
+    records = (parameter.get_help_record(context) for parameter in command.params)
+    rows = [(f"`{names}`", text) for names, text in filter(None, records)]
+    yield ""
+    yield from _table(("option", "meaning"), rows)
+
+
+def _parser(parser: argparse.ArgumentParser) -> Lines:
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if action.dest != "help"]
+        if not actions:
+            continue
+        if group.title != "options":
+            yield from ("", f"{(group.title or '').capitalize()}:".replace("Vllm", "vLLM"))
+        yield ""
+        rows = [(f"`{_flags(action)}`", _told(action)) for action in actions]
+        yield from _table(("option", "meaning"), rows)
+    if parser.epilog:
+        yield ""
+        yield parser.epilog
+
+
+def _flags(action: argparse.Action) -> str:
+    names = ", ".join(action.option_strings)
+    if action.nargs == 0:
+        return names
+    if action.choices:
+        return f"{names} {'|'.join(map(str, action.choices))}"
+    return f"{names} {action.metavar or action.dest.split('_')[-1].upper()}"
+
+
+def _told(action: argparse.Action) -> str:
+    default = getattr(action.default, "value", action.default)
+    told = action.help or ""
+    if action.required:
+        return f"{told} **required**".strip()
+    if default in (None, "", False) or "default" in told:
+        return told
+    if isinstance(default, int) and default >= 1 << 20:
+        default = f"{default >> 20}MiB"
+    return f"{told} (default {default})".strip()
+
+
+def _families(families: Iterable[Metric], *, texts: bool = False) -> Lines:
+    rows = []
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        told = (family.documentation,) if texts else ()
+        rows.append((f"`{name}`", family.type, labels, *told))
+    yield ""
+    yield from _table(("name", "type", "labels", "meaning")[: 4 if texts else 3], rows)
+
+
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
+    yield "| " + " | ".join(heading) + " |"
+    yield "|" + "---|" * len(heading)
+    for row in rows:
+        yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |"
+
+
+def _prose(text: str | None) -> list[str]:
+    return (text or "").strip().splitlines()
+
+
+def _module(text: str | None) -> list[str]:
+    """The first paragraph of a module's docstring."""
+    return _prose((text or "").split("\n\n")[0])
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
