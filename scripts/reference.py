@@ -158,7 +158,8 @@ def _type(field: Schema) -> str:
     if field.get("x-kubernetes-int-or-string"):
         return "quantity"
     kind = {"object": "object", "string": "text", "array": "list", "integer": "whole number"}
-    name = kind.get(field.get("type", ""), field.get("type", "text or object"))
+    stated: str = field.get("type", "text or object")
+    name = kind.get(stated, stated)
     if "items" in field:
         name = f"list of {_type(field['items']).replace('object', 'objects')}"
     elif isinstance(field.get("additionalProperties"), dict):
