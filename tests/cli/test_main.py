@@ -51,6 +51,17 @@ def test_a_faulty_manifest_is_exit_code_2_with_one_line_per_fault(
         assert all(line.startswith("error: ") for line in lines)
 
 
+def test_an_unknown_latency_profile_is_told_before_anything_starts(
+    cli: CliRunner, manifest: Path
+) -> None:
+    manifest.write_text(manifest.read_text().replace("timeScale", "latency: nope, timeScale"))
+    for command in ("validate", "up"):
+        result = cli.invoke(app, [command, "-f", str(manifest)])
+        (line,) = result.stderr.splitlines()
+        assert result.exit_code == 2
+        assert line.startswith("error: spec.engine.emulated.latency: no latency profile 'nope'")
+
+
 def test_an_absent_file_and_a_missing_option_are_exit_code_2(
     cli: CliRunner, tmp_path: Path
 ) -> None:

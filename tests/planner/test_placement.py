@@ -1,5 +1,7 @@
 """Placements of this version: by hand, or the smallest disaggregated one."""
 
+import pytest
+
 from cleave.api.deployment import (
     LLMDeployment,
     LLMDeploymentSpec,
@@ -7,19 +9,21 @@ from cleave.api.deployment import (
     ManualPool,
     Slo,
 )
+from cleave.api.engine import Emulation, Engine, EngineType
 from cleave.api.model import Model
 from cleave.api.resource import Metadata
 from cleave.api.role import Parallelism, Role
-from cleave.planner.placement import PlannedPool, plan
+from cleave.planner.placement import PlanError, PlannedPool, plan
 
 
-def deployment(*manual: ManualPool) -> LLMDeployment:
+def deployment(*manual: ManualPool, engine: Engine | None = None) -> LLMDeployment:
     return LLMDeployment(
         metadata=Metadata(name="chat"),
         spec=LLMDeploymentSpec(
             model=Model(source="org/model"),
             slo=Slo(ttft_ms=400, tpot_ms=40),
             placement=ManualPlacement(manual=list(manual)) if manual else None,
+            engine=engine or Engine(),
         ),
     )
 
@@ -58,3 +62,12 @@ def test_gpus_and_replicas_are_counted_over_all_pools() -> None:
     assert placement.gpus == 2 + 3 * 8
     assert placement.replicas(Role.DECODE) == 3
     assert placement.replicas(Role.MIXED) == 0
+
+
+def test_an_unknown_latency_profile_is_one_fault_that_names_its_field_and_those_there_are() -> None:
+    unknown = Engine(type=EngineType.EMULATED, emulated=Emulation(latency="distserve/opt-13b/tp3"))
+    with pytest.raises(PlanError) as raised:
+        plan(deployment(engine=unknown))
+    (fault,) = raised.value.faults
+    assert fault.startswith("spec.engine.emulated.latency: no latency profile 'distserve/opt-13b/")
+    assert "distserve/opt-13b/tp1" in fault

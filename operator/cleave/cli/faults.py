@@ -41,10 +41,16 @@ def told() -> Iterator[None]:
 
 
 def load_deployment(file: Path) -> "LLMDeployment":
-    """The LLMDeployment in `file`; ends with exit code 2 and one line per fault in it."""
+    """The LLMDeployment in `file`, which can be planned.
+
+    Ends with exit code 2 and one line per fault in it.
+    """
     from cleave.api.manifest import ManifestError, load
+    from cleave.planner.placement import PlanError, plan
 
     try:
-        return load(file)
-    except ManifestError as error:
+        deployment = load(file)
+        plan(deployment)
+    except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
+    return deployment

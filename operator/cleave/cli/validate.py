@@ -7,7 +7,7 @@ from cleave.cli.up import File
 
 
 def validate(file: File) -> None:
-    """Check a manifest: fields, values and the rules between them.
+    """Check a manifest: fields, values, the rules between them, and that it can be planned.
 
     Ends with exit code 2 and one line per fault. Example: cleave validate -f examples/smallest.yaml
     """

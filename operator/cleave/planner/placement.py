@@ -1,13 +1,26 @@
-"""Chooses how many instances of each role serve a deployment. Pure; called by `cleave.local`.
+"""Chooses how many instances of each role serve a deployment.
 
-This version plans nothing from models or traffic: a placement is stated by hand, or it is the
-smallest disaggregated one. The reason says which.
+Pure; called by `cleave.local`, and by the command line to check a manifest. This version plans
+nothing from models or traffic: a placement is stated by hand, or it is the smallest disaggregated
+one. The reason says which.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Engine, EngineType
 from cleave.api.role import Parallelism, Role
+from cleave.perf import latency
+
+
+class PlanError(ValueError):
+    """The deployment is well-formed but names what this version does not know."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = tuple(faults)
+        """One line each: `path: what is wrong`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +57,11 @@ class Placement:
 
 
 def plan(deployment: LLMDeployment) -> Placement:
-    """The placement stated by hand, else one prefill and one decode instance."""
+    """The placement stated by hand, else one prefill and one decode instance.
+
+    Raises PlanError.
+    """
+    _must_be_measured(deployment.spec.engine)
     stated = deployment.spec.placement
     if stated is None:
         return Placement(
@@ -60,3 +77,13 @@ def plan(deployment: LLMDeployment) -> Placement:
         ),
         reason="stated by hand in spec.placement.manual",
     )
+
+
+def _must_be_measured(engine: Engine) -> None:
+    """An unknown latency profile is said here, not by each engine that fails to start."""
+    if engine.type is not EngineType.EMULATED:
+        return
+    try:
+        latency.load(engine.emulation.latency)
+    except latency.UnknownProfileError as error:
+        raise PlanError([f"spec.engine.emulated.latency: {error}"]) from error
