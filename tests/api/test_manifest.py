@@ -175,6 +175,15 @@ def test_numbers_without_end_are_refused(manifest: Make) -> None:
     assert faults(document) == ("spec.slo.ttftMs: must be a number (got inf)",)
 
 
+@pytest.mark.parametrize(
+    "env", [[{"name": "TOKEN", "value": 1234567}], ["TOKEN=1234567"], {"TOKEN": "1234567"}]
+)
+def test_what_may_be_a_key_is_not_repeated_by_its_fault(manifest: Make, env: object) -> None:
+    (fault,) = faults(yaml.safe_dump(manifest(engine={"env": env})))
+    assert fault.startswith("spec.engine.env")
+    assert "1234567" not in fault
+
+
 def test_a_file_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
     assert faults(path) == (f"{path}: No such file or directory",)

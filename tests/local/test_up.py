@@ -211,6 +211,13 @@ async def test_what_does_not_fit_is_said_before_anything_starts(
     assert port == f"port {free_port} of 127.0.0.1 is in use; choose another with --port"
 
 
+def test_a_pod_that_cannot_be_read_is_said_before_anything_starts(
+    pod: PodBuilder, job: Callable[..., Job]
+) -> None:
+    with pytest.raises(UpError, match="pod w: '1 GB' is not a quantity"):
+        check(job(pod("w", SLEEP, container={"resources": {"requests": {"memory": "1 GB"}}})))
+
+
 async def test_a_second_signal_ends_at_once(
     pod: PodBuilder, job: Callable[..., Job], tmp_path: Path, until: Until
 ) -> None:

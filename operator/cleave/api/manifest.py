@@ -140,7 +140,7 @@ def _fault(detail: ErrorDetails) -> Iterator[str]:
 
 
 def _sentence(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
-    got = f" (got {_shown(detail['input'])})"
+    got = "" if _is_secret(detail["loc"]) else f" (got {_shown(detail['input'])})"
     match detail["type"]:
         case "missing":
             return "required"
@@ -176,6 +176,11 @@ def _sentence(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
             return f"must match {context['pattern']}{got}"
         case _:
             return detail["msg"] + got
+
+
+def _is_secret(path: Sequence[str | int]) -> bool:
+    """Whether the field may hold a key or a password, which no fault repeats."""
+    return "env" in path and path[-1] != "name"
 
 
 def _choices(value: object, expected: str) -> str:

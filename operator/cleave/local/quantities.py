@@ -1,14 +1,18 @@
 """Kubernetes quantities (`500m`, `6Gi`) as numbers, and bytes as text for people.
 
-Used wherever pods' resource requests are compared with what the machine has.
+Used wherever pods' resource requests are compared with what the machine has. What is hard: `E` is
+a suffix (`1E`) or begins an exponent (`1E3`).
 """
 
+import math
 import re
 
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([a-zA-Z]*)")
+from cleave.api.quantity import PATTERN
+
 _SCALE = {
-    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
+    "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3,
+    "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
 }  # fmt: skip
 
 
@@ -28,7 +32,9 @@ def gib(size_bytes: int) -> str:
 
 
 def _number(quantity: str | float) -> float:
-    match = _QUANTITY.fullmatch(str(quantity))
-    if match is None or match[2] not in _SCALE:
+    match = re.fullmatch(PATTERN, str(quantity))
+    digits, suffix = (match[1], match[2] or "") if match else ("nan", "")
+    number = float(digits) * _SCALE[suffix] if suffix in _SCALE else float(digits + suffix)
+    if not math.isfinite(number):
         raise ValueError(f"{quantity!r} is not a quantity")
-    return float(match[1]) * _SCALE[match[2]]
+    return number

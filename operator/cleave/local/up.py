@@ -18,6 +18,7 @@ from cleave.local.errors import StateError, UpError
 from cleave.local.following import End, Outcome, Show, follow
 from cleave.local.job import Job
 from cleave.local.network import HOST_IP, busy_ports
+from cleave.local.pod_spec import PodError
 from cleave.local.state import Snapshot, StateFolder
 from cleave.local.supervisor import Supervisor
 
@@ -35,7 +36,10 @@ def check(job: Job) -> None:
     Raises UpError with what this machine lacks, StateError when the deployment is up already.
     """
     state.folder(job.deployment).must_be_free()
-    faults = capacity.faults(job.pods, job.node, allow_shared_cores=job.allow_shared_cores)
+    try:
+        faults = capacity.faults(job.pods, job.node, allow_shared_cores=job.allow_shared_cores)
+    except PodError as error:
+        raise UpError([str(error)]) from error
     if busy_ports(HOST_IP, [job.port]):
         faults.append(f"port {job.port} of {HOST_IP} is in use; choose another with --port")
     if faults:
