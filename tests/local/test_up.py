@@ -4,20 +4,17 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cleave.local import following, state
+from cleave.local import state
 from cleave.local.errors import StateError, UpError
 from cleave.local.following import Step
-from cleave.local.instances import Row
 from cleave.local.job import Job
+from cleave.local.kubelet import Kubelet
 from cleave.local.node import Node
-from cleave.local.state import PodView, Snapshot
 from cleave.local.up import check, detach, down, running
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
@@ -237,6 +234,18 @@ async def test_a_second_signal_ends_at_once(
     assert state.running() == []
 
 
+async def test_a_supervisor_that_breaks_down_is_never_called_ready(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Kubelet, "run", full)
+    with pytest.raises(OSError, match="no space left"):
+        async with running(job(), unseen(), 20):
+            pytest.fail("nothing runs")
+
+
 def test_several_running_deployments_must_be_named(state_root: Path) -> None:
     with pytest.raises(StateError, match="nothing is up"):
         state.find(None)
@@ -244,22 +253,3 @@ def test_several_running_deployments_must_be_named(state_root: Path) -> None:
         with pytest.raises(StateError, match="name one of: a, b"):
             state.find(None)
         assert state.find("b").name == "b"
-
-
-def test_states_unlike_ready_are_named_for_people() -> None:
-    pod = PodView("p", "prefill", "127.0.0.1:9000", 1, False, 0, "", None, 100.0)
-    row = Row("p", "prefill", "starting")
-    shown = following.step(pod, row, "loading weights", 107.0)
-    assert shown == Step("p", "prefill", "loading", 7.0, "loading weights")
-
-
-def test_what_happens_to_pods_that_were_ready_is_told() -> None:
-    fine = PodView("p", "prefill", "127.0.0.1:9000", 1, True, 0, "", None, 100.0)
-    lost = replace(fine, ready=False)
-    back = replace(fine, restarts=1, last_exit_code=137)
-    looks = [Snapshot("chat", 1, "", (pod,)) for pod in (fine, lost, back, back)]
-    assert [following.changes(*pair) for pair in pairwise(looks)] == [
-        ["p is not ready"],
-        ["p was started again after exit code 137", "p is ready again"],
-        [],
-    ]

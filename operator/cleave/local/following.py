@@ -53,6 +53,8 @@ class Step:
     elapsed_s: float
     detail: str
     """While it loads the last line of its log, else the reason it gives."""
+    restarts: int = 0
+    """Of the pod and of its engine."""
 
 
 Show = Callable[[Sequence[Step]], None]
@@ -70,26 +72,39 @@ async def follow(folder: StateFolder, show: Show, timeout_s: float) -> End:
             return _supervisor_ended(folder)
         steps = await _steps(folder, snapshot, steps)
         show(steps)
-        if end := judge(snapshot, folder):
+        if end := judge(snapshot, steps, folder):
             return end
         if time.monotonic() > deadline:
-            return _late(folder, steps, timeout_s)
+            return late(folder, snapshot, steps, timeout_s)
         await asyncio.sleep(_LOOK_PERIOD_S)
 
 
-def judge(snapshot: Snapshot, folder: StateFolder) -> End | None:
-    """The end, when the snapshot shows one."""
+def judge(snapshot: Snapshot, steps: Sequence[Step], folder: StateFolder) -> End | None:
+    """The end, when snapshot or steps show one."""
     if snapshot.fault:
         return End(Outcome.FAILED, snapshot.fault)
     if snapshot.stopping:
         return End(Outcome.STOPPED)
     for pod in snapshot.pods:
         if pod.last_exit_code == REFUSED_EXIT_CODE or pod.restarts >= _RESTARTS_ALLOWED:
-            reason = f"{pod.name} ended with exit code {pod.last_exit_code}"
-            return End(Outcome.FAILED, reason, logs.tail(folder.log(pod.name), _LOG_LINES))
+            return _failed(folder, pod.name, f"ended with exit code {pod.last_exit_code}")
+    for each in steps:
+        # A worker outlives its engine and starts it again, also one that refuses its arguments.
+        if each.restarts >= _RESTARTS_ALLOWED:
+            return _failed(folder, each.pod, f"has lost its engine {each.restarts} times")
     if snapshot.pods and all(pod.ready for pod in snapshot.pods):
         return End(Outcome.READY)
     return None
+
+
+def late(folder: StateFolder, snapshot: Snapshot, steps: Sequence[Step], timeout_s: float) -> End:
+    """The end when the time is over."""
+    # The kubelet decides: an agent may say that it is ready before a probe has heard of it.
+    waiting = {pod.name for pod in snapshot.pods if not pod.ready}
+    missing = [each for each in steps if each.pod in waiting]
+    names = ", ".join(f"{each.pod} ({each.state})" for each in missing[:4]) or "no pod was started"
+    log = logs.tail(folder.log(missing[0].pod if missing else "supervisor"), _LOG_LINES)
+    return End(Outcome.FAILED, f"not ready within {timeout_s:.0f} s: {names}", log)
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:
@@ -122,7 +137,7 @@ def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
     if state == "starting" and pod.role != GATEWAY:
         state = LOADING
     detail = (last_log_line if state == LOADING else "") or row.reason
-    return Step(pod.name, pod.role, state, now - pod.admitted_at, detail)
+    return Step(pod.name, pod.role, state, now - pod.admitted_at, detail, row.restarts)
 
 
 async def _steps(folder: StateFolder, snapshot: Snapshot, before: Sequence[Step]) -> list[Step]:
@@ -146,8 +161,5 @@ def _supervisor_ended(folder: StateFolder) -> End:
     return End(Outcome.FAILED, "the supervisor ended", log)
 
 
-def _late(folder: StateFolder, steps: Sequence[Step], timeout_s: float) -> End:
-    late = [each for each in steps if each.state != READY]
-    names = ", ".join(f"{each.pod} ({each.state})" for each in late[:4])
-    reason = f"not ready within {timeout_s:.0f} s: {names}"
-    return End(Outcome.FAILED, reason, logs.tail(folder.log(late[0].pod), _LOG_LINES))
+def _failed(folder: StateFolder, pod: str, what: str) -> End:
+    return End(Outcome.FAILED, f"{pod} {what}", logs.tail(folder.log(pod), _LOG_LINES))

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
-from cleave.local import capacity, state
+from cleave.local import capacity, logs, state
 from cleave.local.errors import StateError, UpError
 from cleave.local.following import End, Outcome, Show, follow
 from cleave.local.job import Job
@@ -28,6 +28,7 @@ Screen = AbstractContextManager[Show]
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_PERIOD_S = 0.1
 _HURRIED_S = 15.0
+_LOG_LINES = 12
 
 
 def check(job: Job) -> None:
@@ -63,6 +64,8 @@ async def running(job: Job, screen: Screen, timeout_s: float) -> AsyncIterator[S
                 with screen as show:
                     end = await follow(folder, show, timeout_s)
                 _must_not_fail(end)
+                if not supervisor.is_stopping and task.done():
+                    task.result()  # it broke down: that is the fault to tell
                 yield supervisor
             finally:
                 if not supervisor.is_stopping:
@@ -86,7 +89,8 @@ async def detach(job: Job, screen: Screen, timeout_s: float) -> None:
             end = await follow(folder, show, timeout_s)
         _must_not_fail(end)
         if end.outcome is Outcome.STOPPED:
-            raise UpError(["stopped before it was ready"])
+            log = logs.tail(folder.log("supervisor"), _LOG_LINES)
+            raise UpError(["stopped before it was ready"], log)
     except BaseException:
         await down(folder, _HURRIED_S)
         raise

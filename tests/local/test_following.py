@@ -1,0 +1,78 @@
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from cleave.local import following
+from cleave.local.following import End, Outcome, Step, follow, judge
+from cleave.local.instances import Row
+from cleave.local.state import PodView, Snapshot, StateFolder
+
+LOADING = PodView("p", "prefill", "127.0.0.1:1", 1, False, 0, "", None, 100.0)
+READY = replace(LOADING, ready=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StateFolder:
+    (tmp_path / "chat" / "logs").mkdir(parents=True)
+    return StateFolder(tmp_path / "chat")
+
+
+def of(*pods: PodView) -> Snapshot:
+    return Snapshot("chat", 1, "", pods)
+
+
+def test_states_unlike_ready_are_named_for_people() -> None:
+    row = Row("p", "prefill", "starting", restarts=1)
+    shown = following.step(LOADING, row, "loading weights", 107.0)
+    assert shown == Step("p", "prefill", "loading", 7.0, "loading weights", 1)
+
+
+def test_the_wait_ends_when_all_are_ready(folder: StateFolder) -> None:
+    assert judge(of(), [], folder) is None
+    assert judge(of(READY, LOADING), [], folder) is None
+    assert judge(of(READY, READY), [], folder) == End(Outcome.READY)
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 2])
+def test_a_pod_may_restart_a_few_times(folder: StateFolder, restarts: int) -> None:
+    again = replace(LOADING, restarts=restarts, last_exit_code=1)
+    assert judge(of(again), [Step("p", "prefill", "loading", 1, "", restarts)], folder) is None
+
+
+def test_a_pod_that_refuses_its_arguments_is_given_up_at_once(folder: StateFolder) -> None:
+    folder.log("p").write_text("core 0 is taken\n")
+    end = judge(of(replace(LOADING, last_exit_code=2)), [], folder)
+    assert end == End(Outcome.FAILED, "p ended with exit code 2", ["core 0 is taken"])
+
+
+def test_a_worker_whose_engine_never_stays_up_is_given_up(folder: StateFolder) -> None:
+    folder.log("p").write_text("no such flag\n")
+    end = judge(of(LOADING), [Step("p", "prefill", "loading", 9, "", 3)], folder)
+    assert end == End(Outcome.FAILED, "p has lost its engine 3 times", ["no such flag"])
+
+
+async def test_a_supervisor_that_started_nothing_in_time_is_told(folder: StateFolder) -> None:
+    folder.log("supervisor").write_text("still importing\n")
+    with folder.lock():
+        folder.write(of())
+        end = await follow(folder, lambda _: None, 0)
+    assert end.reason == "not ready within 0 s: no pod was started"
+    assert end.log == ["still importing"]
+
+
+def test_a_pod_that_only_its_agent_calls_ready_is_late_too(folder: StateFolder) -> None:
+    steps = [Step("p", "prefill", "ready", 1, "")]
+    end = following.late(folder, of(LOADING), steps, 1)
+    assert end.reason == "not ready within 1 s: p (ready)"
+
+
+def test_what_happens_to_pods_that_were_ready_is_told() -> None:
+    back = replace(READY, restarts=1, last_exit_code=137)
+    looks = list(map(of, (READY, LOADING, back, back)))
+    assert [following.changes(*pair) for pair in pairwise(looks)] == [
+        ["p is not ready"],
+        ["p was started again after exit code 137", "p is ready again"],
+        [],
+    ]
