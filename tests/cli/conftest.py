@@ -1,5 +1,6 @@
 """A command line that runs in this process, with a state folder of its own."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,10 @@ def manifest(tmp_path: Path) -> Path:
     path = tmp_path / "chat.yaml"
     path.write_text(SMALLEST)
     return path
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(sock.getsockname()[1])

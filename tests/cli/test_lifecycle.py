@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,13 +27,6 @@ def cleave(state_root: Path) -> Cleave:
         )  # fmt: skip
 
     return run
-
-
-@pytest.fixture
-def port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
 
 
 def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> None:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from cleave.cli.main import app
 from cleave.local import state
+from cleave.local.state import Snapshot
 
 COMMANDS = ("demo", "up", "status", "logs", "down", "validate", "gateway")
 HEAVY = ("grpc", "pydantic", "kubernetes", "numpy", "httpx", "torch", "yaml")
@@ -109,6 +110,38 @@ def test_logs_are_those_of_one_pod_or_of_all(cli: CliRunner, state_root: Path) -
     assert cli.invoke(app, ["logs", "chat"]).output == "a | one\na | two\nb | three\n"
     unknown = cli.invoke(app, ["logs", "chat", "c"])
     assert (unknown.exit_code, unknown.stderr) == (1, "error: chat has no pod c; it has a, b\n")
+
+
+def test_a_log_may_be_followed_without_its_past(cli: CliRunner, state_root: Path) -> None:
+    folder = state_root / "chat" / "logs"
+    folder.mkdir(parents=True)
+    (folder / "a.log").write_text("one\ntwo\n")
+    assert cli.invoke(app, ["logs", "chat", "a", "-n", "0"]).output == ""
+
+
+def test_a_deployment_whose_supervisor_was_killed_is_told_until_it_is_taken_down(
+    cli: CliRunner,
+) -> None:
+    with state.folder("chat").lock():
+        state.folder("chat").write(Snapshot("chat", 1, "http://127.0.0.1:1"))
+    told = cli.invoke(app, ["status", "-o", "json"])
+    assert told.stdout == "[]\n"
+    assert told.stderr.startswith("chat: its supervisor was killed")
+    named = cli.invoke(app, ["status", "chat"])
+    assert (named.exit_code, named.stderr.count("was killed")) == (1, 1)
+    assert cli.invoke(app, ["down", "chat"]).output == "chat is down\n"
+    assert cli.invoke(app, ["status"]).output == "nothing is up on this machine\n"
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_state_folder_that_cannot_be_made_is_told_with_the_remedy(
+    cli: CliRunner, manifest: Path, monkeypatch: pytest.MonkeyPatch, port: str, command: str
+) -> None:
+    monkeypatch.setenv("CLEAVE_STATE_DIR", str(manifest / "below-a-file"))
+    arguments = ["up", "-f", str(manifest)] if command == "up" else ["demo", "--engine", "emulated"]
+    done = cli.invoke(app, [*arguments, "--port", port])
+    assert done.exit_code == 1
+    assert done.stderr.endswith("name another folder with CLEAVE_STATE_DIR\n")
 
 
 def test_the_gateway_reads_its_own_options(cli: CliRunner) -> None:

@@ -188,8 +188,9 @@ async def test_a_supervisor_that_was_killed_does_not_count_as_running(
     assert snapshot is not None
     os.kill(snapshot.supervisor_pid, signal.SIGKILL)
     await until(lambda: not state.running())
-    with pytest.raises(StateError, match="chat is not up"):
+    with pytest.raises(StateError, match="chat is not up: its supervisor was killed"):
         state.find("chat")
+    assert [folder.name for folder in state.lost()] == ["chat"]
     await detach(job(), unseen(), 60)
 
 
@@ -240,10 +241,12 @@ async def test_a_supervisor_that_breaks_down_is_never_called_ready(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
+    reached: list[str] = []
     monkeypatch.setattr(Kubelet, "run", full)
     with pytest.raises(OSError, match="no space left"):
         async with running(job(), unseen(), 20):
-            pytest.fail("nothing runs")
+            reached.append("ready")
+    assert reached == []
 
 
 def test_several_running_deployments_must_be_named(state_root: Path) -> None:

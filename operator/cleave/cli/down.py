@@ -28,6 +28,7 @@ def down(
     from cleave.local import up as local
 
     with told():
-        folder = state.find(name)
+        killed = {folder.name: folder for folder in state.lost()}
+        folder = killed.get(name or "") or state.find(name)
         asyncio.run(local.down(folder, timeout))
     typer.echo(f"{folder.name} is down")

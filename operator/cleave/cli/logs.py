@@ -60,11 +60,14 @@ def _follow(files: Sequence[Path], sizes: Sequence[int]) -> None:
 
 def _news(file: Path, place: int) -> tuple[str, int]:
     """Whole lines written after `place`, and the place after them."""
-    with file.open("rb") as opened:
-        if os.fstat(opened.fileno()).st_size < place:
-            place = 0  # the kubelet has cut a log that grew too long
-        opened.seek(place)
-        text = opened.read()
+    try:
+        with file.open("rb") as opened:
+            if os.fstat(opened.fileno()).st_size < place:
+                place = 0  # the kubelet has cut a log that grew too long
+            opened.seek(place)
+            text = opened.read()
+    except FileNotFoundError:
+        return "", 0  # the deployment comes up again: it will be written anew
     whole = text[: text.rfind(b"\n") + 1]
     return whole.decode(errors="replace"), place + len(whole)
 

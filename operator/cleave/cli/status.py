@@ -49,6 +49,8 @@ def status(
     with told():
         if not watch:
             _print(asyncio.run(collect(name)), output)
+            if name is None:
+                _tell_lost()
         elif output is Output.TABLE:
             _watch_table(name)
         else:
@@ -100,6 +102,14 @@ def _print(found: Sequence[dict[str, Any]], output: Output) -> None:
         from rich.console import Console
 
         show(Console(), found)
+
+
+def _tell_lost() -> None:
+    from cleave.local import state
+
+    for folder in state.lost():
+        line = f"{folder.name}: its supervisor was killed; `cleave logs {folder.name}` may say why"
+        typer.echo(f"{line}, `cleave down {folder.name}` forgets it", err=True)
 
 
 def _watch_table(name: str | None) -> None:

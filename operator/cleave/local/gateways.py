@@ -5,6 +5,7 @@ import json
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 
 _ASK_S = 2.0
 _HANDOFFS = 'cleave_gateway_handoffs_total{result="used"}'
@@ -31,8 +32,8 @@ async def handoffs(url: str) -> int:
 def _handoffs(url: str) -> int:
     try:
         with _opener().open(f"{url}/metrics", timeout=_ASK_S) as response:
-            text = response.read().decode()
-    except OSError:
+            text = response.read().decode(errors="replace")
+    except (OSError, HTTPException):
         return 0
     for line in text.splitlines():
         if line.startswith(_HANDOFFS):
@@ -52,7 +53,7 @@ def _ask(url: str) -> GatewayHealth:
     except urllib.error.HTTPError as error:
         with error:
             return GatewayHealth(serving=False, reason=_reason(error.read()))
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         return GatewayHealth(serving=False, reason=f"no answer: {error}")
 
 

@@ -58,19 +58,23 @@ def _available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
-            return min(int(rest.split()[0]) * 1024, _cgroup_left_bytes())
+            return min(int(rest.split()[0]) * 1024, cgroup_left_bytes())
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
-def _cgroup_left_bytes() -> int:
+def cgroup_left_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
     """What a container's memory limit leaves; without one, as good as everything."""
-    group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
         return 2**63
-    return 2**63 if limit == "max" else max(0, int(limit) - used)
+    if limit == "max":
+        return 2**63
+    # Caches of files that nobody uses give way, as they do without a limit.
+    cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    return max(0, int(limit) - max(0, used - cached))
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -94,7 +94,11 @@ class PodLife:
     async def _run_once(self) -> Ended:
         started_at = time.time()
         command = self._command
-        self._process = process.start(command.argv, command.env, self.cores, command.log)
+        try:
+            self._process = process.start(command.argv, command.env, self.cores, command.log)
+        except OSError as error:
+            # Too many processes or files: may pass. The code is that of container runtimes.
+            return Ended(128, started_at, time.time(), f"StartError: {error}")
         self._note(pid=self._process.pid, started_at=started_at, waiting="", waiting_message="")
         try:
             reason = await self._stay_up(self._process)

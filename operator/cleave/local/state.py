@@ -5,6 +5,7 @@ a supervisor that was killed leaves its file behind, so whether one runs is told
 the kernel releases with the process, never by the file.
 """
 
+import errno
 import fcntl
 import os
 import time
@@ -105,9 +106,9 @@ class StateFolder:
     def lock(self) -> Iterator[int]:
         """Hold the deployment; yields a descriptor that keeps it held where it is inherited.
 
-        Raises StateError when another supervisor holds it.
+        Raises StateError when another supervisor holds it or the folder cannot be written.
         """
-        files.private_folder(self.path / "logs")
+        make_folder(self.path / "logs")
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if not _locked(fd):
@@ -131,7 +132,7 @@ class StateFolder:
         """Whether a supervisor runs."""
         try:
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -159,10 +160,28 @@ def folder(name: str) -> StateFolder:
     return StateFolder(root() / name)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder below `root`. Raises StateError when that is not possible."""
+    try:
+        files.private_folder(path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise StateError(
+            f"{path} cannot be written: {error.strerror}; name another folder with CLEAVE_STATE_DIR"
+        ) from error
+
+
 def running() -> list[StateFolder]:
     """Folders of the deployments that are up, by name."""
     locks = sorted(root().glob("*/lock"))
     return [found for lock in locks if (found := StateFolder(lock.parent)).is_held()]
+
+
+def lost() -> list[StateFolder]:
+    """Folders of the deployments whose supervisor was killed, by name, until they are up again."""
+    left = sorted(root().glob("*/state.json"))
+    return [found for file in left if not (found := StateFolder(file.parent)).is_held()]
 
 
 def find(name: str | None) -> StateFolder:
@@ -174,5 +193,9 @@ def find(name: str | None) -> StateFolder:
         names = ", ".join(each.name for each in up)
         raise StateError(f"name one of: {names}" if up else "nothing is up on this machine")
     if name not in {each.name for each in up}:
+        if name in {each.name for each in lost()}:
+            raise StateError(
+                f"{name} is not up: its supervisor was killed; see `cleave logs {name}`"
+            )
         raise StateError(f"{name} is not up on this machine")
     return folder(name)

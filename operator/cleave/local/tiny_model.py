@@ -37,9 +37,10 @@ bright lanterns slow trains warm kitchens paper maps winter gardens first snow s
 
 
 def cached() -> Path:
-    """The model's folder in the state folder, built on first use."""
+    """The model's folder in the state folder, built on first use. Raises StateError."""
     path = state.root() / ".models" / f"tiny-llama-{VERSION}"
     if not path.exists():
+        state.make_folder(path.parent)
         build(path)
     return path
 
