@@ -123,6 +123,16 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
+def threads_cores(engine: psutil.Process) -> set[int]:
+    """Every core that a thread of the engine may run on."""
+    return {
+        core
+        for process in [engine, *engine.children(recursive=True)]
+        for thread in process.threads()
+        for core in os.sched_getaffinity(thread.id)
+    }
+
+
 def engine_url(deployment: Deployment, role: str) -> str:
     return deployment.instances()[f"tiny-{role}-0"].engine_url
 
@@ -144,6 +154,22 @@ def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Dep
         assert answer.tokens == expected.tokens, case
         assert "kv_transfer_params" not in answer.raw
         assert "remote_" not in answer.raw
+
+
+def test_what_the_agents_say_is_true(vllm: Deployment) -> None:
+    for health in vllm.healths():
+        told, load = health.registration, health.load
+        assert told.engine.startswith("vllm 0.")
+        assert (told.kv_path.verified, told.kv_path.transport) == (True, "nixl")
+        assert told.kv_block_size == 128
+        assert load.kv_blocks_free == told.kv_blocks_total > 0
+        assert load.sampled_ns > 0
+
+
+def test_each_engine_stays_on_its_own_core(vllm: Deployment) -> None:
+    taken = [threads_cores(vllm.engine(f"tiny-{role}-0")) for role in ("prefill", "decode")]
+    assert [len(cores) for cores in taken] == [1, 1]
+    assert taken[0] != taken[1]
 
 
 def test_a_client_cannot_hand_in_hand_off_data(vllm: Deployment) -> None:
