@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cleave.local import process
 from cleave.local.kubelet import Kubelet
 from cleave.local.node import Gpu, Node
 from cleave.local.pod_spec import PodError
@@ -150,6 +151,23 @@ async def test_a_pod_that_ends_is_started_again_after_a_pause(
     assert container(kubelet, "crash")["state"]["waiting"]["reason"] == "CrashLoopBackOff"
     assert container(kubelet, "crash")["lastState"]["terminated"]["exitCode"] == 3
     await until(lambda: container(kubelet, "crash")["restartCount"] == 1)
+
+
+async def test_a_pod_whose_process_cannot_be_made_is_tried_again(
+    kubelet: Kubelet, pod: PodBuilder, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError("too many processes")
+
+        patch.setattr(process, "start", full)
+        kubelet.run(pod("w", SLEEP))
+        await until(lambda: "waiting" in container(kubelet, "w")["state"])
+        await until(lambda: "terminated" in container(kubelet, "w")["lastState"])
+    ended = container(kubelet, "w")["lastState"]["terminated"]
+    assert (ended["exitCode"], ended["reason"]) == (128, "StartError: too many processes")
+    await until(lambda: pid_of(kubelet, "w"))
 
 
 async def test_a_pod_that_is_never_restarted_succeeds_or_fails(
