@@ -242,6 +242,19 @@ async def test_many_streams_at_once_equal_single_answers_on_scarce_blocks(serve)
     assert server.num_used_blocks == 0
 
 
+async def test_requests_beyond_the_limit_are_refused(serve, monkeypatch) -> None:
+    monkeypatch.setattr(api, "_MAX_REQUESTS", 1)
+    server = await serve()
+    body = {"prompt": WORDS, "max_tokens": 5}
+    server.engine.faults.apply(b'{"hang": true}')
+    first = asyncio.create_task(server.post(body))
+    await server.until(lambda: server.engine.num_requests == 1)
+    assert (await server.post(body))[0] == 503
+    server.engine.faults.clear()
+    assert (await first)[0] == 200
+    assert (await server.post(body))[0] == 200
+
+
 async def test_a_client_that_does_not_read_is_cut_off(serve, monkeypatch) -> None:
     monkeypatch.setattr(api, "_MAX_UNSENT", 1 << 16)
     server = await serve(time_scale=0, max_model_len=60_000)

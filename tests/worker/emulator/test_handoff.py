@@ -135,6 +135,20 @@ async def test_an_unreachable_prefill_instance_fails_the_request(serve) -> None:
     assert "cannot be reached" in await refused(other, params)
 
 
+async def test_a_host_that_is_no_name_fails_the_request(serve) -> None:
+    one, other = await serve("A"), await serve("B")
+    params = await one.prefill(PROMPT)
+    assert "cannot be reached" in await refused(other, {**params, "remote_host": "a." + "b" * 99})
+
+
+@pytest.mark.parametrize("port", [0, 65536, float("inf"), "x", None])
+async def test_a_port_that_is_none_is_a_bad_request(serve, port: object) -> None:
+    one, other = await serve("A"), await serve("B")
+    params = {**await one.prefill(PROMPT), "remote_port": port}
+    status, answer = await other.post(with_params(params))
+    assert (status, answer["error"]["param"]) == (400, "kv_transfer_params")
+
+
 async def test_a_prefill_instance_that_dies_during_the_transfer_fails_the_request(serve) -> None:
     one, other = await serve("A"), await serve("B", latency_ms=500_000)
     params = await one.prefill(PROMPT)

@@ -24,10 +24,11 @@ VERSION = "0.32.0"
 """The vLLM whose behaviour this follows."""
 
 _MAX_BODY = 64 << 20
+_MAX_REQUESTS = 16384
+"""Requests in the engine; vLLM would queue without end."""
 _MAX_UNSENT = 4 << 20
 """A client that lags this many bytes behind is cut off."""
 _WORDS = {token: tokenizer.decode(token).encode() for token in tokenizer.words()}
-
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -124,7 +125,9 @@ class Api:
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
         if self._engine.faults.refuse or not self._engine.alive:
-            raise ApiError(503, "The engine takes no requests.", "ServiceUnavailableError")
+            raise _unavailable("The engine takes no requests.")
+        if self._engine.num_requests >= _MAX_REQUESTS:
+            raise _unavailable(f"The engine has {_MAX_REQUESTS} requests.")
         try:
             body = json.loads(await request.read())
         except ValueError as error:
@@ -208,6 +211,10 @@ async def _answer_errors(request: web.Request, handler: _Handler) -> web.StreamR
         return await handler(request)
     except ApiError as error:
         return web.json_response(error.body(), status=error.status)
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, message, "ServiceUnavailableError")
 
 
 def _server_error(message: str) -> ApiError:

@@ -62,6 +62,11 @@ class Engine:
         """Whether the loop runs (a hanging engine counts as alive, as with vLLM)."""
         return self._loop_task is not None and not self._loop_task.done()
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that are waiting or running."""
+        return len(self._listeners)
+
     async def start(self) -> None:
         """Open the KV door and start the loop. Raises OSError when the door's port is taken."""
         if self.door:

@@ -117,7 +117,7 @@ class KvDoor:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(hand_off.host, hand_off.port)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:
             raise TransferError("the prefill instance cannot be reached") from error
         try:
             return await self._read(reader, writer, hand_off, num_blocks, duration_s)
@@ -216,7 +216,7 @@ class KvDoor:
                     await writer.drain()
                 finally:
                     writer.close()
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, UnicodeError):
             self._metrics.failed_notifications += 1
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
@@ -226,8 +226,7 @@ class KvDoor:
         return task
 
     def _set_timer(self) -> None:
-        expiry = self._leases.next_expiry
-        if self._timer is None and expiry is not None:
+        if self._timer is None and (expiry := self._leases.next_expiry) is not None:
             self._timer = asyncio.get_running_loop().call_at(expiry, self._expire)
 
     def _expire(self) -> None:

@@ -205,14 +205,17 @@ def _hand_off(params: dict[str, Any]) -> HandOff:
     try:
         groups: Iterable[Iterable[int]] = params["remote_block_ids"]
         (block_ids,) = groups
+        port = int(params["remote_port"])
+        if not 0 < port < 65536:
+            raise ValueError(f"remote_port {port}")
         return HandOff(
             engine_id=str(params["remote_engine_id"]),
             request_id=str(params["remote_request_id"]),
             host=str(params["remote_host"]),
-            port=int(params["remote_port"]),
+            port=port,
             block_ids=tuple(int(block) for block in block_ids),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise bad_request(
             f"kv_transfer_params are malformed: {error!r}", "kv_transfer_params"
         ) from error
