@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cleave.api.engine import Engine, Template
 from cleave.api.model import ModelField
-from cleave.api.resource import ApiVersion, Conditions, MetadataField, name_rule
+from cleave.api.resource import Conditions, Resource, name_rule
 from cleave.api.role import Parallelism, Role
 from cleave.api.shape import Rule, Shape, keyed_by
 
@@ -154,25 +154,13 @@ class LLMDeploymentStatus(Shape):
     """Base URL for OpenAI clients inside the cluster."""
 
 
-class LLMDeployment(Shape):
+class LLMDeployment(Resource):
     """Serves one large language model from prefill, decode and mixed instances."""
 
-    api_version: ApiVersion = "cleave.dev/v1alpha1"
     kind: Literal["LLMDeployment"] = "LLMDeployment"
-    metadata: MetadataField
     spec: LLMDeploymentSpec
     """What is wanted."""
     status: LLMDeploymentStatus | None = None
     """What is."""
 
     rules = (name_rule(40),)
-
-    @property
-    def name(self) -> str:
-        """Name of the object."""
-        return self.metadata.name
-
-    @property
-    def namespace(self) -> str:
-        """Namespace of the object."""
-        return self.metadata.namespace

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from cleave.api.engine import Engine, Template
 from cleave.api.model import ModelField
-from cleave.api.resource import ApiVersion, Conditions, MetadataField, name_rule
+from cleave.api.resource import Conditions, Resource, name_rule
 from cleave.api.role import Parallelism, Role
 from cleave.api.shape import Shape
 
@@ -54,25 +54,13 @@ class InstancePoolStatus(Shape):
     """Ready, Progressing, Degraded."""
 
 
-class InstancePool(Shape):
+class InstancePool(Resource):
     """The instances of one role of an LLMDeployment."""
 
-    api_version: ApiVersion = "cleave.dev/v1alpha1"
     kind: Literal["InstancePool"] = "InstancePool"
-    metadata: MetadataField
     spec: InstancePoolSpec
     """What is wanted."""
     status: InstancePoolStatus | None = None
     """What is."""
 
     rules = (name_rule(48),)
-
-    @property
-    def name(self) -> str:
-        """Name of the object."""
-        return self.metadata.name
-
-    @property
-    def namespace(self) -> str:
-        """Namespace of the object."""
-        return self.metadata.namespace

@@ -37,6 +37,24 @@ MetadataField = Annotated[Metadata, WithJsonSchema({"type": "object"})]
 """Metadata; its schema is the API server's own."""
 
 
+class Resource(Shape):
+    """An object of the API server; each kind adds spec and status."""
+
+    api_version: ApiVersion = "cleave.dev/v1alpha1"
+    kind: str
+    metadata: MetadataField
+
+    @property
+    def name(self) -> str:
+        """Name of the object."""
+        return self.metadata.name
+
+    @property
+    def namespace(self) -> str:
+        """Namespace of the object."""
+        return self.metadata.namespace
+
+
 def name_rule(longest: int) -> Rule:
     """Names of at most `longest` characters that can begin a DNS label.
 
