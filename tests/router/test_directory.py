@@ -1,5 +1,6 @@
 """What agents say, and stop saying, and what that opens and closes."""
 
+from cleave.router.instance import Contact
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
 
@@ -8,20 +9,41 @@ def open_names(directory) -> set[str]:
     return {name for name, instance in directory.instances.items() if instance.selectable}
 
 
-def test_two_seconds_of_silence_suspend_and_a_report_opens_again(directory, stated, loaded) -> None:
+def test_two_seconds_of_silence_raise_doubt_ten_close_and_a_report_opens_again(
+    directory, stated, loaded
+) -> None:
     directory.hear("a", stated("d", "decode"), 10.0)
-    directory.suspend_silent(11.9)
-    assert open_names(directory) == {"d"}
-    directory.suspend_silent(12.1)
-    assert open_names(directory) == set()
-    directory.hear("a", loaded("d"), 12.2)
-    assert open_names(directory) == {"d"}
+    instance = directory.instances["d"]
+    seen = []
+    for now in (11.9, 12.1, 19.9, 20.1):
+        directory.note_silence(now)
+        seen.append((instance.contact, instance.selectable))
+    assert seen == [
+        (Contact.HEARD, True),
+        (Contact.STALE, True),
+        (Contact.STALE, True),
+        (Contact.SILENT, False),
+    ]
+    directory.hear("a", loaded("d"), 20.2)
+    assert (instance.contact, instance.selectable) == (Contact.HEARD, True)
 
 
-def test_a_lost_connection_suspends_at_once(directory, stated) -> None:
+def test_a_report_ends_the_doubt(directory, stated, loaded) -> None:
+    directory.hear("a", stated("d1", "decode"), 10.0)
+    directory.hear("b", stated("d2", "decode"), 13.0)
+    directory.note_silence(13.0)
+    router = Router(directory)
+    assert [router.pick("m", 10).decode.instance for _ in range(3)] == ["d2"] * 3
+    directory.hear("a", loaded("d1"), 13.1)
+    assert router.pick("m", 10).decode.instance == "d1"
+
+
+def test_a_lost_connection_closes_at_once_and_stays_no_mere_silence(directory, stated) -> None:
     directory.hear("a", stated("d", "decode"), 0.0)
     directory.lose("a")
+    directory.note_silence(3.0)
     assert open_names(directory) == set()
+    assert directory.instances["d"].contact is Contact.LOST
     directory.hear("a", stated("d", "decode"), 0.1)
     assert open_names(directory) == {"d"}
 

@@ -10,6 +10,7 @@ import pytest
 
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
+from cleave.router.instance import Contact
 from cleave.rpc.discovery import DiscoveryError
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -100,15 +101,17 @@ async def test_an_agent_that_dies_is_suspended_and_followed_again(directory, sta
     await again.stop()
 
 
-async def test_a_silent_agent_is_suspended_until_it_speaks(directory, stated) -> None:
+async def test_a_silent_agent_is_doubted_until_it_speaks(directory, stated) -> None:
     agent = FakeAgent(stated("d", "decode"))
     await agent.start()
     async with following(f"127.0.0.1:{agent.port}", directory):
         await until(lambda: is_open(directory, "d"), "followed")
         agent.silent = True
-        await until(lambda: not is_open(directory, "d"), "suspended")
+        instance = directory.instances["d"]
+        await until(lambda: instance.contact is Contact.STALE, "in doubt")
+        assert instance.selectable
         agent.silent = False
-        await until(lambda: is_open(directory, "d"), "open again")
+        await until(lambda: instance.contact is Contact.HEARD, "heard again")
     await agent.stop()
 
 

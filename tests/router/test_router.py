@@ -184,6 +184,79 @@ def test_a_doubted_instance_comes_before_the_last_resort_and_after_all_others(fl
     assert names(router.pick("m", 1, single=True, avoid={"d1", "d2"})) == (None, "p")
 
 
+@pytest.mark.parametrize(
+    ("silent", "expected"),
+    [
+        ({"p1"}, ("p2", "d1")),
+        ({"d1"}, ("p1", "d2")),
+        ({"p1", "p2"}, ("p1", "d1")),
+        ({"p1", "p2", "d1", "d2"}, ("p1", "d1")),
+    ],
+    ids=["a prefill", "a decode", "every prefill", "all"],
+)
+def test_an_instance_in_doubt_is_taken_after_all_that_are_not(
+    directory, stated, silent, expected
+) -> None:
+    for name in ("p1", "p2", "d1", "d2"):
+        role = "prefill" if name.startswith("p") else "decode"
+        directory.hear(name, stated(name, role), 0.0 if name in silent else 5.0)
+    directory.note_silence(5.0)
+    router = Router(directory)
+    assert names(router.pick("m", 10)) == expected
+    if len(silent) == 1:
+        picks = [names(router.pick("m", 100_000)) for _ in range(20)]
+        assert not {name for pick in picks for name in pick} & silent, "however long the queues"
+
+
+def test_instances_in_doubt_share_the_load(directory, stated) -> None:
+    for name in ("d1", "d2"):
+        directory.hear(name, stated(name, "decode"), 0.0)
+    directory.note_silence(5.0)
+    router = Router(directory)
+    assert [names(router.pick("m", 10))[1] for _ in range(4)] == ["d1", "d2", "d1", "d2"]
+
+
+@pytest.mark.parametrize("silent", ["p", "d"])
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_mixed_instance_comes_before_a_split_in_doubt(
+    directory, stated, silent, verified
+) -> None:
+    for name, role in {"p": "prefill", "d": "decode"}.items():
+        directory.hear(name, stated(name, role), 0.0 if name == silent else 5.0)
+    directory.hear("x", stated("x", "mixed", verified=verified), 5.0)
+    directory.note_silence(5.0)
+    picked = names(Router(directory).pick("m", 10))
+    assert silent not in picked
+    assert "x" in picked
+
+
+def test_a_mixed_instance_in_doubt_comes_after_a_split(directory, stated) -> None:
+    for name, role in {"p": "prefill", "d": "decode"}.items():
+        directory.hear(name, stated(name, role), 5.0)
+    directory.hear("x", stated("x", "mixed"), 0.0)
+    directory.note_silence(5.0)
+    router = Router(directory)
+    assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p", "d")}
+
+
+@pytest.mark.parametrize("silent", ["p1", "d1"])
+def test_a_revision_in_doubt_comes_after_one_that_is_not(directory, stated, silent) -> None:
+    for name, role in {"p1": "prefill", "d1": "decode", "p2": "prefill", "d2": "decode"}.items():
+        heard_at = 0.0 if name == silent else 5.0
+        directory.hear(name, stated(name, role, revision=name[1:]), heard_at)
+    directory.note_silence(5.0)
+    router = Router(directory)
+    assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p2", "d2")}
+
+
+def test_the_obstacle_tells_a_silent_instance_from_a_lost_one(fleet_of) -> None:
+    directory = fleet_of(d1="decode", d2="decode")
+    directory.note_silence(11.0)
+    directory.lose("d2")
+    obstacle = Router(directory).find_obstacle("m")
+    assert "d1 (decode): silent; d2 (decode): connection lost" in obstacle
+
+
 def test_the_obstacle_is_named_and_empty_when_there_is_none(fleet_of) -> None:
     router = Router(fleet_of(p="prefill"), Fallback.NEVER)
     assert "p (prefill): ready" in router.find_obstacle("m")
@@ -217,8 +290,10 @@ def test_books_are_empty_after_any_history(directory, stated, loaded, seed: int)
             boots[name] += rng.random() < 0.5
             role = rng.choice(["prefill", "decode", "mixed"])
             directory.hear(name, stated(name, role, boot_id=f"boot{boots[name]}"), step)
-        else:
+        elif event < 0.95:
             directory.lose(name)
+        else:
+            directory.note_silence(step)
     for pick in open_picks:
         router.release(pick)
     for name, instance in directory.instances.items():

@@ -144,6 +144,7 @@ def _describe(instance: Instance) -> dict[str, object]:
         "role": agent_pb2.Role.Name(stated.role).removeprefix("ROLE_").lower(),
         "state": agent_pb2.State.Name(stated.state).removeprefix("STATE_").lower(),
         "selectable": instance.selectable,
+        "contact": instance.contact.value,
         "kv_path_verified": stated.kv_path.verified,
         "requests_in_flight": instance.ledger.requests,
         "reason": stated.reason,

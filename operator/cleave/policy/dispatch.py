@@ -23,6 +23,9 @@ NONE = -1
 RECENCY = 1e-9
 """Weight, in tokens, of one pick's age: far below one token, so that it only breaks ties."""
 
+STALE = 1e9
+"""Tokens added to all scores of an instance that is in doubt: far above what any can hold."""
+
 
 def find_least(scores: Scores) -> int:
     """Slot with the lowest score; NONE when all are closed or there are none."""
@@ -41,14 +44,18 @@ def choose_pair(
     `decode` over all that decode, `mixed` over mixed instances serving a whole request,
     `pending_prompt` over all of them, without masks.
     A mixed instance is taken when its prompt queue is the shorter one, which saves the transfer;
-    when equal, the split is taken because that is what the placement was planned for.
+    when equal, the split is taken because that is what the placement was planned for. It is taken
+    as well when a half of the split is in doubt (STALE in its scores) and the mixed one is not.
     """
     first = find_least(prefill)
     second = find_least(decode) if first != NONE else NONE
     whole = find_least(mixed)
     if second == NONE:
         return NONE, whole
-    if whole != NONE and pending_prompt[whole] < prefill[first] - 1.0:
+    if whole != NONE and (
+        pending_prompt[whole] < prefill[first] - 1.0
+        or pending_prompt[whole] < STALE <= decode[second]
+    ):
         return NONE, whole
     return first, second
 

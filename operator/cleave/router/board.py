@@ -7,13 +7,17 @@ can never meet a decode of the other.
 
 import numpy as np
 
-from cleave.policy.dispatch import RECENCY, Scores
-from cleave.router.instance import Instance
+from cleave.policy.dispatch import RECENCY, STALE, Scores
+from cleave.router.instance import Contact, Instance
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 
 class Board:
-    """Scores in tokens; +inf where the instance is closed for a use, empty where all are."""
+    """Scores in tokens; +inf where the instance is closed for a use, empty where all are.
+
+    STALE is added to whatever an instance that is not heard scores: a busy machine starves agents
+    long before engines, so it is still better than none, and worse than any other.
+    """
 
     __slots__ = (
         "_uses",
@@ -66,6 +70,8 @@ class Board:
         instance = self.instances[slot]
         ledger = instance.ledger
         prompt = ledger.prompt.pending
+        if instance.contact is Contact.STALE:
+            prompt += STALE
         self.pending_prompt[slot] = prompt
         by_prompt, by_all = self._uses[slot]
         tie = instance.last_turn * RECENCY

@@ -9,11 +9,13 @@ import dataclasses
 from collections import defaultdict
 
 from cleave.router.board import Board
-from cleave.router.instance import Instance
+from cleave.router.instance import Contact, Instance
 from cleave.rpc.v1 import agent_pb2
 
-SILENCE_S = 2.0
-"""An instance that has not been heard for so long takes no new requests."""
+STALE_S = 2.0
+"""An instance that has not been heard for so long comes after all others."""
+SILENCE_S = 10.0
+"""One that has not been heard for so long takes no new requests."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,8 +44,8 @@ class Directory:
     def lose(self, agent: str) -> None:
         """The connection to an agent ended: no new requests until it is heard again."""
         instance = self._held_by(agent)
-        if instance is not None:
-            self._suspend([instance])
+        if instance is not None and self._note_contact(instance, Contact.LOST):
+            self._rebuild()
 
     def forget(self, agent: str) -> None:
         """The agent is gone for good, and its instance too, unless another address took over."""
@@ -53,9 +55,16 @@ class Directory:
             self._drop(instance)
             self._rebuild()
 
-    def suspend_silent(self, now: float) -> None:
-        """Suspend what has not been heard for SILENCE_S."""
-        self._suspend([i for i in self.instances.values() if now - i.heard_at > SILENCE_S])
+    def note_silence(self, now: float) -> None:
+        """Doubt what has not been heard for STALE_S, close what has not for SILENCE_S."""
+        closed = False
+        for instance in self.instances.values():
+            age = now - instance.heard_at
+            if age > STALE_S and instance.contact is not Contact.LOST:
+                contact = Contact.SILENT if age > SILENCE_S else Contact.STALE
+                closed |= self._note_contact(instance, contact)
+        if closed:
+            self._rebuild()
 
     def refresh(self, instance: Instance) -> None:
         """Score an instance whose books changed."""
@@ -73,7 +82,7 @@ class Directory:
             self.instances[registration.instance] = instance
         else:
             instance.register(agent, registration)
-        instance.heard_at, instance.suspended = now, False
+        instance.heard_at, instance.contact = now, Contact.HEARD
         self._rebuild()
 
     def _report(self, agent: str, load: agent_pb2.LoadReport, now: float) -> None:
@@ -81,8 +90,7 @@ class Directory:
         if instance is None or not instance.report(load):
             return
         instance.heard_at = now
-        if instance.suspended:
-            instance.suspended = False
+        if self._note_contact(instance, Contact.HEARD):
             self._rebuild()
         else:
             self.refresh(instance)
@@ -95,12 +103,13 @@ class Directory:
         instance = self.instances.get(self._names.get(agent, ""))
         return instance if instance is not None and instance.agent == agent else None
 
-    def _suspend(self, instances: list[Instance]) -> None:
-        fresh = [instance for instance in instances if not instance.suspended]
-        for instance in fresh:
-            instance.suspended = True
-        if fresh:
-            self._rebuild()
+    def _note_contact(self, instance: Instance, contact: Contact) -> bool:
+        """Whether it opens or closes the instance; all else it changes is the score."""
+        if instance.contact is contact:
+            return False
+        selectable, instance.contact = instance.selectable, contact
+        self.refresh(instance)
+        return instance.selectable is not selectable
 
     def _rebuild(self) -> None:
         groups: dict[tuple[str, str, str], list[Instance]] = defaultdict(list)

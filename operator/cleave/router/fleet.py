@@ -1,10 +1,10 @@
 """Follows every agent and feeds the directory. Started by the gateway and the router service.
 
 One gRPC stream per agent; the list of agents is read anew twice a second. What is hard: telling a
-gone agent from a silent one. A broken stream suspends its instance at once and is dialled again
-with back-off; an open but silent one suspends after two seconds; an address is forgotten only when
-the source no longer names it and its stream has ended, so that a failing name server empties
-nothing.
+gone agent from a silent one. A broken stream closes its instance at once and is dialled again with
+back-off; an open but silent one puts it in doubt first and closes it later, for a busy machine
+starves agents whose engines are fine; an address is forgotten only when the source no longer names
+it and its stream has ended, so that a failing name server empties nothing.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ LAST_DELAY_S = 2.0
 
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
+    # With the above as long as a silent agent keeps its instance open: a starved one is not gone.
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -64,7 +65,7 @@ class Fleet:
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            self._directory.suspend_silent(self._clock())
+            self._directory.note_silence(self._clock())
             try:
                 await self._look()
             except (DiscoveryError, OSError, TimeoutError) as error:

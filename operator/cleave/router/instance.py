@@ -5,6 +5,7 @@ to one boot of an engine. After a restart the old requests are gone with the old
 tickets are still to be released; so books are replaced, never reset, and late releases hit the old.
 """
 
+import enum
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -23,6 +24,18 @@ class Target:
     engine_url: str
     boot_id: str
     epoch: int
+
+
+class Contact(enum.Enum):
+    """How well an instance's agent is heard."""
+
+    HEARD = "heard"
+    STALE = "stale"
+    """Connected, no report for a while: takes requests that no other instance can."""
+    SILENT = "silent"
+    """Connected, no report for so long that it takes none."""
+    LOST = "connection lost"
+    """Takes none either."""
 
 
 class Ledger:
@@ -51,6 +64,7 @@ class Instance:
     __slots__ = (
         "agent",
         "board",
+        "contact",
         "heard_at",
         "last_turn",
         "ledger",
@@ -58,7 +72,6 @@ class Instance:
         "name",
         "registration",
         "slot",
-        "suspended",
         "target",
     )
 
@@ -73,7 +86,7 @@ class Instance:
         """Where it is scored; None once it has been forgotten."""
         self.slot = 0
         self.target = to_target(registration)
-        self.suspended = False
+        self.contact = Contact.HEARD
         self.heard_at = now
         """Seconds of the clock that the directory is given."""
         self.last_turn = 0
@@ -82,7 +95,7 @@ class Instance:
     def selectable(self) -> bool:
         """Whether new requests may be sent there; what is ready has a boot and an address."""
         return (
-            not self.suspended
+            self.contact in (Contact.HEARD, Contact.STALE)
             and self.registration.state == agent_pb2.STATE_READY
             and bool(self.target.boot_id and self.target.port)
         )

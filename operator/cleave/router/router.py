@@ -10,11 +10,11 @@ a slow answer beats none, but it delays the prompts of all others.
 import enum
 from collections.abc import Collection
 
-from cleave.policy.dispatch import NONE, Scores, choose_pair, close_slots, find_least
+from cleave.policy.dispatch import NONE, STALE, Scores, choose_pair, close_slots, find_least
 from cleave.router.board import Board
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance, UnknownModel
-from cleave.router.instance import Instance, Ledger, Target
+from cleave.router.instance import Contact, Instance, Ledger, Target
 from cleave.rpc.v1 import agent_pb2
 
 UNKNOWN_OUTPUT_TOKENS = 256
@@ -191,7 +191,7 @@ def _place_pair(
 def _place_pair_without(
     known: Model, avoid: Collection[str]
 ) -> tuple[Instance | None, Instance, str] | None:
-    """On the board whose prompt queue is the shortest."""
+    """On the board whose prompt queue is the shortest, of those where none is in doubt if any."""
     best: tuple[float, Board, int, int] | None = None
     for board in known.boards:
         closed = _find_slots(board, avoid)
@@ -202,6 +202,8 @@ def _place_pair_without(
         if second == NONE:
             continue
         queue = board.pending_prompt[second if first == NONE else first]
+        if first != NONE and decode[second] >= STALE:
+            queue += STALE
         if best is None or queue < best[0]:
             best = queue, board, first, second
     if best is None:
@@ -244,8 +246,8 @@ def _explain(model: str, known: Model, single: bool, avoid: Collection[str]) -> 
     for instance in known.instances:
         stated = instance.registration
         state = agent_pb2.State.Name(stated.state).removeprefix("STATE_").lower()
-        if instance.suspended:
-            state = "silent"
+        if instance.contact in (Contact.SILENT, Contact.LOST):
+            state = instance.contact.value
         elif instance.name in avoid:
             state = "failed this request"
         elif instance.selectable and not stated.kv_path.verified:
