@@ -157,8 +157,10 @@ async def test_a_detached_deployment_outlives_its_command_until_down(
     assert snapshot.supervisor_pid != os.getpid()
     pids = [snapshot.supervisor_pid, *(pod.pid or 0 for pod in snapshot.pods)]
     assert all(map(alive, pids))
+    assert {file.stat().st_mode & 0o077 for file in (folder.path, *folder.path.rglob("*"))} == {0}
     await down(folder, 20)
     assert not any(map(alive, pids))
+    assert sorted(file.name for file in folder.path.iterdir()) == ["lock", "logs"]
 
 
 async def test_a_detached_deployment_that_fails_leaves_nothing(

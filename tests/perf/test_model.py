@@ -50,7 +50,7 @@ def test_an_unknown_name_is_refused_with_the_described_ones() -> None:
         model.load("someone/else")
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"num_attention_heads": 1}'])
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"num_attention_heads": 1}'])
 def test_a_broken_config_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(model.UnknownModelError, match=r"config\.json"):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, made with its parents if need be, closed to other users."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """`path`; it and its parents are made if need be, closed to other users."""
+    for folder in (*reversed(path.parents), path):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
     return path
 
 

@@ -98,9 +98,9 @@ class StateFolder:
             log.unlink()
 
     def clear(self) -> None:
-        """Forget the last snapshot; logs stay."""
-        (self.path / "state.json").unlink(missing_ok=True)
-        (self.path / "agents").unlink(missing_ok=True)
+        """Forget what ran, the variables of its engines with it; logs stay."""
+        for name in ("state.json", "job.json", "agents"):
+            (self.path / name).unlink(missing_ok=True)
 
     @contextmanager
     def lock(self) -> Iterator[int]:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 
 from cleave.local import capacity, logs, state
 from cleave.local.errors import StateError, UpError
@@ -107,7 +107,9 @@ async def down(folder: StateFolder, timeout_s: float) -> None:
             break
     else:
         raise StateError(f"{folder.name} does not end; see {folder.log('supervisor')}")
-    folder.clear()
+    # A killed supervisor has left its files; whoever has come up since needs his.
+    with suppress(StateError), folder.lock():
+        folder.clear()
 
 
 def _must_not_fail(end: End) -> None:

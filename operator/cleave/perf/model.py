@@ -62,6 +62,8 @@ def load(model: str) -> ModelShape:
 def _read(path: Path) -> ModelShape:
     try:
         config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise UnknownModelError(f"{path} holds no object")
         return _shape(path.parent.name, config.get("text_config", config))
     except (OSError, ValueError) as error:
         raise UnknownModelError(f"{path} cannot be read: {error}") from error
@@ -72,7 +74,11 @@ def _read(path: Path) -> ModelShape:
 def _shape(name: str, config: dict[str, Any]) -> ModelShape:
     heads = config["num_attention_heads"]
     hidden_size = config["hidden_size"]
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float16"
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
+    if dtype not in _BYTES_OF_DTYPE:
+        raise UnknownModelError(
+            f"{name}: dtype {dtype!r} is not one of {', '.join(_BYTES_OF_DTYPE)}"
+        )
     return ModelShape(
         name=name,
         num_layers=config["num_hidden_layers"],
