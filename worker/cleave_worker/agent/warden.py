@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SWEEP_SECONDS = 10.0
-_NICENESS = 10
+_NICENESS = 5
 
 
 def main(argv: Sequence[str]) -> int:
