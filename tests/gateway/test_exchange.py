@@ -152,6 +152,23 @@ async def test_no_ready_instance_is_unavailable_with_the_reason(make_stage) -> N
     assert "d (decode): starting" in response.error["message"]
 
 
+async def test_when_all_are_momentarily_away_the_client_may_come_back(make_stage) -> None:
+    stage = await make_stage({"p": "prefill", "d": "decode"})
+    directory = stage.context.router.directory
+    directory.instances["p"].heard_at = 0.0
+    directory.note_silence(11.0)
+    directory.lose("d")
+    response = await stage.ask(ASK)
+    assert (response.status, response.headers["retry-after"]) == (503, "1")
+    message = response.error["message"]
+    assert "d (decode): connection lost; p (prefill): silent" in message
+    health = (await stage.ask(None, "/health")).json()
+    contacts = {i["name"]: i["contact"] for i in health["models"]["m"]["instances"]}
+    assert contacts == {"p": "silent", "d": "connection lost"}
+    stage.state(stage.engines["d"])
+    assert (await stage.ask(ASK)).status == 200
+
+
 async def test_more_waiting_requests_than_allowed_are_shed(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, queue_limit=2)
     release = asyncio.Event()

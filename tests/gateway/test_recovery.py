@@ -27,6 +27,34 @@ async def garble(engine, request, writer) -> None:
     writer.write(b"this is not HTTP\r\n\r\n")
 
 
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+
+
+def build_error(code: int) -> bytes:
+    error = {"message": "Internal server error", "type": "x", "param": None, "code": code}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+
+
+def stream_events(*events: bytes):
+    """Answers 200 with just these; vLLM does so with an error when no KV can be pulled."""
+
+    async def answer(engine, request, writer):
+        engine.send_stream_head(writer)
+        for event in (*events, b"data: [DONE]\n\n"):
+            engine.send_chunk(writer, event)
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write(b"0\r\n\r\n")
+
+    return answer
+
+
+LATE_FAILURES = {
+    "completion": [build_error(500)],
+    "chat": [ROLE, build_error(500)],
+    "in pieces": [build_error(500)[:9], build_error(500)[9:]],
+    "at once": [ROLE + build_error(500)],
+}
 FAILURES = [fail, hang_up, hang, garble]
 # A decode side that only refuses is asked once more, a lost one is not.
 
@@ -150,6 +178,68 @@ async def test_a_hand_off_that_cannot_be_pulled_is_computed_anew(pair) -> None:
     pair.engines["d"].script = refuse_handoff
     assert (await pair.ask(STREAM)).status == 200
     assert pair.engines["d"].requests[-1].body == STREAM
+
+
+@pytest.mark.parametrize("events", LATE_FAILURES.values(), ids=LATE_FAILURES)
+async def test_a_stream_that_begins_with_an_error_is_done_again(two_of_each, events) -> None:
+    stage = await two_of_each()
+    stage.engines["d1"].script = stream_events(*events)
+    response = await stage.ask(STREAM)
+    assert (response.status, response.headers["x-cleave-decode"]) == (200, "d2")
+    assert response.events == [
+        *(stage.engines["d2"].event(token).strip() for token in ("one", "two", "three")),
+        b"data: [DONE]",
+    ]
+    assert stage.engines["d2"].requests[-1].body == STREAM, "the KV is not pulled a second time"
+    assert stage.context.metrics.retries == {("decode", "status"): 1}
+    await stage.until_idle()
+
+
+@pytest.mark.parametrize("events", LATE_FAILURES.values(), ids=LATE_FAILURES)
+async def test_streams_that_all_begin_with_an_error_end_in_an_error_status(single, events) -> None:
+    single.engines["x"].script = stream_events(*events)
+    client = await single.connect()
+    response = await client.ask(STREAM)
+    assert (response.status, response.error["code"]) == (502, "engine_error")
+    assert len(single.engines["x"].requests) == 3
+    assert single.context.metrics.requests == {("m", "failed"): 1}
+    single.engines["x"].script = None
+    assert (await client.ask(STREAM)).status == 200, "the connection goes on"
+    await single.until_idle()
+
+
+async def test_a_refusal_in_a_stream_is_the_engines_answer(single) -> None:
+    single.engines["x"].script = stream_events(build_error(400))
+    response = await single.ask(STREAM)
+    assert response.status == 200
+    assert response.events == [build_error(400).strip(), b"data: [DONE]"]
+    assert len(single.engines["x"].requests) == 1
+
+
+async def test_a_role_that_nothing_follows_is_lost_before_the_first_byte(two_of_each) -> None:
+    stage = await two_of_each()
+
+    async def say_the_role(engine, request, writer):
+        engine.send_stream_head(writer)
+        engine.send_chunk(writer, ROLE)
+        await writer.drain()
+        await asyncio.sleep(600)
+
+    stage.engines["d1"].script = say_the_role
+    response = await stage.ask(STREAM)
+    assert (response.status, response.headers["x-cleave-decode"]) == (200, "d2")
+    assert ROLE.strip() not in response.events
+    await stage.until(lambda: stage.engines["d1"].requests[0].cut, "its connection is closed")
+
+
+async def test_a_role_and_what_follows_pass_in_order(single) -> None:
+    single.engines["x"].script = stream_events(ROLE, single.engines["x"].event("one"))
+    response = await single.ask(STREAM)
+    assert response.events == [
+        ROLE.strip(),
+        single.engines["x"].event("one").strip(),
+        b"data: [DONE]",
+    ]
 
 
 async def test_when_everything_fails_the_error_names_the_last_cause(two_of_each) -> None:

@@ -28,6 +28,7 @@ from cleave.gateway.handoff import (
     read_usage,
     strip_handoff,
 )
+from cleave.gateway.opening import Opening, judge_opening
 from cleave.gateway.recovery import Failure, Recovery, choose
 from cleave.gateway.relay import Relay
 from cleave.router.errors import NoInstance, QueueFull, RouterError
@@ -76,6 +77,8 @@ class Exchange:
         self._prefilling = False
         self._answer: list[bytes] = []
         self._answer_bytes = 0
+        self._opening = b""
+        """Of a stream, while it cannot be told from a failure."""
         self._relay: Relay | None = None
         self._answered = False
         self._progress = self._swept_progress = 0
@@ -109,7 +112,7 @@ class Exchange:
         if self._relay is not None:
             self._pass_on(self._relay, piece, complete)
         elif not self._prefilling and call.status == HTTPStatus.OK and _is_stream(call):
-            self._begin_stream(call, piece, complete)
+            self._open_stream(call, piece, complete)
         else:
             self._gather(call, piece, complete)
 
@@ -219,10 +222,20 @@ class Exchange:
             return build_whole(self._completion)
         return build_decode(self._completion, handoff)
 
+    def _open_stream(self, call: Call, piece: bytes, complete: bool) -> None:
+        """The first bytes of a stream: an answer, or a failure that came after the status."""
+        opening = self._opening + piece
+        verdict = judge_opening(opening)
+        if verdict is Opening.FAIL:
+            self._fail(Failure.STATUS, "answered with an error in its stream")
+        elif verdict is Opening.BEGIN or complete:
+            self._begin_stream(call, opening, complete)
+        else:
+            self._opening = opening
+
     def _begin_stream(self, call: Call, piece: bytes, complete: bool) -> None:
-        """The first bytes of a stream: from here on there is no second attempt."""
-        if not piece and not complete:
-            return
+        """From here on there is no second attempt."""
+        self._opening = b""
         self._note_answered()
         client = self._client
         fields = head.pass_on(call.headers) + self._labels
@@ -316,6 +329,7 @@ class Exchange:
             self._context.router.release(pick)
         self._answer.clear()
         self._answer_bytes = 0
+        self._opening = b""
 
     # --- ending ---
 

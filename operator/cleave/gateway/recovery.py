@@ -24,7 +24,7 @@ class Failure(enum.Enum):
     """No connection, or it broke."""
     TIMEOUT = "timeout"
     STATUS = "status"
-    """An answer of the 5xx kind."""
+    """An answer of the 5xx kind, or a stream that begins with such an error."""
     HANDOFF = "handoff"
     """A hand-off that must not be used."""
 

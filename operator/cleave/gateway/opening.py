@@ -1,0 +1,67 @@
+"""How a stream begins: whether it may go to the client yet, or is a failure told late. Pure.
+
+Asked by the exchange about a stream's first bytes, while everything may still be tried elsewhere.
+What is hard: vLLM sends its 200 before it knows whether the KV can be pulled, and reports that as
+an error event. In chat an event that only names the role goes before it, in the same breath, so
+that one is held until the next has come; with a token behind it that is no wait either.
+"""
+
+import enum
+
+import msgspec
+
+MAX_HELD_BYTES = 64 << 10
+"""What is longer is no opening; it passes as it is."""
+
+_ERROR = b'data: {"error"'
+_DATA = len(b"data: ")
+_ROLE = b'"delta":{"role":'
+_NOTHING_SAID = b'"content":""'
+
+
+class Opening(enum.Enum):
+    """What to do with the bytes so far."""
+
+    HOLD = "hold"
+    """They tell nothing yet."""
+    BEGIN = "begin"
+    """The engine answers; an error that is the client's fault is an answer, too."""
+    FAIL = "fail"
+
+
+class _Error(msgspec.Struct):
+    code: int | str | None = None
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _Error
+
+
+_decode_error = msgspec.json.Decoder(_ErrorEvent).decode
+
+
+def judge_opening(opening: bytes) -> Opening:
+    """What a stream that has begun with these bytes is."""
+    if len(opening) > MAX_HELD_BYTES:
+        return Opening.BEGIN
+    while True:
+        if opening.startswith(_ERROR):
+            return _judge_error(opening)
+        event, end, rest = opening.partition(b"\n\n")
+        if not end:
+            return Opening.HOLD if _ERROR.startswith(opening) else Opening.BEGIN
+        if _ROLE not in event or _NOTHING_SAID not in event:
+            return Opening.BEGIN
+        opening = rest
+
+
+def _judge_error(opening: bytes) -> Opening:
+    event, end, _ = opening.partition(b"\n\n")
+    if not end:
+        return Opening.HOLD
+    try:
+        code = _decode_error(event[_DATA:]).error.code
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return Opening.FAIL
+    refused = isinstance(code, int) and 400 <= code < 500
+    return Opening.BEGIN if refused else Opening.FAIL
