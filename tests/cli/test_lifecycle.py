@@ -77,6 +77,23 @@ def test_ctrl_c_ends_what_runs_in_the_foreground(
     assert state.running() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_detached_start_that_is_broken_off_leaves_nothing(
+    manifest: Path, port: str, state_root: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "cleave.cli.main", "up", "-f", str(manifest), "--port", port]
+    env = os.environ | {"CLEAVE_STATE_DIR": str(state_root)}
+    with subprocess.Popen([*command, "-d"], stdout=subprocess.PIPE, text=True, env=env) as up:
+        try:
+            assert up.stdout is not None
+            assert any("starting" in line or "loading" in line for line in up.stdout)
+            up.send_signal(number)
+            assert up.wait(60) == 130
+        finally:
+            up.kill()
+    assert state.running() == []
+
+
 def test_a_killed_supervisor_takes_its_processes_with_it(
     cleave: Cleave, manifest: Path, port: str, state_root: Path
 ) -> None:

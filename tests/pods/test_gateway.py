@@ -1,7 +1,6 @@
-"""The gateway's pod, and the Services of a deployment."""
+"""The gateway's pod."""
 
 from cleave.pods.gateway import gateway_pod
-from cleave.pods.service import gateway_service, workers_service
 from cleave.pods.worker import worker_pod
 
 
@@ -25,38 +24,15 @@ def test_the_gateway_takes_the_address_it_is_told(deployment) -> None:
     assert gateway["readinessProbe"]["httpGet"] == {"path": "/health", "port": 9999}
 
 
-def test_the_gateway_finds_the_agents_through_the_workers_service(deployment) -> None:
-    gateway = container(gateway_pod(deployment()))
-    env = {var["name"]: var.get("value") for var in gateway["env"]}
-    service = workers_service(deployment())["metadata"]
-    assert env["CLEAVE_AGENTS"] == f"dns:{service['name']}.{service['namespace']}.svc:9000"
+def test_the_gateway_finds_the_agents_where_workers_look_for_peers(deployment, pool) -> None:
+    sources = [
+        {var["name"]: var.get("value") for var in container(pod)["env"]}["CLEAVE_AGENTS"]
+        for pod in (gateway_pod(deployment()), worker_pod(pool(), 0))
+    ]
+    assert sources == ["dns:chat-workers.llm.svc:9000"] * 2
 
 
 def test_the_gateway_is_confined_like_workers_are(deployment, pool) -> None:
     gateway, worker = gateway_pod(deployment()), worker_pod(pool(), 0)
     assert gateway["spec"]["securityContext"] == worker["spec"]["securityContext"]
     assert container(gateway)["securityContext"] == container(worker)["securityContext"]
-
-
-def test_the_workers_service_shows_workers_that_are_not_ready(deployment, pool) -> None:
-    service = workers_service(deployment())
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    assert (
-        service["spec"]["selector"].items() <= worker_pod(pool(), 0)["metadata"]["labels"].items()
-    )
-
-
-def test_clients_use_a_service_of_the_deployments_name(deployment) -> None:
-    service, pod = gateway_service(deployment()), gateway_pod(deployment())
-    assert service["metadata"]["name"] == "chat"
-    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    (port,) = service["spec"]["ports"]
-    assert (port["port"], port["targetPort"]) == (80, container(pod)["ports"][0]["name"])
-
-
-def test_the_two_services_select_different_pods(deployment) -> None:
-    assert (
-        gateway_service(deployment())["spec"]["selector"]
-        != workers_service(deployment())["spec"]["selector"]
-    )

@@ -9,7 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.local import core_locks
+from cleave.local import held_cores
+from cleave.metrics import core_locks
 
 _NVIDIA_SMI_TIMEOUT_S = 20
 
@@ -48,7 +49,7 @@ def inspect() -> Node:
     return Node(
         name=os.uname().nodename,
         cores=cores,
-        held_cores=cores & core_locks.held(core_locks.folder()),
+        held_cores=cores & held_cores.held(core_locks.folder()),
         memory_bytes=_available_bytes(),
         gpus=_gpus(),
     )

@@ -138,6 +138,19 @@ def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the wait as Ctrl-C does."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+
 def _spawn_supervisor(folder: StateFolder, held: int) -> int:
     """Start a supervisor in a session of its own; it inherits the folder's lock. Returns its pid.
 

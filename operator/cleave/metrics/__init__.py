@@ -1,1 +1,1 @@
-"""Figures that cross process borders."""
+"""What the processes of one machine share."""

@@ -8,10 +8,11 @@ import errno
 import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from cleave.metrics.core_locks import lock_file
 
 Cores = frozenset[int]
 
@@ -84,11 +85,6 @@ def online() -> Cores:
         return frozenset(range(os.cpu_count() or 1))
 
 
-def folder() -> Path:
-    """Where the lock files are, the same for all agents of a machine."""
-    return Path(tempfile.gettempdir()) / "cleave-cores"
-
-
 class CoreLocks:
     """Cores that this process holds until it ends."""
 
@@ -153,7 +149,7 @@ class CoreLocks:
         return True
 
     def _open(self, core: int) -> int:
-        path = self._path(core)
+        path = lock_file(self._where, core)
         try:
             self._where.mkdir(parents=True, exist_ok=True)
             if self._where.stat().st_uid == os.getuid():
@@ -172,10 +168,7 @@ class CoreLocks:
 
     def _holder(self, core: int) -> str:
         try:
-            pid, _, name = self._path(core).read_text().strip().partition(" ")
+            pid, _, name = lock_file(self._where, core).read_text().strip().partition(" ")
         except OSError:
             pid, name = "", ""
         return f"process {pid} ({name})" if pid else "a process of another user"
-
-    def _path(self, core: int) -> Path:
-        return self._where / f"core-{core}.lock"

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from cleave.metrics import core_locks
 from cleave.rpc.discovery import DiscoveryError, find_agents
 from cleave_worker.agent import cores, warden
 from cleave_worker.agent.agent import Agent
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream=sys.stderr,
     )
     gpu = config.engine == "vllm" and has_gpu()
-    locks = cores.CoreLocks(cores.folder(), config.name)
+    locks = cores.CoreLocks(core_locks.folder(), config.name)
     try:
         taken = locks.take(_wish(config, gpu), config.allow_shared_cores)
         warden.become_subreaper()

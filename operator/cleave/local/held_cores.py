@@ -6,16 +6,9 @@ agent that wants it in the same instant give up; the kernel's list of locks dist
 """
 
 import os
-import re
-import tempfile
 from pathlib import Path
 
-_LOCK_FILE = re.compile(r"core-(\d+)\.lock")
-
-
-def folder() -> Path:
-    """Where agents keep their lock files, one per core."""
-    return Path(tempfile.gettempdir()) / "cleave-cores"
+from cleave.metrics.core_locks import core_of
 
 
 def held(locks: Path, kernel_list: Path = Path("/proc/locks")) -> frozenset[int]:
@@ -26,9 +19,7 @@ def held(locks: Path, kernel_list: Path = Path("/proc/locks")) -> frozenset[int]
     except OSError:
         return frozenset()
     return frozenset(
-        int(name[1])
-        for file in files
-        if (name := _LOCK_FILE.fullmatch(file.name)) and _identity(file) in locked
+        core for file in files if (core := core_of(file)) is not None and _identity(file) in locked
     )
 
 
