@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from cleave.cli.main import app as cleave
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.main import main, parse_size
 from cleave.gateway.server import Gateway
@@ -85,6 +86,21 @@ def test_bad_usage_is_exit_code_2(tmp_path, monkeypatch) -> None:
     assert main(["--port", "0", "--agents", "", "--api-keys", str(tmp_path / "none")]) == 2
     (tmp_path / "empty").write_text("# nothing\n")
     assert main(["--port", "0", "--agents", "", "--api-keys", str(tmp_path / "empty")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("door", "program"),
+    [(main, "python -m cleave.gateway.main"), (cleave, "cleave gateway")],
+    ids=["module", "command"],
+)
+def test_the_help_names_the_command_that_was_called(
+    door, program: str, monkeypatch, capsys
+) -> None:
+    arguments = ["--help"] if door is main else ["gateway", "--help"]
+    monkeypatch.setattr(sys, "argv", ["x", *arguments])
+    with pytest.raises(SystemExit):
+        door()
+    assert capsys.readouterr().out.startswith(f"usage: {program} [-h]")
 
 
 def test_a_taken_port_is_exit_code_1() -> None:

@@ -13,4 +13,4 @@ def gateway(context: typer.Context) -> None:
     """
     from cleave.gateway.main import main
 
-    raise typer.Exit(main(context.args))
+    raise typer.Exit(main(context.args, program="cleave gateway"))

@@ -1,4 +1,4 @@
-"""`python -m cleave.gateway.main`: the command that pods run; `cleave gateway` calls run() as well.
+"""`python -m cleave.gateway.main`, the command that pods run, and `cleave gateway`, its other door.
 
 Exit codes: 0 stopped by a signal, 1 the address cannot be had, 2 bad usage.
 """
@@ -25,6 +25,9 @@ __all__ = ["GatewayConfig", "main", "parse_size", "run"]
 
 log = logging.getLogger("cleave.gateway")
 
+PROGRAM = "python -m cleave.gateway.main"
+_DESCRIPTION = "Serve the OpenAI API in front of the instances whose agents it follows."
+_EXIT_CODES = "Exit codes: 0 stopped by a signal, 1 the address cannot be had, 2 bad usage."
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
@@ -67,9 +70,9 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line and run."""
-    stated = _build_parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Read the command line and run; `program` is how the help names it."""
+    stated = _build_parser(program).parse_args(arguments)
     return run(
         GatewayConfig(
             agents=stated.agents,
@@ -93,9 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     default, waits = GatewayConfig(agents=""), Timeouts()
-    parser = argparse.ArgumentParser(prog="python -m cleave.gateway.main", description=__doc__)
+    parser = argparse.ArgumentParser(program, description=_DESCRIPTION, epilog=_EXIT_CODES)
     add = parser.add_argument
     add("--host", default=default.host)
     add("--port", type=int, default=default.port, help="0: any free port")
