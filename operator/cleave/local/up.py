@@ -85,7 +85,7 @@ async def detach(job: Job, screen: Screen, timeout_s: float) -> None:
         pid = _spawn_supervisor(folder, held)
         folder.write(Snapshot(job.deployment, pid, job.url))
     try:
-        with screen as show:
+        with _interrupted_by_signals(), screen as show:
             end = await follow(folder, show, timeout_s)
         _must_not_fail(end)
         if end.outcome is Outcome.STOPPED:
