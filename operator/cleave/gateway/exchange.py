@@ -151,7 +151,7 @@ class Exchange:
         """An engine's own 4xx goes to the client unchanged, unless it quotes the hand-off."""
         attempt = self._attempt
         assert attempt is not None
-        if b"remote_engine_id" in body and not attempt.prefilling:
+        if b"remote_engine_id" in body and attempt.prefill is None:
             refusal = ApiError(
                 HTTPStatus(call.status), "the engine refused the request", "invalid_request_error"
             )
@@ -161,29 +161,30 @@ class Exchange:
 
     def fail(self, failure: Failure, reason: str) -> None:
         """An engine let the request down: again elsewhere, or tell the client."""
-        attempt, self._attempt = self._attempt, None
+        attempt = self._attempt
         assert attempt is not None
-        attempt.end()
-        name, prefilling = attempt.target.instance, attempt.prefilling
+        name = attempt.target.instance
         late = failure is Failure.TIMEOUT
         status = HTTPStatus.GATEWAY_TIMEOUT if late else HTTPStatus.BAD_GATEWAY
         error = fail_engine(status, f"instance {name} {reason}")
-        phase = "prefill" if prefilling else "decode"
+        phase = "decode" if attempt.prefill is None else "prefill"
         self._context.metrics.retries[phase, failure.value] += 1
         if self._relay is not None:
             self._break_off(self._relay, error)
-            return
-        if self._recovery is None:
-            self._recovery = Recovery()
-        if prefilling:
-            again = self._recovery.note_prefill(name) or self._context.router.allows_whole(True)
-        else:
-            split = attempt.pick.prefill is not None
-            again = self._recovery.note_decode(name, failure, split)
-        if again:
+        elif self._note_failure(attempt, name, failure):
+            attempt.end()
             self._try()
         else:
             self._answer_error(error, "failed")
+
+    def _note_failure(self, attempt: Attempt, name: str, failure: Failure) -> bool:
+        """Whether another attempt is left."""
+        if self._recovery is None:
+            self._recovery = Recovery()
+        if attempt.prefill is None:
+            split = attempt.pick.prefill is not None
+            return self._recovery.note_decode(name, failure, split)
+        return self._recovery.note_prefill(name) or self._context.router.allows_whole(True)
 
     # --- doing ---
 
