@@ -172,6 +172,7 @@ class Exchange:
         if self._relay is not None:
             self._break_off(self._relay, error)
         elif self._note_failure(attempt, name, failure):
+            self._attempt = None
             attempt.end()
             self._try()
         else:

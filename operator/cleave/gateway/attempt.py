@@ -1,0 +1,204 @@
+"""One try at a request: the instances picked for it, the calls to them, the hand-off between.
+
+Made by the exchange, which may make another when this one fails. What is hard: an engine's answer
+can be a failure in four ways (no connection, a status, a hand-off of another boot, an error as the
+first thing in a stream), and all of them must be known before anything goes to the client.
+"""
+
+from http import HTTPStatus
+from typing import Protocol
+
+from cleave.gateway import head
+from cleave.gateway.completion import Completion, build_decode, build_prefill, build_whole
+from cleave.gateway.context import Context
+from cleave.gateway.engine import Call, EnginePool
+from cleave.gateway.handoff import HandoffError, read_handoff
+from cleave.gateway.opening import Opening, judge_opening
+from cleave.gateway.recovery import Failure
+from cleave.router.instance import Target
+from cleave.router.router import Phase, Pick
+
+MAX_ANSWER_BYTES = 64 << 20
+"""Of an answer that is not streamed, which has to be held whole."""
+
+
+class Asker(Protocol):
+    """Who wants the answer. Hears of exactly one: answer, refuse, fail, or begin and pass_on."""
+
+    def answer(self, call: Call, body: bytes) -> None:
+        """The whole answer."""
+
+    def refuse(self, call: Call, body: bytes) -> None:
+        """An engine found fault with the request."""
+
+    def begin(self, call: Call) -> None:
+        """A stream begins; pieces follow."""
+
+    def pass_on(self, piece: bytes, complete: bool) -> None:
+        """Some of the stream."""
+
+    def fail(self, failure: Failure, reason: str) -> None:
+        """An engine let it down; the reason continues `instance NAME ...`."""
+
+
+class Attempt:
+    """Calls to one or two engines, one after the other. Start it once; end it once it is over."""
+
+    __slots__ = (
+        "_answer",
+        "_answer_bytes",
+        "_asker",
+        "_call",
+        "_completion",
+        "_context",
+        "_id",
+        "_opening",
+        "_path",
+        "_streaming",
+        "deadline",
+        "labels",
+        "pick",
+        "prefill",
+    )
+
+    def __init__(
+        self, context: Context, asker: Asker, path: bytes, completion: Completion, pick: Pick
+    ) -> None:
+        self._context = context
+        self._asker = asker
+        self._path = path
+        self._completion = completion
+        # Another one for each attempt, lest it meets its predecessor in an engine.
+        self._id = context.make_id()
+        self._call: Call | None = None
+        self._answer: list[bytes] = []
+        self._answer_bytes = 0
+        self._opening = b""
+        """Of a stream, while it cannot be told from a failure."""
+        self._streaming = False
+        self.pick = pick
+        self.prefill = pick.prefill
+        """Computes the prompt now; None: that is done, or left to the decode instance."""
+        self.deadline = 0.0
+        """Seconds of the context's clock, for what comes next."""
+        self.labels = b""
+        """Header lines that name the instances."""
+
+    @property
+    def target(self) -> Target:
+        """The instance that works on it now."""
+        return self.prefill or self.pick.decode
+
+    # --- what the exchange calls ---
+
+    def start(self) -> None:
+        """Send the first call."""
+        pick, context = self.pick, self._context
+        pool = context.find_pool(pick.decode)
+        self.labels = b"x-cleave-decode: %b\r\n" % pool.name
+        if self.prefill is None:
+            self._send(pool, build_whole(self._completion))
+            return
+        prefill = context.find_pool(self.prefill)
+        self.labels = b"x-cleave-prefill: %b\r\n%b" % (prefill.name, self.labels)
+        self._send(prefill, build_prefill(self._completion))
+
+    def hold(self, blocked: bool) -> None:
+        """Read no more of the answer, or read on."""
+        if self._call is not None:
+            if blocked:
+                self._call.pause()
+            else:
+                self._call.resume()
+
+    def end(self) -> None:
+        """Stop what still runs and release the books."""
+        if self._call is not None:
+            self._call.abort()
+        self._context.router.release(self.pick)
+
+    # --- what calls to engines call ---
+
+    def receive(self, call: Call, piece: bytes, complete: bool) -> None:
+        """Bytes of an engine's answer."""
+        if self._streaming:
+            self._asker.pass_on(piece, complete)
+        elif self.prefill is None and call.status == HTTPStatus.OK and _is_stream(call):
+            self._open_stream(call, piece, complete)
+        else:
+            self._gather(call, piece, complete)
+
+    def lose(self, call: Call, reason: str) -> None:
+        """A call failed."""
+        del call
+        self._asker.fail(Failure.LOST, reason)
+
+    # --- sending ---
+
+    def _send(self, pool: EnginePool, body: bytes) -> None:
+        timeouts = self._context.config.timeouts
+        whole_answer = self.prefill is None and not self._completion.stream
+        wait_s = timeouts.answer_s if whole_answer else timeouts.first_byte_s
+        self.deadline = self._context.clock() + wait_s
+        payload = head.build_engine_head(self._path, pool.host, self._id, len(body)) + body
+        self._call = pool.send(self, payload)
+
+    def _hand_over(self, prefill: Target, body: bytes) -> None:
+        """Prefill is done: continue on the decode engine."""
+        context, completion = self._context, self._completion
+        try:
+            handoff, prompt_tokens = read_handoff(body, prefill.boot_id)
+        except HandoffError as error:
+            context.metrics.handoffs["refused"] += 1
+            self._asker.fail(Failure.HANDOFF, f"gave a hand-off that {error}")
+            return
+        context.metrics.handoffs["used" if handoff is not None else "none"] += 1
+        context.metrics.models[completion.model].prompt_tokens += prompt_tokens
+        context.router.release(self.pick, Phase.PREFILL)
+        self.prefill = None
+        second = build_whole(completion) if handoff is None else build_decode(completion, handoff)
+        self._send(context.find_pool(self.pick.decode), second)
+
+    # --- receiving ---
+
+    def _gather(self, call: Call, piece: bytes, complete: bool) -> None:
+        """Hold an answer until it is whole."""
+        self._answer.append(piece)
+        self._answer_bytes += len(piece)
+        if self._answer_bytes > MAX_ANSWER_BYTES:
+            self._asker.fail(Failure.STATUS, "sent an answer that is too long")
+        elif complete:
+            body = b"".join(self._answer)
+            self._answer.clear()
+            self._answer_bytes = 0
+            self._judge(call, body)
+
+    def _judge(self, call: Call, body: bytes) -> None:
+        if call.status >= 500:
+            self._asker.fail(Failure.STATUS, f"answered with status {call.status}")
+        elif call.status != HTTPStatus.OK:
+            self._asker.refuse(call, body)
+        elif self.prefill is not None:
+            self._hand_over(self.prefill, body)
+        else:
+            self._asker.answer(call, body)
+
+    def _open_stream(self, call: Call, piece: bytes, complete: bool) -> None:
+        """The first bytes of a stream: an answer, or a failure that came after the status."""
+        opening = self._opening + piece
+        verdict = judge_opening(opening)
+        if verdict is Opening.FAIL:
+            self._asker.fail(Failure.STATUS, "answered with an error in its stream")
+        elif verdict is Opening.BEGIN or complete:
+            self._streaming, self._opening = True, b""
+            self._asker.begin(call)
+            self._asker.pass_on(opening, complete)
+        else:
+            self._opening = opening
+
+
+def _is_stream(call: Call) -> bool:
+    for name, value in call.headers:
+        if name == b"content-type":
+            return value.startswith(b"text/event-stream")
+    return False
