@@ -1,13 +1,10 @@
 # Everything runs through uv; scripts/bootstrap puts it into .tools/ when the machine has none.
 ARGS ?=
-UV := $(shell command -v uv || echo .tools/bin/uv)
-SYNC := $(UV) sync --frozen --quiet --extra worker-cpu
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: run test check lint generate bench clean
+.PHONY: run test check lint generate bench clean setup
 
-run: $(UV) ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
-	@$(SYNC)
+run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
 
 test: check ## the same thing
@@ -15,24 +12,22 @@ test: check ## the same thing
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	.venv/bin/pytest $(ARGS)
 
-lint: $(UV)
-	@$(SYNC)
+lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	scripts/generate --check
 
-generate: $(UV) ## crds/ and operator/cleave/rpc/v1 from their only sources
-	@$(SYNC)
+generate: setup ## crds/ and operator/cleave/rpc/v1 from their only sources
 	scripts/generate
 
-bench: $(UV) ## the gateway's cost per request and per token beside a C floor
-	@$(SYNC)
+bench: setup ## the gateway's cost per request and per token beside a C floor
 	.venv/bin/python benchmarks/gateway/run.py $(ARGS)
 
 clean:
 	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache
 
-.tools/bin/uv:
+setup: # uv, system libraries, .venv
 	@scripts/bootstrap
+	@PATH="$$PATH:.tools/bin" uv sync --frozen $(if $(wildcard .venv),--quiet) --extra worker-cpu

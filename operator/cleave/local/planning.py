@@ -5,6 +5,7 @@ are of this machine: whether pods compute on GPUs or cores, and that the gateway
 address, where its user looks for it.
 """
 
+import ctypes
 from importlib.util import find_spec
 
 from cleave.api.deployment import LLMDeployment
@@ -29,6 +30,8 @@ _EXTRAS = {
     ),
 }
 """What is said when a package that pods import is absent."""
+_NUMA = "libnuma.so.1"
+"""No wheel brings it; without it vLLM on CPU fails half a minute later with an unrelated error."""
 
 
 def plan_job(deployment: LLMDeployment, node: Node, port: int, *, allow_shared_cores: bool) -> Job:
@@ -50,10 +53,21 @@ def plan_job(deployment: LLMDeployment, node: Node, port: int, *, allow_shared_c
 
 
 def must_be_installed(engine: EngineType) -> None:
-    """Raises UpError naming the extras to install before pods with `engine` can run here."""
+    """Raises UpError naming what to install before pods with `engine` can run here."""
     packages = ["httptools", "aiohttp", *(["vllm"] if engine is EngineType.VLLM else [])]
-    if missing := [_EXTRAS[package] for package in packages if find_spec(package) is None]:
+    missing = [_EXTRAS[package] for package in packages if find_spec(package) is None]
+    if engine is EngineType.VLLM and not _is_loadable(_NUMA):
+        missing.append(f"vLLM needs {_NUMA}: apt-get install libnuma1")
+    if missing:
         raise UpError(missing)
+
+
+def _is_loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _on_host(pod: Manifest) -> Manifest:
