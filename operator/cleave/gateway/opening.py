@@ -1,6 +1,6 @@
 """How a stream begins: whether it may go to the client yet, or is a failure told late. Pure.
 
-Asked by the exchange about a stream's first bytes, while everything may still be tried elsewhere.
+Asked by an attempt about a stream's first bytes, while everything may still be tried elsewhere.
 What is hard: vLLM sends its 200 before it knows whether the KV can be pulled, and reports that as
 an error event. In chat an event that only names the role goes before it, in the same breath, so
 that one is held until the next has come; with a token behind it that is no wait either.

@@ -58,7 +58,9 @@ def _ask(url: str) -> GatewayHealth:
 
 
 def _reason(body: bytes) -> str:
+    """Why /health answers that it does not serve; its first bytes when it is no gateway of ours."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        health = json.loads(body)
+        return "; ".join(map(str, health["reasons"])) or str(health["status"])
     except (ValueError, KeyError, TypeError):
         return body[:200].decode(errors="replace").strip()
