@@ -63,7 +63,7 @@ class Emulation(Shape):
     """How fast the emulated engine is."""
 
     latency: Annotated[str, Field(min_length=1, max_length=256)] = "distserve/opt-13b/tp1"
-    """Latency profile: source/model/parallelism."""
+    """Latency profile: source/model/parallelism. It times every instance, whatever its own size."""
     time_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Factor on every duration; 0.1 runs ten times faster than the profile."""
 
