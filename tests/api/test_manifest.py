@@ -83,9 +83,9 @@ def test_python_names_are_no_yaml_names(manifest: Make) -> None:
 
 
 def test_a_field_like_no_other_is_met_with_all_there_are(manifest: Make) -> None:
-    (fault,) = faults(yaml.safe_dump(manifest(planning={"mode": "Auto"})))
-    known = "model, slo, placement, routing, engine, template"
-    assert fault == f"spec.planning: unknown field; known here: {known}"
+    (fault,) = faults(yaml.safe_dump(manifest(scheduling={"mode": "Auto"})))
+    known = "model, slo, workload, planning, placement, routing, engine, template"
+    assert fault == f"spec.scheduling: unknown field; known here: {known}"
 
 
 def test_a_long_value_is_shown_in_part(manifest: Make) -> None:

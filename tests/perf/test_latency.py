@@ -1,4 +1,4 @@
-"""The fitted latency model against its published formula."""
+"""The published fits as timings."""
 
 import subprocess
 import sys
@@ -6,61 +6,57 @@ import sys
 import pytest
 
 from cleave.perf import distserve, latency
-from cleave.perf.latency import Chunk
+from cleave.perf.timing import Chunk
 
 NAME = "distserve/opt-13b/tp1"
 
 
 @pytest.mark.parametrize("name", latency.names())
 def test_every_profile_grows_with_the_prompt_the_context_and_the_batch(name: str) -> None:
-    model = latency.load(name).latency
+    model = latency.load(name).timing
     assert 0 < model.prefill_ms([128]) < model.prefill_ms([1024]) < model.prefill_ms([1024, 1024])
-    assert 0 < model.decode_ms(1, 100) < model.decode_ms(1, 10_000) < model.decode_ms(50, 10_000)
+    assert (
+        0
+        < model.decode_pass_ms(1, 100)
+        < model.decode_pass_ms(1, 10_000)
+        < model.decode_pass_ms(50, 10_000)
+    )
 
 
 def test_prefill_is_the_published_fit() -> None:
-    model = latency.load(NAME).latency
+    model = latency.load(NAME).timing
     expected = 18.10254647486372 + 0.1019122572698738 * 700 + 7.122264314252114e-06 * 290_000
     assert model.prefill_ms([500, 200]) == pytest.approx(expected)
 
 
 def test_decode_changes_its_fit_at_a_batch_of_95() -> None:
-    model = latency.load(NAME).latency
+    model = latency.load(NAME).timing
     below = 19.934702624895458 + 0.0006269356524350583 * 9400 + 0.03850697740828398 * 94
     above = 7.1661889468253595 + 0.0005798000403396046 * 9500 + 0.15831096191764046 * 95
-    assert model.decode_ms(94, 9400) == pytest.approx(below)
-    assert model.decode_ms(95, 9500) == pytest.approx(above)
+    assert model.decode_pass_ms(94, 9400) == pytest.approx(below)
+    assert model.decode_pass_ms(95, 9500) == pytest.approx(above)
 
 
 def test_a_pass_with_one_part_empty_is_the_other_part() -> None:
-    model = latency.load(NAME).latency
+    model = latency.load(NAME).timing
     assert model.iteration_ms([Chunk(0, 300)], 0, 0) == model.prefill_ms([300])
-    assert model.iteration_ms([], 7, 900) == model.decode_ms(7, 900)
+    assert model.iteration_ms([], 7, 900) == model.decode_pass_ms(7, 900)
     assert model.iteration_ms([], 0, 0) == 0
 
 
-def test_a_mixed_pass_reads_the_weights_once() -> None:
-    model = latency.load(NAME).latency
-    mixed = model.iteration_ms([Chunk(0, 300)], 7, 900)
-    apart = model.prefill_ms([300]) + model.decode_ms(7, 900)
-    fixed = model.fit.prefill.fixed_ms
-    assert mixed == pytest.approx(apart - fixed)
-    assert mixed > model.decode_ms(7, 900)
-
-
 def test_the_chunks_of_a_prompt_cost_the_prompt_and_one_fixed_part_each() -> None:
-    model = latency.load(NAME).latency
+    model = latency.load(NAME).timing
     chunks = [Chunk(0, 100), Chunk(100, 350), Chunk(350, 1000)]
     whole = model.prefill_ms([1000])
     assert sum(model.iteration_ms([chunk], 0, 0) for chunk in chunks) == pytest.approx(
-        whole + 2 * model.fit.prefill.fixed_ms
+        whole + 2 * model.prompt_ms[0]
     )
 
 
 def test_no_requests_take_no_time() -> None:
-    model = latency.load(NAME).latency
+    model = latency.load(NAME).timing
     assert model.prefill_ms([]) == 0
-    assert model.decode_ms(0, 0) == 0
+    assert model.decode_pass_ms(0, 0) == 0
 
 
 def test_an_unknown_profile_is_refused_with_the_names_there_are() -> None:

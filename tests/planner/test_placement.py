@@ -13,7 +13,8 @@ from cleave.api.engine import Emulation, Engine, EngineType
 from cleave.api.model import Model
 from cleave.api.resource import Metadata
 from cleave.api.role import Parallelism, Role
-from cleave.planner.placement import PlanError, PlannedPool, plan
+from cleave.planner.placement import PlanError, plan
+from cleave.planner.plan import PlannedPool
 
 
 def deployment(*manual: ManualPool, engine: Engine | None = None) -> LLMDeployment:

@@ -11,9 +11,11 @@ from pydantic import Field
 
 from cleave.api.engine import Engine, Template
 from cleave.api.model import ModelField
+from cleave.api.planning import Planning
 from cleave.api.resource import Conditions, Resource, name_rule
 from cleave.api.role import Parallelism, Role
 from cleave.api.shape import Rule, Shape, keyed_by
+from cleave.api.workload import Workload
 
 KIND = "LLMDeployment"
 
@@ -90,9 +92,13 @@ class LLMDeploymentSpec(Shape):
     model: ModelField
     """The model: its source as text, or an object."""
     slo: Slo
-    """Latency targets. This version states them and does not plan from them yet."""
+    """Latency targets."""
+    workload: Workload | None = None
+    """Expected traffic; absent: nothing can be planned from it."""
+    planning: Planning = Planning()
+    """How the planner chooses."""
     placement: ManualPlacement | None = None
-    """Instances per role; absent: one prefill and one decode instance."""
+    """Instances per role by hand; absent: planned."""
     routing: Routing = Routing()
     """How the gateway sends requests to instances."""
     engine: Engine = Engine()

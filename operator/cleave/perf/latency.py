@@ -1,84 +1,19 @@
-"""How long one iteration of an instance takes. Used by the emulated engine and the planner.
+"""Named latency profiles. Used by the emulated engine and the planner.
 
-A model answers in milliseconds for a prefill batch, a decode batch, or both at once (chunked
-prefill). What is hard: the published fits describe pure batches only; `iteration_ms` says how they
-are joined. This package stays light (standard library only): 64 emulated engines import it.
+This module stays light (standard library only): 64 emulated engines import it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from cleave.perf import distserve
+from cleave.perf.timing import Timing
+
+_LARGEST_BATCH = 1024
+"""Decode passes are tabulated up to here; the fits are straight lines beyond."""
 
 
 class UnknownProfileError(LookupError):
     """No latency profile of that name."""
-
-
-class Chunk(NamedTuple):
-    """Prompt tokens `start` <= position < `end` of one request, computed in one iteration."""
-
-    start: int
-    end: int
-
-
-class LatencyModel(Protocol):
-    """Time of one forward pass in milliseconds, by the contents of the batch."""
-
-    def prefill_ms(self, prompt_tokens: Sequence[int]) -> float:
-        """Whole prompts of these lengths in one batch."""
-
-    def decode_ms(self, batch: int, context_tokens: int) -> float:
-        """One token for each of `batch` requests whose contexts sum to `context_tokens`."""
-
-    def iteration_ms(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
-        """Prompt chunks and one token for each of `batch` requests in one pass; 0 when empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class FittedLatency:
-    """DistServe's fit (OSDI'24, section 4.1 and appendix A), coefficients as published.
-
-    prefill ms = a + b * sum(len) + c * sum(len^2); decode ms = a + b * sum(context) + c * batch.
-    """
-
-    fit: distserve.Fit
-
-    def prefill_ms(self, prompt_tokens: Sequence[int]) -> float:
-        """Whole prompts of these lengths in one batch; 0 for none."""
-        return self.iteration_ms([Chunk(0, tokens) for tokens in prompt_tokens], 0, 0)
-
-    def decode_ms(self, batch: int, context_tokens: int) -> float:
-        """One token for each of `batch` requests; 0 for none."""
-        if not batch:
-            return 0.0
-        fit = self._decode_fit(batch)
-        return fit.fixed_ms + fit.per_token_ms * context_tokens + fit.last_ms * batch
-
-    def iteration_ms(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
-        """A mixed pass: the larger fixed cost once, the growing parts of both added.
-
-        The fixed part is mostly reading the weights, which a mixed pass does once. A chunk costs
-        the attention of its own rows, end^2 - start^2, so that the chunks of a prompt sum to the
-        prompt. With one part empty this is exactly the published fit.
-        """
-        decode_ms = self.decode_ms(batch, context_tokens)
-        if not chunks:
-            return decode_ms
-        prefill = self.fit.prefill
-        growing_ms = sum(
-            (end - start) * (prefill.per_token_ms + prefill.last_ms * (end + start))
-            for start, end in chunks
-        )
-        if not batch:
-            return prefill.fixed_ms + growing_ms
-        fixed_ms = self._decode_fit(batch).fixed_ms
-        return max(prefill.fixed_ms, fixed_ms) + growing_ms + decode_ms - fixed_ms
-
-    def _decode_fit(self, batch: int) -> distserve.Affine:
-        small = batch < distserve.DECODE_REGIME
-        return self.fit.decode_small if small else self.fit.decode_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +22,7 @@ class Profile:
 
     name: str
     model: str
-    latency: FittedLatency
+    timing: Timing
     kv_capacity_tokens: int
 
 
@@ -99,9 +34,28 @@ def load(name: str) -> Profile:
     _, model, parallelism = name.split("/")
     tensor_parallel_size = int(parallelism.removeprefix("tp"))
     capacity = distserve.KV_CAPACITY_TOKENS[model][tensor_parallel_size, 1]
-    return Profile(name, model, FittedLatency(fit), capacity)
+    return Profile(name, model, to_timing(fit), capacity)
 
 
 def names() -> tuple[str, ...]:
     """Every profile that `load` knows."""
     return tuple(distserve.FITS)
+
+
+def to_timing(fit: distserve.Fit, stages: int = 1) -> Timing:
+    """DistServe's fit (OSDI'24, section 4.1 and appendix A), coefficients as published.
+
+    prefill ms = a + b * sum(len) + c * sum(len^2); decode ms = a + b * sum(context) + c * batch.
+    """
+    decode = [
+        fit.decode_small if batch < distserve.DECODE_REGIME else fit.decode_large
+        for batch in range(_LARGEST_BATCH + 1)
+    ]
+    return Timing(
+        prompt_step=1.0,
+        prompt_ms=(fit.prefill.fixed_ms, fit.prefill.fixed_ms + fit.prefill.per_token_ms),
+        prompt_square_ms=fit.prefill.last_ms,
+        decode_ms=tuple(line.fixed_ms + line.last_ms * n for n, line in enumerate(decode)),
+        decode_context_ms=tuple(line.per_token_ms for line in decode),
+        stages=stages,
+    )

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Engine, EngineType
-from cleave.api.role import Parallelism, Role
+from cleave.api.role import Role
 from cleave.perf import latency
+from cleave.planner.plan import PlannedPool
 
 
 class PlanError(ValueError):
@@ -21,20 +22,6 @@ class PlanError(ValueError):
         super().__init__("\n".join(faults))
         self.faults = tuple(faults)
         """One line each: `path: what is wrong`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedPool:
-    """The instances of one role."""
-
-    role: Role
-    replicas: int
-    parallelism: Parallelism = Parallelism()  # noqa: RUF009 - a frozen value
-
-    @property
-    def gpus(self) -> int:
-        """GPUs (on CPU nodes: cores) of the whole pool."""
-        return self.replicas * self.parallelism.gpus
 
 
 @dataclass(frozen=True, slots=True)

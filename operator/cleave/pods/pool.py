@@ -5,7 +5,8 @@ import hashlib
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
-from cleave.planner.placement import Placement, PlannedPool
+from cleave.planner.placement import Placement
+from cleave.planner.plan import PlannedPool
 from cleave.pods.container import image
 from cleave.pods.labels import DEPLOYMENT, ROLE, pool_name
 

@@ -140,7 +140,7 @@ class Engine:
             self._deliver(step)
 
     def _duration_s(self, step: Step) -> float:
-        model_ms = self.config.profile.latency.iteration_ms(
+        model_ms = self.config.profile.timing.iteration_ms(
             step.chunks, step.batch, step.context_tokens
         )
         return model_ms * self.config.time_scale * self.faults.slow / 1000

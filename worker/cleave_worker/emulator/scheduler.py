@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cleave.perf.latency import Chunk
+from cleave.perf.timing import Chunk
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.sequence import Finish, Sequence, State
 

@@ -1,0 +1,63 @@
+"""What a plan is to optimise, and within which limits."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from cleave.api.shape import Shape, keyed_by
+
+
+class Objective(StrEnum):
+    """What the best plan has most of."""
+
+    GOODPUT_PER_GPU = "GoodputPerGPU"
+    COST = "Cost"
+    """Goodput per price of an hour."""
+    POWER = "Power"
+    """Goodput per provisioned watt."""
+
+
+class Affinity(StrEnum):
+    """Which of DistServe's placement algorithms is used."""
+
+    AUTO = "Auto"
+    HIGH = "High"
+    LOW = "Low"
+
+
+class Disaggregation(StrEnum):
+    """Whether prefill and decode may, must or must not be separate."""
+
+    AUTO = "Auto"
+    ALWAYS = "Always"
+    NEVER = "Never"
+
+
+class GpuChoice(Shape):
+    """One kind of GPU that the plan may use."""
+
+    type: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name in the catalogue or in the cluster's own list."""
+    max: Annotated[int, Field(ge=1)] | None = None
+    """Most GPUs of this kind; absent: all there are."""
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    """Price of one GPU for an hour, in any currency; absent: the catalogue's."""
+    power_cap_watts: Annotated[float, Field(gt=0)] | None = None
+    """Power limit of one GPU; prefill slows down under it."""
+
+
+class Planning(Shape):
+    """How the planner chooses."""
+
+    objective: Annotated[Objective, Field(strict=False)] = Objective.GOODPUT_PER_GPU
+    """GoodputPerGPU, Cost (requests per price) or Power (requests per watt)."""
+    affinity: Annotated[Affinity, Field(strict=False)] = Affinity.AUTO
+    """High: prefill and decode anywhere (DistServe's Algorithm 1). Low: the same pipeline stage of
+    both in one node (Algorithm 2). Auto: what the network between nodes allows."""
+    disaggregation: Annotated[Disaggregation, Field(strict=False)] = Disaggregation.AUTO
+    """Auto: where it pays. Always, Never: without asking."""
+    max_gpus: Annotated[int | None, Field(ge=1, alias="maxGPUs")] = None
+    """Most GPUs of the whole deployment; absent: all of the cluster."""
+    gpus: Annotated[list[GpuChoice], keyed_by("type")] = Field(default_factory=list, max_length=16)
+    """Kinds of GPU that may be used; absent: every kind in the cluster."""

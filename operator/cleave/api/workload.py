@@ -1,0 +1,68 @@
+"""The traffic that a deployment is planned for."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from cleave.api.shape import Rule, Shape
+
+Tokens = Annotated[float, Field(ge=1, le=10_000_000)]
+
+
+class Lengths(Shape):
+    """A distribution of token counts; log-normal through the mean and the 90th percentile."""
+
+    mean: Tokens
+    """Mean number of tokens."""
+    p90: Tokens | None = None
+    """90th percentile; absent: every request has the mean."""
+
+    rules = (
+        Rule(
+            cel="!has(self.p90) || self.p90 >= self.mean && self.p90 <= self.mean * 2.27",
+            holds=lambda s: s.p90 is None or s.mean <= s.p90 <= s.mean * 2.27,
+            message="no log-normal distribution has this p90: it lies between 1 and 2.27 means; "
+            "state a trace for such lengths",
+            field="p90",
+        ),
+    )
+
+
+class TraceSource(Shape):
+    """Recorded requests instead of distributions."""
+
+    path: Annotated[str, Field(min_length=1, max_length=1024)]
+    """A CSV or JSONL file on the machine that plans."""
+
+
+class Workload(Shape):
+    """Expected requests: distributions or a trace."""
+
+    rate: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """Requests per second to plan for; absent: the rate of the trace."""
+    prompt_tokens: Lengths | None = None
+    """Prompt lengths."""
+    output_tokens: Lengths | None = None
+    """Output lengths."""
+    burstiness: Annotated[float, Field(ge=0, le=20)] = 1.0
+    """Coefficient of variation of the gaps between arrivals: 0 regular, 1 Poisson, above bursty."""
+    trace: TraceSource | None = None
+    """Recorded requests; lengths come from it, and arrivals unless a rate is stated."""
+
+    rules = (
+        Rule(
+            cel="has(self.trace) != (has(self.promptTokens) && has(self.outputTokens))",
+            holds=lambda w: (
+                (w.trace is not None)
+                != (w.prompt_tokens is not None and w.output_tokens is not None)
+            ),
+            message="state either trace, or both promptTokens and outputTokens",
+            field="",
+        ),
+        Rule(
+            cel="has(self.trace) || has(self.rate)",
+            holds=lambda w: w.trace is not None or w.rate is not None,
+            message="is needed where no trace states the arrivals",
+            field="rate",
+        ),
+    )

@@ -1,0 +1,1 @@
+"""A discrete-event simulation of instances and fleets, compiled."""

@@ -1,0 +1,113 @@
+"""What is simulated: instances, how each batches, and how requests reach them."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from cleave.perf.timing import Timing
+
+
+class Batching(IntEnum):
+    """How an instance forms its next pass (Vidur, section 4.5, and what vLLM does today)."""
+
+    VLLM = 0
+    """vLLM v1 and Sarathi-Serve: decoding requests first, then prompt chunks, under one token
+    budget (`max_num_batched_tokens`); prompts are cut to fit. On a prefill instance this is
+    TetriInfer's chunked prefill (section 3.3.3) with its ChunkSize as the budget."""
+    PREFILL_FIRST = 1
+    """vLLM as published: waiting whole prompts run before anything decodes (SOSP'23). On a prefill
+    instance this is DistServe's batching near L_m (section 4.3): prompts are joined while their sum
+    stays within `max_num_batched_tokens`; a longer one runs alone."""
+    ORCA = 2
+    """Iteration-level batches of whole prompts and decoding requests together, without a cut; KV
+    is reserved for the longest possible request (OSDI'22)."""
+    ORCA_PAGED = 3
+    """Orca+ of Vidur's section 7.3: Orca's batches over paged KV."""
+    FASTER_TRANSFORMER = 4
+    """Request-level batches: a batch runs until its last request ends."""
+    LIGHTLLM = 5
+    """Prefill first, admitting only what fits at the batch's future peak of KV."""
+
+
+class Order(IntEnum):
+    """Which waiting prompt is next (TetriInfer, section 3.3.1)."""
+
+    FCFS = 0
+    SJF = 1
+    LJF = 2
+
+
+class Admission(IntEnum):
+    """When a waiting request joins the decode batch (TetriInfer, section 3.4)."""
+
+    GREEDY = 0
+    RESERVE_STATIC = 1
+    RESERVE_DYNAMIC = 2
+
+
+class Dispatch(IntEnum):
+    """Which instance takes a request."""
+
+    LEAST_PENDING = 0
+    """What the router does: `policy.dispatch.choose_pair` on pending tokens, both at arrival."""
+    ROUND_ROBIN = 1
+    RANDOM = 2
+    LATE = 3
+    """Deferred binding (Vidur, section 4.5): requests wait centrally until an instance is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One kind of instance."""
+
+    timing: Timing
+    """Its passes; `timing.stages` is the pipeline parallel size."""
+    kv_capacity_tokens: int
+    """Tokens of KV that fit, whole blocks."""
+    kv_block_size: int = 16
+    batching: Batching = Batching.VLLM
+    max_num_seqs: int = 256
+    """Most requests in one pass; with pipeline stages: in all micro-batches together."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens of one pass: vLLM's budget, Sarathi's chunk, DistServe's L_m."""
+    order: Order = Order.FCFS
+    prefill_sched_batch: int = 16
+    """Waiting prompts that SJF and LJF sort at a time, against starvation."""
+    admission: Admission = Admission.GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Instances that are alike."""
+
+    engine: Engine
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Moving the KV of one request to its decode instance; the decode side pulls.
+
+    `latency_ms + tokens * token_ms`, of which `overlapped_token_ms * tokens` happen while the
+    prompt still runs (per layer: Splitwise, section IV-C). One prefill instance's transfers share
+    its link, first come first served; its KV blocks are held until the pull ends.
+    """
+
+    latency_ms: float = 0.0
+    token_ms: float = 0.0
+    overlapped_token_ms: float = 0.0
+    overlap_from_tokens: int = 1 << 40
+    """Prompts at least this long are sent per layer, shorter ones serialised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Everything that serves one model. At least one pool decodes."""
+
+    prefill: tuple[Pool, ...] = ()
+    decode: tuple[Pool, ...] = ()
+    mixed: tuple[Pool, ...] = ()
+    transfer: Transfer = Transfer()
+    dispatch: Dispatch = Dispatch.LEAST_PENDING
+    first_token_by_decode: bool = True
+    """True: the client's first token comes from the decode instance, after the pull and one decode
+    pass, as in vLLM and Cleave. False: from the prefill instance, as the DistServe paper counts."""

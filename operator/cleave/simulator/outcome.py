@@ -1,0 +1,76 @@
+"""What a simulation says, per request and per instance."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Times in milliseconds on the trace's clock, one entry per request; nan: never reached.
+
+    Instances are numbered prefill pools first, then decode, then mixed, as in the fleet.
+    """
+
+    arrival_ms: Times
+    prefill_start_ms: Times
+    """The first pass with its prompt begins (scheduling delay: minus arrival)."""
+    prefill_end_ms: Times
+    """The prompt is computed."""
+    transfer_start_ms: Times
+    """The pull begins; equal to prefill_end_ms on a mixed instance."""
+    transfer_end_ms: Times
+    decode_start_ms: Times
+    """The first decode pass begins."""
+    first_token_ms: Times
+    end_ms: Times
+    output_tokens: Counts
+    num_preemptions: Counts
+    prefill_instance: Counts
+    decode_instance: Counts
+    instances: "Instances"
+
+    @property
+    def ttft_ms(self) -> Times:
+        """Time to first token, queueing included."""
+        return self.first_token_ms - self.arrival_ms
+
+    @property
+    def tpot_ms(self) -> Times:
+        """(end - first token) / (output tokens - 1); 0 for a single token."""
+        gaps = np.maximum(self.output_tokens - 1, 1)
+        tpot: Times = (self.end_ms - self.first_token_ms) / gaps
+        return tpot
+
+    @property
+    def normalised_latency_ms(self) -> Times:
+        """(end - arrival) / output tokens (Orca; Vidur, section 7.2)."""
+        latency: Times = (self.end_ms - self.arrival_ms) / self.output_tokens
+        return latency
+
+    def attainment(self, ttft_ms: float, tpot_ms: float) -> float:
+        """Share of requests that meet both targets; those never finished meet none."""
+        met = (self.ttft_ms <= ttft_ms) & (self.tpot_ms <= tpot_ms)
+        return float(np.count_nonzero(met)) / len(met)
+
+
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """One entry per instance, over the whole simulation."""
+
+    busy_ms: Times
+    """Time with a pass running (with pipeline stages: on the first stage)."""
+    passes: Counts
+    prompt_tokens: Counts
+    """Computed, recomputation included."""
+    decode_tokens: Counts
+    kv_token_ms: Times
+    """Integral of the KV tokens held over time."""
+    kv_peak_tokens: Counts
+    num_preemptions: Counts
+    duration_ms: float
+    """From 0 to the last event."""
