@@ -92,6 +92,9 @@ class Transfer:
     its link, first come first served; its KV blocks are held until the pull ends.
     """
 
+    is_shared: bool = True
+    """False: every transfer has the whole link to itself, as the emulated engine does."""
+
     latency_ms: float = 0.0
     token_ms: float = 0.0
     overlapped_token_ms: float = 0.0
@@ -101,13 +104,20 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Everything that serves one model. At least one pool decodes."""
+    """Everything that serves one model.
+
+    Prefill pools alone: requests end with their first token (DistServe's simu_prefill). Decode
+    pools alone: requests arrive with their prompt computed (simu_decode). Otherwise both phases are
+    simulated: on mixed instances, or on prefill and decode instances with the hand-off between.
+    """
 
     prefill: tuple[Pool, ...] = ()
     decode: tuple[Pool, ...] = ()
     mixed: tuple[Pool, ...] = ()
     transfer: Transfer = Transfer()
     dispatch: Dispatch = Dispatch.LEAST_PENDING
+    dispatch_ms: float = 0.0
+    """From client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
     first_token_by_decode: bool = True
     """True: the client's first token comes from the decode instance, after the pull and one decode
     pass, as in vLLM and Cleave. False: from the prefill instance, as the DistServe paper counts."""
