@@ -117,7 +117,7 @@ class Fleet:
     transfer: Transfer = Transfer()
     dispatch: Dispatch = Dispatch.LEAST_PENDING
     dispatch_ms: float = 0.0
-    """From client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
+    """Client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
     first_token_by_decode: bool = True
     """True: the client's first token comes from the decode instance, after the pull and one decode
     pass, as in vLLM and Cleave. False: from the prefill instance, as the DistServe paper counts."""
