@@ -1,0 +1,309 @@
+"""The traffic to plan for, as something that draws requests: every simulation starts here.
+
+Made from `spec.workload`, a recorded trace or published statistics; drawn by the search at many
+rates. What is hard: comparing two rates must not compare two samples. Lengths and the pattern of
+arrivals therefore depend on the seed alone, and the first requests are the same however many are
+drawn: another rate is the same sequence stretched (common random numbers).
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.api import workload as api
+from cleave.planner import history
+from cleave.simulator.trace import Trace
+
+Counts = NDArray[np.int64]
+Values = NDArray[np.float64]
+
+MAX_P90_TO_MEAN = 2.27
+"""No log-normal distribution has a larger 90th percentile: exp(1.2816^2 / 2) means."""
+
+_Z90 = 1.2815515655446004
+_PROMPTS, _OUTPUTS, _GAPS = range(3)
+"""Random streams of one seed, kept apart so that none moves when another is drawn otherwise."""
+_SURVEY = 20_000
+"""Requests drawn to find a mean or a share that no formula gives."""
+
+
+class DemandError(ValueError):
+    """The traffic cannot be drawn; one line that names field, value and remedy."""
+
+
+class Marginal(Protocol):
+    """Distribution of one length."""
+
+    def draw(self, rng: np.random.Generator, num: int) -> Values:
+        """`num` lengths; the first ones are the same for every larger `num`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always the same."""
+
+    tokens: float
+
+    def draw(self, rng: np.random.Generator, num: int) -> Values:  # noqa: ARG002
+        """The length, `num` times."""
+        return np.full(num, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """exp of a normal distribution."""
+
+    mu: float
+    sigma: float
+
+    @classmethod
+    def through(cls, mean: float, p90: float) -> Self:
+        """The one with this mean and 90th percentile.
+
+        p90 / mean = exp(z sigma - sigma^2 / 2) with z = 1.2816; the smaller of both solutions, the
+        larger one has nearly all its mass near 0. Raises DemandError outside 1 to 2.27 means.
+        """
+        ratio = p90 / mean if mean > 0 else math.nan
+        if not 1 <= ratio <= MAX_P90_TO_MEAN:
+            raise DemandError(
+                f"p90 {p90:g} of mean {mean:g}: no log-normal distribution has it; it lies between "
+                f"1 and {MAX_P90_TO_MEAN} means; replay a trace for such lengths"
+            )
+        sigma = _Z90 - math.sqrt(_Z90**2 - 2 * math.log(ratio))
+        return cls(math.log(mean) - sigma**2 / 2, sigma)
+
+    def draw(self, rng: np.random.Generator, num: int) -> Values:
+        """`num` lengths."""
+        lengths: Values = np.exp(self.mu + self.sigma * rng.standard_normal(num))
+        return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Straight lines between known quantiles, drawn by inverse transform."""
+
+    levels: tuple[float, ...]
+    """Increasing, from 0 to 1."""
+    tokens: tuple[float, ...]
+    """The length at each level."""
+
+    @classmethod
+    def evenly(cls, tokens: Sequence[float]) -> Self:
+        """Quantiles at equal distances, the least and the largest length included."""
+        return cls(tuple(np.linspace(0, 1, len(tokens)).tolist()), tuple(tokens))
+
+    def draw(self, rng: np.random.Generator, num: int) -> Values:
+        """`num` lengths."""
+        lengths: Values = np.interp(rng.random(num), self.levels, self.tokens)
+        return lengths
+
+
+class Lengths(Protocol):
+    """Joint distribution of prompt and output lengths."""
+
+    def draw(self, num: int, seed: int) -> tuple[Values, Values]:
+        """`num` prompt and output lengths in tokens, not yet whole or limited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Independent:
+    """Prompt and output lengths that know nothing of each other."""
+
+    prompt_tokens: Marginal
+    output_tokens: Marginal
+
+    def draw(self, num: int, seed: int) -> tuple[Values, Values]:
+        """`num` pairs."""
+        return (
+            self.prompt_tokens.draw(_stream(seed, _PROMPTS), num),
+            self.output_tokens.draw(_stream(seed, _OUTPUTS), num),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """Recorded pairs, drawn with replacement: whatever ties prompt to output is kept."""
+
+    prompt_tokens: Counts
+    output_tokens: Counts
+
+    def draw(self, num: int, seed: int) -> tuple[Values, Values]:
+        """`num` pairs."""
+        picks = (_stream(seed, _PROMPTS).random(num) * len(self.prompt_tokens)).astype(np.int64)
+        return self.prompt_tokens[picks].astype(float), self.output_tokens[picks].astype(float)
+
+
+class Source(Hashable, Protocol):
+    """Requests at one per second. Hashable, so that what it drew can be kept."""
+
+    def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
+        """Arrivals in seconds, prompt and output lengths of `num` requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Lengths from a distribution; independent gaps between arrivals, gamma distributed."""
+
+    lengths: Lengths
+    burstiness: float = 1.0
+    """Coefficient of variation of the gaps: 0 regular, 1 Poisson, above bursty."""
+
+    def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
+        """`num` requests."""
+        return np.cumsum(self._gaps(num, seed)), *self.lengths.draw(num, seed)
+
+    def _gaps(self, num: int, seed: int) -> Values:
+        if self.burstiness == 0:
+            return np.ones(num)
+        shape = self.burstiness**-2
+        return _stream(seed, _GAPS).standard_gamma(shape, num) / shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """A recorded trace as it came, from its first request (seed 0) or another one on, in a ring."""
+
+    trace: Trace
+
+    def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
+        """`num` requests."""
+        recorded = len(self.trace)
+        start = int(_stream(seed, _GAPS).random() * recorded) if seed else 0
+        order = (start + np.arange(num)) % recorded
+        gaps = np.diff(self.trace.arrival_ms) / 1000 * self.trace.rate
+        # The ring is closed with a mean gap: the trace does not say what came before it.
+        arrivals = np.cumsum(np.append(1.0, gaps)[order])
+        return (
+            arrivals,
+            self.trace.prompt_tokens[order].astype(float),
+            self.trace.output_tokens[order].astype(float),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests to plan for."""
+
+    rate: float
+    """Expected arrivals in req/s."""
+    source: Source
+    max_model_len: int | None = None
+    """Prompts are cut below it, outputs so that both together reach it; None: no limit."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise DemandError(f"rate {self.rate:g}: must be above 0 requests per second")
+
+    def draw(self, num_requests: int, rate: float | None = None, seed: int = 0) -> Trace:
+        """Requests at `rate` (default: the expected one), in arrays of their own.
+
+        Equal seeds give equal lengths and equal gaps apart from the rate; a longer draw begins with
+        the shorter one.
+        """
+        wanted = self.rate if rate is None else rate
+        if not (math.isfinite(wanted) and wanted > 0):
+            raise DemandError(f"rate {wanted:g}: must be above 0 requests per second")
+        if num_requests < 1:
+            raise DemandError(f"num_requests {num_requests}: must be at least 1")
+        unit = _unit(self.source, self.max_model_len, num_requests, seed)
+        return Trace(unit.arrival_ms / wanted, unit.prompt_tokens.copy(), unit.output_tokens.copy())
+
+    def at(self, rate: float) -> "Demand":
+        """The same requests at another rate."""
+        return replace(self, rate=rate)
+
+    def limited(self, max_model_len: int) -> "Demand":
+        """The same requests for a model whose prompt and output together are at most so long."""
+        if max_model_len < 2:
+            raise DemandError(f"max_model_len {max_model_len}: must be at least 2")
+        return replace(self, max_model_len=max_model_len)
+
+    def share_longer_than(self, max_model_len: int) -> float:
+        """Share of requests that `limited` would cut, found by drawing."""
+        drawn = _unit(self.source, None, _SURVEY, 0)
+        return float(np.mean(drawn.prompt_tokens + drawn.output_tokens > max_model_len))
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        """Found by drawing, as the limited distribution has no formula."""
+        return float(np.mean(self._survey().prompt_tokens))
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Found by drawing."""
+        return float(np.mean(self._survey().output_tokens))
+
+    def _survey(self) -> Trace:
+        return _unit(self.source, self.max_model_len, _SURVEY, 0)
+
+
+def from_spec(spec: api.Workload, base_dir: Path) -> Demand:
+    """The demand that `spec.workload` states; a relative trace is looked for in `base_dir`.
+
+    A trace alone is replayed; with a rate, its lengths are resampled and arrive at that rate with
+    the stated burstiness. Raises DemandError.
+    """
+    if spec.trace is not None:
+        try:
+            trace = history.read(base_dir / spec.trace.path)
+        except history.HistoryError as error:
+            raise DemandError(str(error)) from error
+        return (
+            from_trace(trace) if spec.rate is None else resampled(trace, spec.rate, spec.burstiness)
+        )
+    if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
+        raise DemandError("rate: state it with promptTokens and outputTokens, or state a trace")
+    lengths = Independent(_marginal(spec.prompt_tokens), _marginal(spec.output_tokens))
+    return Demand(spec.rate, Drawn(lengths, spec.burstiness))
+
+
+def from_trace(trace: Trace) -> Demand:
+    """The trace as it came, replayed. Raises DemandError when it has no rate."""
+    if trace.rate == 0:
+        raise DemandError(
+            f"the {len(trace)} recorded requests span no time: state a rate beside the trace"
+        )
+    return Demand(trace.rate, Replay(trace))
+
+
+def resampled(trace: Trace, rate: float, burstiness: float = 1.0) -> Demand:
+    """Lengths of the trace drawn with replacement, arriving at `rate`."""
+    return Demand(rate, Drawn(Samples(trace.prompt_tokens, trace.output_tokens), burstiness))
+
+
+def fixed(prompt_tokens: int, output_tokens: int, rate: float, burstiness: float = 1.0) -> Demand:
+    """Requests that are all alike."""
+    lengths = Independent(Fixed(prompt_tokens), Fixed(output_tokens))
+    return Demand(rate, Drawn(lengths, burstiness))
+
+
+def _marginal(lengths: api.Lengths) -> Marginal:
+    if lengths.p90 is None:
+        return Fixed(lengths.mean)
+    return LogNormal.through(lengths.mean, lengths.p90)
+
+
+def _stream(seed: int, stream: int) -> np.random.Generator:
+    return np.random.default_rng((seed, stream))
+
+
+@lru_cache(maxsize=16)
+def _unit(source: Source, max_model_len: int | None, num: int, seed: int) -> Trace:
+    """`num` requests at one per second. A search draws the same ones again and again."""
+    arrivals, prompts, outputs = source.draw(num, seed)
+    prompt_tokens, output_tokens = _whole(prompts), _whole(outputs)
+    if max_model_len is not None:
+        prompt_tokens = np.minimum(prompt_tokens, max_model_len - 1)
+        output_tokens = np.minimum(output_tokens, max_model_len - prompt_tokens)
+    return Trace(arrivals * 1000, prompt_tokens, output_tokens)
+
+
+def _whole(lengths: Values) -> Counts:
+    whole: Counts = np.maximum(np.rint(lengths), 1).astype(np.int64)
+    return whole

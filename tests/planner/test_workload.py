@@ -1,0 +1,185 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.api import workload as api
+from cleave.planner import workload
+from cleave.planner.workload import (
+    Demand,
+    DemandError,
+    Drawn,
+    Independent,
+    LogNormal,
+    Quantiles,
+    Samples,
+)
+from cleave.simulator.trace import Trace
+
+CHAT = api.Workload(
+    rate=5.0,
+    prompt_tokens=api.Lengths(mean=700, p90=1400),
+    output_tokens=api.Lengths(mean=200, p90=400),
+)
+
+
+@pytest.fixture
+def chat(tmp_path) -> Demand:
+    return workload.from_spec(CHAT, tmp_path)
+
+
+@pytest.fixture
+def recorded() -> Trace:
+    return Trace(
+        np.array([0.0, 100.0, 900.0, 1000.0, 3000.0]),
+        np.array([10, 20, 30, 40, 50]),
+        np.array([1, 2, 3, 4, 5]),
+    )
+
+
+def test_drawn_lengths_have_the_stated_mean_and_90th_percentile(chat) -> None:
+    trace = chat.draw(200_000)
+    assert np.mean(trace.prompt_tokens) == pytest.approx(700, rel=0.01)
+    assert np.percentile(trace.prompt_tokens, 90) == pytest.approx(1400, rel=0.01)
+    assert np.mean(trace.output_tokens) == pytest.approx(200, rel=0.01)
+    assert trace.rate == pytest.approx(5, rel=0.01)
+
+
+def test_lengths_of_prompt_and_output_are_drawn_apart(chat) -> None:
+    trace = chat.draw(50_000)
+    assert abs(np.corrcoef(trace.prompt_tokens, trace.output_tokens)[0, 1]) < 0.02
+
+
+@given(seed=st.integers(0, 2**32), rate=st.floats(0.01, 1000), num=st.integers(1, 200))
+def test_another_rate_is_the_same_sequence_stretched(seed, rate, num) -> None:
+    demand = Demand(1.0, Drawn(Independent(LogNormal(5, 1), LogNormal(4, 1)), 2.0))
+    slow, fast = demand.draw(num, 1.0, seed), demand.draw(num, rate, seed)
+    assert np.array_equal(slow.prompt_tokens, fast.prompt_tokens)
+    assert np.array_equal(slow.output_tokens, fast.output_tokens)
+    assert np.allclose(slow.arrival_ms, fast.arrival_ms * rate)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    burstiness=st.sampled_from([0.0, 0.3, 1.0, 4.0, 20.0]),
+    num=st.integers(1, 300),
+)
+def test_a_longer_draw_begins_with_the_shorter_one(seed, burstiness, num) -> None:
+    recorded = np.arange(1, 8)
+    marginals = Independent(LogNormal(5, 1), Quantiles.evenly([1, 10, 400]))
+    for lengths in (marginals, Samples(recorded, recorded * 2)):
+        demand = Demand(1.0, Drawn(lengths, burstiness))
+        short, long = demand.draw(num, seed=seed), demand.draw(2 * num, seed=seed)
+        assert np.array_equal(short.arrival_ms, long.arrival_ms[:num])
+        assert np.array_equal(short.prompt_tokens, long.prompt_tokens[:num])
+        assert np.array_equal(short.output_tokens, long.output_tokens[:num])
+
+
+def test_seeds_differ(chat) -> None:
+    assert not np.array_equal(chat.draw(50).prompt_tokens, chat.draw(50, seed=1).prompt_tokens)
+    assert not np.array_equal(chat.draw(50).arrival_ms, chat.draw(50, seed=1).arrival_ms)
+
+
+def test_what_is_drawn_belongs_to_the_caller(chat) -> None:
+    first = chat.draw(10)
+    first.prompt_tokens[:] = 0
+    first.arrival_ms[:] = 0
+    again = chat.draw(10)
+    assert np.all(again.prompt_tokens > 0)
+    assert np.all(again.arrival_ms > 0)
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0, 3.0])
+def test_gaps_have_the_stated_coefficient_of_variation(burstiness) -> None:
+    gaps = np.diff(workload.fixed(10, 10, 2.0, burstiness).draw(100_000).arrival_ms)
+    assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness, rel=0.03)
+
+
+def test_regular_arrivals_are_regular() -> None:
+    trace = workload.fixed(512, 64, 4.0, burstiness=0.0).draw(4)
+    assert trace.arrival_ms.tolist() == [250, 500, 750, 1000]
+    assert trace.prompt_tokens.tolist() == [512] * 4
+    assert trace.output_tokens.tolist() == [64] * 4
+
+
+@given(
+    lengths=st.tuples(st.floats(1, 50_000), st.floats(1, 2.27)),
+    limit=st.integers(2, 5000),
+    seed=st.integers(0, 100),
+)
+def test_lengths_are_at_least_one_and_within_the_model(lengths, limit, seed) -> None:
+    mean, ratio = lengths
+    marginal = LogNormal.through(mean, mean * ratio)
+    demand = Demand(1.0, Drawn(Independent(marginal, marginal))).limited(limit)
+    trace = demand.draw(100, seed=seed)
+    assert trace.prompt_tokens.min() >= 1
+    assert trace.output_tokens.min() >= 1
+    assert (trace.prompt_tokens + trace.output_tokens).max() <= limit
+
+
+def test_the_share_that_does_not_fit_the_model_is_told(recorded) -> None:
+    demand = workload.resampled(recorded, 1.0)
+    assert demand.share_longer_than(54) == pytest.approx(0.2, abs=0.02)
+    assert demand.share_longer_than(55) == 0
+
+
+def test_mean_lengths_are_those_after_the_limit(recorded) -> None:
+    demand = workload.from_trace(recorded)
+    assert (demand.mean_prompt_tokens, demand.mean_output_tokens) == (30, 3)
+    assert demand.limited(41).mean_prompt_tokens == 28
+
+
+def test_a_trace_is_replayed_as_it_came(recorded) -> None:
+    demand = workload.from_trace(recorded)
+    trace = demand.draw(5)
+    assert np.allclose(np.diff(trace.arrival_ms), np.diff(recorded.arrival_ms))
+    assert np.array_equal(trace.prompt_tokens, recorded.prompt_tokens)
+    assert np.array_equal(trace.output_tokens, recorded.output_tokens)
+
+
+def test_a_replay_longer_than_its_trace_goes_round_at_the_same_rate(recorded) -> None:
+    trace = workload.from_trace(recorded).draw(501)
+    assert trace.prompt_tokens[5:10].tolist() == [10, 20, 30, 40, 50]
+    assert trace.rate == pytest.approx(recorded.rate)
+
+
+def test_another_seed_replays_from_another_request_on(recorded) -> None:
+    demand = workload.from_trace(recorded)
+    starts = {int(demand.draw(1, seed=seed).prompt_tokens[0]) for seed in range(1, 30)}
+    assert starts == {10, 20, 30, 40, 50}
+    for seed in range(1, 5):
+        prompts = demand.draw(5, seed=seed).prompt_tokens
+        assert np.array_equal(demand.draw(5, seed=seed).output_tokens * 10, prompts)
+
+
+def test_resampling_keeps_pairs_together(recorded) -> None:
+    trace = workload.resampled(recorded, 3.0).draw(1000)
+    assert np.array_equal(trace.output_tokens * 10, trace.prompt_tokens)
+    assert set(trace.prompt_tokens.tolist()) == {10, 20, 30, 40, 50}
+
+
+def test_quantiles_are_met() -> None:
+    lengths = Quantiles((0.0, 0.5, 0.9, 1.0), (1.0, 100.0, 500.0, 4000.0))
+    drawn = lengths.draw(np.random.default_rng(1), 200_000)
+    assert np.percentile(drawn, [50, 90]) == pytest.approx([100, 500], rel=0.02)
+
+
+@pytest.mark.parametrize("p90", [99, 228, float("nan")])
+def test_a_90th_percentile_that_no_log_normal_has_is_refused(p90) -> None:
+    with pytest.raises(DemandError, match="no log-normal distribution has it"):
+        LogNormal.through(100, p90)
+
+
+def test_rates_and_counts_that_mean_nothing_are_refused(recorded) -> None:
+    for rate in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(DemandError, match="rate"):
+            workload.fixed(1, 1, rate)
+        with pytest.raises(DemandError, match="rate"):
+            workload.fixed(1, 1, 1.0).draw(5, rate)
+    with pytest.raises(DemandError, match="num_requests 0"):
+        workload.fixed(1, 1, 1.0).draw(0)
+    with pytest.raises(DemandError, match="max_model_len 1"):
+        workload.fixed(1, 1, 1.0).limited(1)
+    at_once = Trace(np.zeros(3), np.ones(3, np.int64), np.ones(3, np.int64))
+    with pytest.raises(DemandError, match="span no time"):
+        workload.from_trace(at_once)
