@@ -1,0 +1,99 @@
+"""Curves through few measured points. Used by everything that becomes a Timing.
+
+Standard library only: emulated engines read profiles.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+_MOST_CELLS = 2048
+
+Points = Sequence[tuple[float, float]]
+"""(place, value), places ascending."""
+
+
+def read(points: Points, at: float) -> float:
+    """The straight lines through two or more `points`, continued on both sides."""
+    index = min(max(bisect_right(points, (at, math.inf)) - 1, 0), len(points) - 2)
+    (x0, y0), (x1, y1) = points[index], points[index + 1]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+def tabulate(points: Points, step: float) -> tuple[float, ...]:
+    """`points` read at 0, step, 2 steps, ... to one step beyond the last; never below 0.
+
+    Beyond the last point it goes on with the mean slope of the upper half: the last two points
+    alone would continue their noise.
+    """
+    last, value = points[-1]
+    middle = points[(len(points) - 1) // 2]
+    slope = max((value - middle[1]) / (last - middle[0]), 0.0)
+    count = math.ceil(last / step - 1e-9)
+    inside = [max(read(points, min(i * step, last)), 0.0) for i in range(count + 1)]
+    inside[-1] += slope * (count * step - last)
+    return (*inside, inside[-1] + slope * step)
+
+
+def step_through(places: Iterable[int]) -> int:
+    """The widest step that meets every place, or the narrowest that makes a table of fair size."""
+    places = tuple(places)
+    return max(math.gcd(*places), math.ceil(max(places) / _MOST_CELLS))
+
+
+def non_decreasing(points: Points) -> list[tuple[float, float]]:
+    """The least-squares fit that never falls: neighbours in the wrong order become their mean."""
+    blocks: list[tuple[float, int]] = []
+    for _, value in points:
+        total, count = value, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
+            total, count = total + blocks[-1][0], count + blocks.pop()[1]
+        blocks.append((total, count))
+    values = [total / count for total, count in blocks for _ in range(count)]
+    return [(place, value) for (place, _), value in zip(points, values, strict=True)]
+
+
+def least_squares(
+    rows: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Coefficients that minimise sum(weight * (row . coefficients - value)^2).
+
+    Raises ValueError when the rows do not determine them.
+    """
+    size = len(rows[0])
+    given = weights or [1.0] * len(rows)
+    # Columns are scaled to 1: tokens and tokens^2 side by side would look degenerate.
+    scales = [max(abs(row[i]) for row in rows) or 1.0 for i in range(size)]
+    matrix = [[0.0] * (size + 1) for _ in range(size)]
+    for row, value, weight in zip(rows, values, given, strict=True):
+        scaled = [part / scale for part, scale in zip(row, scales, strict=True)]
+        for i in range(size):
+            for j in range(size):
+                matrix[i][j] += weight * scaled[i] * scaled[j]
+            matrix[i][size] += weight * scaled[i] * value
+    return tuple(part / scale for part, scale in zip(_solve(matrix), scales, strict=True))
+
+
+def mean_error(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """Mean absolute error of (predicted, measured) as a share; None for no pairs."""
+    shares = [abs(predicted - measured) / measured for predicted, measured in pairs]
+    return sum(shares) / len(shares) if shares else None
+
+
+def _solve(matrix: list[list[float]]) -> list[float]:
+    """Gauss with pivots on a square matrix and its right side as last column; in place."""
+    size = len(matrix)
+    largest = max(abs(matrix[i][i]) for i in range(size))
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda k: abs(matrix[k][i]))
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        if abs(matrix[i][i]) <= 1e-12 * largest:
+            raise ValueError("the samples do not determine the coefficients")
+        for k in range(i + 1, size):
+            share = matrix[k][i] / matrix[i][i]
+            matrix[k] = [a - share * b for a, b in zip(matrix[k], matrix[i], strict=True)]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(matrix[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (matrix[i][size] - known) / matrix[i][i]
+    return solution

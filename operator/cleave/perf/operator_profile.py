@@ -1,0 +1,143 @@
+"""Passes of any parallelism from operators that were measured one by one (Vidur, 4.3 and 4.4).
+
+Called by the estimator and, for profiles in files, by the emulated engine: standard library only.
+A pass is the sum of its operators: token-level ones by the rows of the pass, attention of prompts
+by their equivalent length sqrt(sum p_i^2), attention of decoding by the KV it reads, collectives by
+bytes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from cleave.perf import curve, decode_fit
+from cleave.perf.profile import (
+    CommunicationPoint,
+    LinearPoint,
+    Operators,
+    PrefillAttentionPoint,
+)
+from cleave.perf.profile_fields import InvalidProfileError
+from cleave.perf.timing import Timing
+
+LM_HEAD = "lm_head"
+"""The operator of a pass that has one row for each request, not for each token."""
+_ALL_REDUCES_PER_LAYER = 2
+
+Rows = Callable[[float], float]
+"""ms by rows."""
+
+
+def tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
+    """Sizes for which everything that a pass needs was measured."""
+    sizes = (
+        {point.tensor_parallel_size for point in operators.layer}
+        & {point.tensor_parallel_size for point in operators.prefill_attention}
+        & {point.tensor_parallel_size for point in operators.decode_attention}
+    )
+    reduced = {point.gpus for point in operators.all_reduce}
+    return tuple(sorted(size for size in sizes if size == 1 or size in reduced))
+
+
+def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) -> Timing:
+    """Raises InvalidProfileError for a tensor parallel size that was not measured."""
+    sizes = tensor_parallel_sizes(operators)
+    if tensor_parallel_size not in sizes:
+        measured = ", ".join(map(str, sizes)) or "none"
+        raise InvalidProfileError(
+            f"operators: tensorParallelSize {tensor_parallel_size} was not measured; "
+            f"complete are: {measured}"
+        )
+    rows = _token_level_ms(operators, tensor_parallel_size)
+    head = _sum([p for p in operators.once if p.operator == LM_HEAD], tensor_parallel_size)
+    fixed, per_token, square = fit_prompt_attention(
+        [p for p in operators.prefill_attention if p.tensor_parallel_size == tensor_parallel_size]
+    )
+    attention_ms, context_ms = decode_fit.fit(
+        [p for p in operators.decode_attention if p.tensor_parallel_size == tensor_parallel_size]
+    )
+    layers = operators.num_layers
+    places = sorted({point.tokens for point in operators.layer})
+    prompt = [(n, rows(n) + head(1) + layers * (fixed + per_token * n)) for n in places]
+    step = float(curve.step_through(places))
+    hop_ms, hop_byte_ms = _fit_send(operators.send)
+    return Timing(
+        prompt_step=step,
+        prompt_ms=curve.tabulate(curve.non_decreasing(prompt), step),
+        prompt_square_ms=layers * square,
+        decode_ms=tuple(
+            rows(batch) + head(batch) + layers * ms for batch, ms in enumerate(attention_ms)
+        ),
+        decode_context_ms=tuple(layers * ms for ms in context_ms),
+        stages=stages,
+        hop_ms=hop_ms,
+        hop_token_ms=hop_byte_ms * operators.hidden_size * operators.activation_bytes,
+    )
+
+
+def fit_prompt_attention(points: Sequence[PrefillAttentionPoint]) -> tuple[float, float, float]:
+    """ms in one layer: per chunk, per token, per token^2 of end^2 - start^2; none below 0."""
+    squares = [(p.tokens + p.cached_tokens) ** 2 - p.cached_tokens**2 for p in points]
+    columns = [[1.0] * len(points), [float(p.tokens) for p in points], [float(s) for s in squares]]
+    weights = [1 / point.ms**2 for point in points]
+    found = [0.0, 0.0, 0.0]
+    wanted = [2] if len({p.place for p in points}) < 3 else [0, 1, 2]
+    while wanted:
+        rows = [[columns[i][k] for i in wanted] for k in range(len(points))]
+        solved = curve.least_squares(rows, [point.ms for point in points], weights)
+        if min(solved) >= 0:
+            for i, value in zip(wanted, solved, strict=True):
+                found[i] = value
+            break
+        del wanted[solved.index(min(solved))]
+    return found[0], found[1], found[2]
+
+
+def _token_level_ms(operators: Operators, tensor_parallel_size: int) -> Rows:
+    """All layers with their all-reduces, what runs once a pass, and the engine's own time."""
+    layer = _sum(operators.layer, tensor_parallel_size)
+    once = _sum([p for p in operators.once if p.operator != LM_HEAD], tensor_parallel_size)
+    reduce = _by_bytes(operators.all_reduce, tensor_parallel_size)
+    row_bytes = operators.hidden_size * operators.activation_bytes
+
+    def ms(rows: float) -> float:
+        reduces = _ALL_REDUCES_PER_LAYER * reduce(rows * row_bytes)
+        return (
+            operators.pass_overhead_ms + operators.num_layers * (layer(rows) + reduces) + once(rows)
+        )
+
+    return ms
+
+
+def _sum(points: Sequence[LinearPoint], tensor_parallel_size: int) -> Rows:
+    by_operator: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for point in points:
+        if point.tensor_parallel_size == tensor_parallel_size:
+            by_operator[point.operator].append((point.tokens, point.ms))
+    curves = [_flat_below(each) for each in by_operator.values()]
+    return lambda rows: sum(each(rows) for each in curves)
+
+
+def _by_bytes(points: Sequence[CommunicationPoint], gpus: int) -> Rows:
+    if gpus == 1:
+        return lambda _: 0.0
+    return _flat_below([(point.size_bytes, point.ms) for point in points if point.gpus == gpus])
+
+
+def _flat_below(points: curve.Points) -> Rows:
+    """Lines through the points; below the first one it costs as much, as small kernels do."""
+    if len(points) == 1:
+        return lambda _: points[0][1]
+    rising = curve.non_decreasing(points)
+    return lambda at: curve.read(rising, max(at, rising[0][0]))
+
+
+def _fit_send(points: Sequence[CommunicationPoint]) -> tuple[float, float]:
+    """Latency in ms and ms per byte of one send; zeros when none was measured."""
+    if len(points) < 2:
+        return 0.0, 0.0
+    fixed, per_byte = curve.least_squares(
+        [[1.0, point.size_bytes] for point in points],
+        [point.ms for point in points],
+        [1 / point.ms**2 for point in points],
+    )
+    return max(fixed, 0.0), max(per_byte, 0.0)
