@@ -15,6 +15,7 @@ from cleave.cli.demo import demo
 from cleave.cli.down import down
 from cleave.cli.gateway import FORWARDED, gateway
 from cleave.cli.logs import logs
+from cleave.cli.profile import profile
 from cleave.cli.status import status
 from cleave.cli.up import up
 from cleave.cli.validate import validate
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, up, status, logs, down, validate):
+for command in (demo, up, status, logs, down, validate, profile):
     app.command()(command)
 app.command(context_settings=FORWARDED)(gateway)
 

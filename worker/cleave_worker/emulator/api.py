@@ -100,7 +100,9 @@ class Api:
         self._engine = engine
         self._model = engine.config.served_model_name
         self._created = int(time.time())
-        self._registry = Collector(self._model, engine.metrics, engine.gauges).registry()
+        self._registry = Collector(
+            self._model, engine.metrics, engine.gauges, engine.cache_config
+        ).registry()
         self._fault_injection = fault_injection
 
     def application(self) -> web.Application:
@@ -187,7 +189,7 @@ class Api:
         return web.Response(status=200 if self._engine.alive else 503)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": VERSION})
+        return web.json_response({"version": VERSION, "engine": "emulated"})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         body = generate_latest(self._registry)

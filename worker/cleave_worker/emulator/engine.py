@@ -111,6 +111,16 @@ class Engine:
         if self.door and hand_off:
             self.door.decline(hand_off)
 
+    @property
+    def cache_config(self) -> dict[str, str]:
+        """Labels of vLLM's `cache_config_info`, as far as they are emulated."""
+        limits = self.config.limits
+        return {
+            "block_size": str(self.config.block_size),
+            "enable_prefix_caching": str(limits.prefix_caching),
+            "num_gpu_blocks": str(self.config.num_blocks),
+        }
+
     def gauges(self) -> dict[str, float]:
         """The present state under vLLM's metric names."""
         load = self._load()

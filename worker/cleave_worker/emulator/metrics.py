@@ -115,11 +115,16 @@ class Collector:
     """Turns Metrics and the engine's present state into Prometheus samples."""
 
     def __init__(
-        self, model_name: str, metrics: Metrics, gauges: Callable[[], dict[str, float]]
+        self,
+        model_name: str,
+        metrics: Metrics,
+        gauges: Callable[[], dict[str, float]],
+        cache_config: dict[str, str],
     ) -> None:
         self._labels = (model_name, "0")
         self._metrics = metrics
         self._gauges = gauges
+        self._cache_config = cache_config
 
     def registry(self) -> CollectorRegistry:
         """A registry of its own with this collector in it."""
@@ -133,6 +138,11 @@ class Collector:
             gauge = GaugeMetricFamily(f"vllm:{name}", name, labels=_LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "cache_config_info", labels=("engine", *self._cache_config)
+        )
+        info.add_metric(("0", *self._cache_config.values()), 1.0)
+        yield info
         for name, value in self._metrics.counters():
             yield self._counter(name, {(): value})
         metrics = self._metrics

@@ -1,0 +1,215 @@
+"""`cleave profile`: how fast a running engine is, as a file that planner and emulator read."""
+
+import asyncio
+import datetime
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cleave.cli.faults import BAD_INPUT, FAILED, fail
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cleave.perf.profile import MeasuredProfile
+    from cleave.profiling.engine import EngineFacts
+    from cleave.profiling.rounds import Settings, Show, Taken
+
+_LOCAL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])([:/]|$)")
+
+
+class Output(StrEnum):
+    """How to print."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def profile(
+    url: Annotated[str, typer.Argument(help="The engine, such as http://127.0.0.1:8000.")],
+    model: Annotated[
+        str | None, typer.Option(help="As it is served; needed where there are several.")
+    ] = None,
+    file: Annotated[
+        Path, typer.Option("--output-file", "-O", help="Where to write it: YAML, or .json.")
+    ] = Path("profile.yaml"),
+    device: Annotated[
+        str | None, typer.Option(help="What it runs on; absent: this machine's GPU or CPU.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", min=1, max=64, help="Of the engine.")
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int, typer.Option("--pipeline-parallel-size", min=1, max=64, help="Of the engine.")
+    ] = 1,
+    longest_prompt: Annotated[
+        int | None, typer.Option(min=32, help="Measure no longer prompts than this.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Measurements of each point.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few points: a look, not a basis.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the profile even where points scatter.")
+    ] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+) -> None:
+    """Measure a running engine and write a profile of its speed.
+
+    The engine must have no other traffic, and its --max-num-batched-tokens limits what is seen.
+    Example: cleave profile http://127.0.0.1:8000 -O llama-h100.yaml
+    """
+    from dataclasses import replace
+
+    from cleave.perf.profile import write
+    from cleave.profiling.errors import ProfilingError
+    from cleave.profiling.points import find_scattered
+    from cleave.profiling.rounds import QUICK, Settings
+
+    settings = QUICK if quick else Settings()
+    if repeats is not None:
+        settings = replace(settings, repeats=repeats)
+    if longest_prompt is not None:
+        settings = replace(settings, longest_prompt=longest_prompt)
+    if not file.absolute().parent.is_dir():
+        fail([f"--output-file: {file.parent} is no folder; make it first"], BAD_INPUT)
+    if device is None:
+        device = _own_device(url)
+    sizes = tensor_parallel_size, pipeline_parallel_size
+    try:
+        facts, taken = asyncio.run(_measure(url.rstrip("/"), model, settings))
+        measured = _to_profile(taken, facts, device, sizes)
+    except (ProfilingError, ValueError) as error:
+        fail([str(error)], FAILED)
+    scattered = find_scattered(taken, settings.max_spread)
+    if scattered and not force:
+        faults = [f"scatters: {line}" for line in scattered]
+        fail([*faults, "quieten the machine and measure again, or write it with --force"], FAILED)
+    try:
+        write(measured, file)
+    except OSError as error:
+        fail([f"{file}: {error.strerror}"], FAILED)
+    _print(measured, file, len(scattered), output)
+
+
+def _own_device(url: str) -> str:
+    """This machine's GPU or CPU by name; an engine elsewhere has to be told of."""
+    from cleave.local import node
+
+    if not _LOCAL.match(url):
+        fail([f"{url} is another machine: name its GPU with --device"], BAD_INPUT)
+    gpus = node.inspect().gpus
+    if gpus:
+        return gpus[0].name
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return "CPU"
+
+
+async def _measure(
+    url: str, model: str | None, settings: "Settings"
+) -> tuple["EngineFacts", "Taken"]:
+    from dataclasses import replace
+
+    from cleave.profiling.client import Client
+    from cleave.profiling.engine import inspect
+    from cleave.profiling.rounds import measure
+
+    client = Client(url)
+    facts = await inspect(client, model)
+    with _progress() as show:
+        return facts, await measure(replace(client, model=facts.model), facts, settings, show)
+
+
+@contextmanager
+def _progress() -> Iterator["Show"]:
+    """A bar on standard error where that is a terminal, silence elsewhere."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total or None, description=what)
+
+        yield show
+
+
+def _to_profile(
+    taken: "Taken", facts: "EngineFacts", device: str, sizes: tuple[int, int]
+) -> "MeasuredProfile":
+    from cleave.profiling.points import to_profile
+
+    return to_profile(
+        taken,
+        facts,
+        device=device,
+        measured_at=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        software={facts.engine: facts.version, "cleave": version("cleave")},
+        tensor_parallel_size=sizes[0],
+        pipeline_parallel_size=sizes[1],
+    )
+
+
+def _print(measured: "MeasuredProfile", file: Path, num_scattered: int, output: Output) -> None:
+    if output is Output.JSON:
+        import json
+
+        from cleave.perf.profile_fields import encode
+
+        typer.echo(json.dumps({"file": str(file), "profile": encode(measured)}, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_table(measured))
+    if num_scattered:
+        console.print(
+            f"{num_scattered} points scatter too much: measure again before you plan on it"
+        )
+    console.print(f"written to {file}", soft_wrap=True)
+
+
+def _table(measured: "MeasuredProfile") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"{measured.model} on {measured.device}", title_justify="left")
+    for column in ("pass", "ms", "repeats", "quartiles apart"):
+        table.add_column(column, justify="left" if column == "pass" else "right")
+    rows = [
+        *((f"prefill {p.prompts} x {p.tokens}", p) for p in measured.prefill),
+        *((f"decode {d.batch}, context {d.context_tokens}", d) for d in measured.decode),
+        *(
+            (f"prefill {m.prompt_tokens} with decode {m.batch}, context {m.context_tokens}", m)
+            for m in measured.mixed
+        ),
+    ]
+    for name, point in rows:
+        spread = f"{point.spread_ms / point.ms:.1%}"
+        table.add_row(name, f"{point.ms:.2f}", str(point.repeats), spread)
+    table.add_row("HTTP and front, each request", f"{measured.dispatch_ms:.2f}", "", "")
+    return table

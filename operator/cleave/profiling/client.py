@@ -1,0 +1,161 @@
+"""An OpenAI client that times tokens. Used by measurements and by load generators.
+
+What is hard: whatever happens (an error, a time-out, Ctrl-C), every connection is closed, which
+makes the engine drop the request; nothing keeps running there.
+"""
+
+import asyncio
+import json
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from cleave.profiling.errors import ProfilingError
+from cleave.profiling.http import Exchange, HttpError, OnEvents
+
+_DONE = b"data: [DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A streamed completion. Times in seconds of the event loop's clock."""
+
+    sent_s: float
+    token_s: tuple[float, ...]
+    """When the event of each token came."""
+    num_tokens: int
+    """The engine's own count; more than events where an event held several tokens."""
+
+    @property
+    def ttft_ms(self) -> float:
+        """Sending to the first token."""
+        return (self.token_s[0] - self.sent_s) * 1e3
+
+    @property
+    def latency_ms(self) -> float:
+        """Sending to the last token."""
+        return (self.token_s[-1] - self.sent_s) * 1e3
+
+
+@dataclass(frozen=True)
+class Client:
+    """Talks to one engine or gateway."""
+
+    url: str
+    model: str = ""
+    timeout_s: float = 120.0
+    """Of one answer, from connecting to its end."""
+    api_key: str | None = None
+    _place: tuple[str, int, bool] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises ProfilingError when `url` is none."""
+        object.__setattr__(self, "_place", _parse_url(self.url))
+
+    async def get(self, path: str) -> bytes:
+        """The body of a page. Raises ProfilingError."""
+        exchange = await self._exchange("GET", path, b"", None)
+        if exchange.status != 200:
+            raise ProfilingError(f"{self.url}{path} answers with status {exchange.status}")
+        return bytes(exchange.body)
+
+    async def get_json(self, path: str) -> dict[str, Any]:
+        """The JSON object of a page. Raises ProfilingError."""
+        try:
+            body = json.loads(await self.get(path))
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise ProfilingError(f"{self.url}{path} answers with no JSON object")
+        return body
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        output_tokens: int,
+        on_events: OnEvents | None = None,
+    ) -> Answer:
+        """Stream exactly `output_tokens` tokens; `on_events` is told of them as they come.
+
+        Raises ProfilingError when the answer is an error or of another length.
+        """
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        payload = json.dumps(body).encode()
+        exchange = await self._exchange("POST", "/v1/completions", payload, on_events)
+        return _read_answer(self.url, exchange, output_tokens)
+
+    async def _exchange(
+        self, method: str, path: str, payload: bytes, on_events: OnEvents | None
+    ) -> Exchange:
+        host, port, secure = self._place
+        prefix = urlsplit(self.url).path.rstrip("/")
+        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        head = (
+            f"{method} {prefix}{path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n{key}\r\n"
+        )
+        exchange = Exchange(head.encode() + payload, on_events)
+        loop = asyncio.get_running_loop()
+        context = ssl.create_default_context() if secure else None
+        transport: asyncio.BaseTransport | None = None
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                transport, _ = await loop.create_connection(
+                    lambda: exchange, host, port, ssl=context
+                )
+                await exchange.done
+        except TimeoutError:
+            raise ProfilingError(f"{self.url} has not answered in {self.timeout_s:.0f} s") from None
+        except HttpError as error:
+            raise ProfilingError(f"{self.url}: {error}") from error
+        except OSError as error:
+            raise ProfilingError(f"{self.url} cannot be reached: {error}") from error
+        finally:
+            exchange.done.cancel()
+            if isinstance(transport, asyncio.Transport):
+                transport.abort()
+        return exchange
+
+
+def _parse_url(url: str) -> tuple[str, int, bool]:
+    try:
+        parts = urlsplit(url)
+        secure = parts.scheme == "https"
+        port = parts.port or (443 if secure else 80)
+    except ValueError as error:
+        raise ProfilingError(f"{url!r} is no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ProfilingError(f"{url!r} is no URL; give one such as http://127.0.0.1:8000")
+    return parts.hostname, port, secure
+
+
+def _read_answer(url: str, exchange: Exchange, output_tokens: int) -> Answer:
+    events = bytes(exchange.body).split(b"\n\n")
+    if exchange.status != 200:
+        raise ProfilingError(f"{url}: status {exchange.status}: {_fault(exchange.body)}")
+    if len(events) < 4 or events[-2] != _DONE:
+        raise ProfilingError(f"{url}: the stream ended early: {_fault(events[-2])}")
+    # The last two events are the usage and the end mark.
+    usage = json.loads(events[-3].removeprefix(b"data: ")).get("usage") or {}
+    tokens = usage.get("completion_tokens", 0)
+    if tokens != output_tokens:
+        raise ProfilingError(f"{url}: {tokens} tokens came where {output_tokens} were asked for")
+    return Answer(exchange.sent_s, tuple(exchange.event_s[:-2]), tokens)
+
+
+def _fault(body: bytes | bytearray) -> str:
+    text = bytes(body).removeprefix(b"data: ").decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200] or "no reason given"

@@ -1,0 +1,123 @@
+"""What an engine says of itself: model, version, KV cache, and its own counters.
+
+Read from `/v1/models`, `/version` and vLLM's metrics; the emulated engine has the same ones.
+"""
+
+import asyncio
+import re
+from dataclasses import dataclass
+
+from cleave.profiling.client import Client
+from cleave.profiling.errors import ProfilingError
+
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_COUNT_TIMEOUT_S = 10.0
+_COUNT_PERIOD_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """One engine as it runs."""
+
+    model: str
+    """As it is served."""
+    source: str
+    """Where its weights come from: an id or a folder."""
+    engine: str
+    """vllm or emulated."""
+    version: str
+    max_model_len: int
+    kv_block_size: int
+    kv_blocks_total: int
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens of KV in whole blocks."""
+        return self.kv_block_size * self.kv_blocks_total
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals since the engine started."""
+
+    prefills: int
+    prefill_s: float
+    """From being scheduled to the first token, by the engine's own clock, summed."""
+    passes: int
+
+
+async def inspect(client: Client, model: str | None) -> EngineFacts:
+    """The facts of the engine at `client`; `model` is needed where it serves several.
+
+    Raises ProfilingError.
+    """
+    cards = (await client.get_json("/v1/models")).get("data", [])
+    names = [card["id"] for card in cards]
+    if model is None and len(names) == 1:
+        model = names[0]
+    if model is None or model not in names:
+        asked = "name one with --model" if model is None else f"there is no {model!r}"
+        raise ProfilingError(f"{client.url} serves {', '.join(names) or 'no model'}: {asked}")
+    card = cards[names.index(model)]
+    version = await client.get_json("/version")
+    cache = _find_labels(await client.get("/metrics"), "vllm:cache_config_info")
+    return EngineFacts(
+        model=model,
+        source=card.get("root") or model,
+        engine=version.get("engine", "vllm"),
+        version=version["version"],
+        max_model_len=int(card["max_model_len"]),
+        kv_block_size=_integer(cache, "block_size"),
+        kv_blocks_total=_integer(cache, "num_gpu_blocks"),
+    )
+
+
+async def read_load(client: Client) -> int:
+    """Requests that run or wait on the engine. Raises ProfilingError."""
+    page = await client.get("/metrics")
+    return round(_sum(page, "vllm:num_requests_running") + _sum(page, "vllm:num_requests_waiting"))
+
+
+async def read_counters(client: Client, prefills: int = 0) -> Counters:
+    """The counters as soon as at least `prefills` requests are counted.
+
+    Engines count after they answer, so the last answer may be missing for a moment. Raises
+    ProfilingError when it stays missing.
+    """
+    deadline = asyncio.get_running_loop().time() + _COUNT_TIMEOUT_S
+    while True:
+        page = await client.get("/metrics")
+        counters = Counters(
+            prefills=round(_sum(page, "vllm:request_prefill_time_seconds_count")),
+            prefill_s=_sum(page, "vllm:request_prefill_time_seconds_sum"),
+            passes=round(_sum(page, "vllm:iteration_tokens_total_count")),
+        )
+        if counters.prefills >= prefills:
+            return counters
+        if asyncio.get_running_loop().time() > deadline:
+            raise ProfilingError(f"{client.url}/metrics does not count requests that were answered")
+        await asyncio.sleep(_COUNT_PERIOD_S)
+
+
+def _find_labels(page: bytes, name: str) -> dict[str, str]:
+    for line in page.decode().splitlines():
+        if line.startswith(f"{name}{{"):
+            return dict(_LABEL.findall(line))
+    return {}
+
+
+def _sum(page: bytes, name: str) -> float:
+    """All samples of a series together. Raises ProfilingError when there is none."""
+    lines = [line for line in page.decode().splitlines() if line.startswith(f"{name}{{")]
+    if not lines:
+        raise ProfilingError(f"the engine has no metric {name}; is it vLLM with its statistics on?")
+    return sum(float(line.rsplit(maxsplit=1)[1]) for line in lines)
+
+
+def _integer(labels: dict[str, str], name: str) -> int:
+    value = labels.get(name, "")
+    if not value.isdigit():
+        raise ProfilingError(
+            f"the engine's metric vllm:cache_config_info has no {name}; is it vLLM 0.9 or later?"
+        )
+    return int(value)
