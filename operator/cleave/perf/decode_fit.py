@@ -73,7 +73,7 @@ def _fit_lines(points: Sequence[Measured], is_common: bool) -> Tables:
     if len(fixed) == 1:
         batch, ms = fixed[0]
         fixed = [(0, ms), (batch, ms)]
-    table = curve.tabulate(fixed, 1.0)
+    table = curve.tabulate(curve.non_decreasing(fixed), 1.0)
     lines = sorted(slopes.items())
     lines = lines if len(lines) > 1 else [(0, lines[0][1]), lines[0]]
     # Below the smallest batch the slope is its own; its line over the batch means nothing there.
