@@ -12,6 +12,7 @@ LLAMA = {
     "hidden_size": 4096,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
+    "intermediate_size": 14336,
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
     "torch_dtype": "bfloat16",

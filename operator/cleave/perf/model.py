@@ -1,14 +1,31 @@
-"""What a model needs of memory, from its Hugging Face config.json or from the table here.
+"""What a model needs of memory and compute, from its config.json or from the table of known ones.
 
-Used by the emulated engine (bytes that a KV hand-off moves) and the planner.
+Used by the emulated engine (bytes that a KV hand-off moves) and the planner (Vidur, section 4.1:
+a declarative description from which operators and their sharding follow). Standard library only.
+Left out as negligible (under 0.1 % of the weights): norms and biases.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from cleave.perf import experts, hf_config, known_models, latent_attention, quantization
+from cleave.perf.experts import Experts
+from cleave.perf.hf_config import ConfigError, Fields
+from cleave.perf.latent_attention import LatentAttention
+from cleave.perf.quantization import Quantization
 
 _BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_FOUR_TIMES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
+"""Model types whose MLP is four times as wide as the model unless the config says otherwise."""
+_PLAIN_MLP = _FOUR_TIMES | {"gpt_neox", "opt", "phi", "starcoder2"}
+"""Model types whose MLP has two matrices; all others have a third one that gates."""
+_TIED = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"} | {
+    *("gemma", "gemma2", "gemma3_text"),
+}
+"""Model types that share embedding and LM head unless the config says otherwise."""
+_OPT_OFFSET = 2
+"""OPT's learned positions start at 2."""
 
 
 class UnknownModelError(LookupError):
@@ -28,65 +45,273 @@ class ModelShape:
     vocab_size: int
     max_model_len: int
     """Longest context that the model was made for, in tokens."""
+    intermediate_size: int
+    """Width of a dense layer's MLP."""
     dtype_bytes: int = 2
+    """Of one number that is computed with, and of weights that are not quantised."""
+    kv_dtype_bytes: int = 2
+    """Of one number in the KV cache."""
+    has_gated_mlp: bool = True
+    has_tied_embeddings: bool = False
+    learned_positions: int = 0
+    """Rows of a table of positions; 0: positions are computed."""
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    quantization: Quantization | None = None
+
+    @property
+    def parameters(self) -> int:
+        """All weights; tied embeddings once."""
+        head = 0 if self.has_tied_embeddings else self.lm_head_parameters
+        return self.embedding_parameters + head + self._over_layers(self._mlp_parameters())
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token passes, embedding and LM head included (as models are named)."""
+        return (
+            self.parameters
+            - self._over_layers(self._mlp_parameters())
+            + self._over_layers(self._active_mlp_parameters())
+        )
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Tokens and learned positions."""
+        return (self.vocab_size + self.learned_positions) * self.hidden_size
+
+    @property
+    def lm_head_parameters(self) -> int:
+        """Of the product with the LM head, whose weights may be the embedding's."""
+        return self.vocab_size * self.hidden_size
+
+    def attention_parameters(self, tensor: int = 1) -> int:
+        """Projections of one layer on one of `tensor` GPUs.
+
+        KV heads are replicated where there are fewer than GPUs; so are MLA's down-projections.
+        """
+        own_heads = self.num_attention_heads / tensor
+        if self.latent is not None:
+            return round(self.latent.parameters(self.hidden_size, own_heads))
+        kept_heads = -(-self.num_kv_heads // tensor)
+        return round(2 * self.hidden_size * self.head_size * (own_heads + kept_heads))
+
+    def mlp_parameters(self, width: int) -> int:
+        """An MLP of this inner width: a dense layer's, an expert's or the shared experts'."""
+        return (3 if self.has_gated_mlp else 2) * self.hidden_size * width
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of a linear layer; embeddings and LM head keep `dtype_bytes`."""
+        return self.quantization.weight_bits / 8 if self.quantization else self.dtype_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights as stored; tied embeddings once."""
+        tables = self.embedding_parameters
+        tables += 0 if self.has_tied_embeddings else self.lm_head_parameters
+        layers = self.parameters - tables
+        return round(tables * self.dtype_bytes + layers * self.bytes_per_weight)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Key and value of one token over all layers, in the model's own precision."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+        """Key and value of one token over all layers; with MLA its latent and rotated key."""
+        return self.num_layers * self._kv_numbers_per_layer(1) * self.kv_dtype_bytes
 
+    def kv_bytes_on_gpu(self, tensor: int, pipeline: int) -> int:
+        """KV of one token on one GPU of the fullest stage.
 
-_DESCRIBED = {
-    # facebook/opt-*: Zhang et al., "OPT: Open Pre-trained Transformer Language Models", table 1.
-    "opt-13b": ModelShape("opt-13b", 40, 5120, 40, 40, 128, 50272, 2048),
-    "opt-66b": ModelShape("opt-66b", 64, 9216, 72, 72, 128, 50272, 2048),
-}
+        KV heads are replicated where there are fewer than GPUs; MLA's latent always is.
+        """
+        per_layer = self._kv_numbers_per_layer(tensor) * self.kv_dtype_bytes
+        return self.layers_per_stage(pipeline) * per_layer
+
+    @property
+    def flops_per_token(self) -> float:
+        """Linear layers of one token, two per weight passed; without LM head and attention."""
+        return 2.0 * self._over_layers(self._active_mlp_parameters())
+
+    @property
+    def lm_head_flops(self) -> float:
+        """LM head of one token; a prompt pays it once, decoding for each token."""
+        return 2.0 * self.lm_head_parameters
+
+    @property
+    def prefill_attention_flops(self) -> float:
+        """Of one pair of a token and an earlier one, over all layers and heads (scores, values).
+
+        A prompt of n tokens has about n^2 / 2 pairs.
+        """
+        key, value = self.head_size, self.head_size
+        if self.latent is not None:
+            key, value = self.latent.key_size, self.latent.value_head_size
+        return 2.0 * self.num_layers * self.num_attention_heads * (key + value)
+
+    @property
+    def decode_attention_flops(self) -> float:
+        """The same for decoding; MLA attends to the latents themselves there (absorbed weights)."""
+        if self.latent is None:
+            return self.prefill_attention_flops
+        width = self.latent.cached_size + self.latent.kv_rank
+        return 2.0 * self.num_layers * self.num_attention_heads * width
+
+    def layers_per_stage(self, pipeline: int) -> int:
+        """Layers of the fullest of `pipeline` stages."""
+        return -(-self.num_layers // pipeline)
+
+    def why_not(self, tensor: int, pipeline: int) -> str | None:
+        """Why the model cannot be split over `tensor` x `pipeline` GPUs; None: it can.
+
+        The rules are vLLM's; memory is cleave.perf.memory's part.
+        """
+        if tensor < 1 or pipeline < 1:
+            return f"parallel sizes {tensor} x {pipeline} are below 1"
+        if self.num_attention_heads % tensor:
+            return f"{self.num_attention_heads} attention heads cannot be shared by {tensor} GPUs"
+        more, fewer = max(tensor, self.num_kv_heads), min(tensor, self.num_kv_heads)
+        if self.latent is None and more % fewer:
+            return f"{self.num_kv_heads} KV heads cannot be shared by {tensor} GPUs"
+        for width in self._mlp_widths():
+            if width % tensor:
+                return f"an MLP of width {width} cannot be shared by {tensor} GPUs"
+        if pipeline > self.num_layers:
+            return f"{self.num_layers} layers cannot fill {pipeline} pipeline stages"
+        return None
+
+    def mlp_parameters_of_layer(self, tensor: int = 1) -> tuple[int, int]:
+        """Stored MLP weights of a dense and of a mixture-of-experts layer on one of `tensor` GPUs.
+
+        The second is 0 where the model has no experts.
+        """
+        dense, sparse = self._mlp_parameters()
+        return dense // tensor, sparse // tensor
+
+    def _mlp_widths(self) -> tuple[int, ...]:
+        if self.experts is None:
+            return (self.intermediate_size,)
+        widths = [self.experts.intermediate_size]
+        if self.experts.dense_layers:
+            widths.append(self.intermediate_size)
+        return tuple(widths)
+
+    def _mlp_parameters(self) -> tuple[int, int]:
+        dense = self.mlp_parameters(self.intermediate_size)
+        if self.experts is None:
+            return dense, 0
+        router = self.hidden_size * self.experts.count
+        own = self.experts.count * self.mlp_parameters(self.experts.intermediate_size)
+        return dense, own + self.mlp_parameters(self.experts.shared_intermediate_size) + router
+
+    def _active_mlp_parameters(self) -> tuple[int, int]:
+        dense, sparse = self._mlp_parameters()
+        if self.experts is None:
+            return dense, 0
+        idle = self.experts.count - self.experts.per_token
+        return dense, sparse - idle * self.mlp_parameters(self.experts.intermediate_size)
+
+    def _over_layers(self, mlp: tuple[int, int]) -> int:
+        """All layers' attention and MLP, given those of a dense and of a sparse layer."""
+        dense_layers = self.experts.dense_layers if self.experts else self.num_layers
+        sparse_layers = self.num_layers - dense_layers
+        mlps = dense_layers * mlp[0] + sparse_layers * mlp[1]
+        return self.num_layers * self.attention_parameters() + mlps
+
+    def _kv_numbers_per_layer(self, tensor: int) -> int:
+        if self.latent is not None:
+            return self.latent.cached_size
+        return 2 * -(-self.num_kv_heads // tensor) * self.head_size
 
 
 def load(model: str) -> ModelShape:
-    """The shape of a folder with a config.json or of a described model (`facebook/opt-13b`).
+    """The shape of a folder with a config.json, of such a file, or of a known model.
 
-    Raises UnknownModelError, which says what was missing.
+    Raises UnknownModelError, which names the field that is missing or wrong.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        return _read(folder / "config.json")
-    shape = _DESCRIBED.get(model.rpartition("/")[2].lower())
-    if shape is None:
+    path = Path(model)
+    if path.is_dir() or path.is_file():
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            return _shape(file.absolute().parent.name, hf_config.read(file))
+        except ConfigError as error:
+            raise UnknownModelError(f"{file}: {error}") from error
+    name = known_models.find(model)
+    if name is None:
         raise UnknownModelError(
-            f"{model!r} is no folder; described models: {', '.join(_DESCRIBED)}"
+            f"{model!r} is neither a folder with a config.json nor a known model; "
+            f"known: {', '.join(known_models.CONFIGS)}"
         )
-    return shape
+    return from_config(name, known_models.CONFIGS[name])
 
 
-def _read(path: Path) -> ModelShape:
+def from_config(name: str, config: Mapping[str, object]) -> ModelShape:
+    """The shape of a decoded config.json. Raises UnknownModelError."""
     try:
-        config = json.loads(path.read_text())
-        if not isinstance(config, dict):
-            raise UnknownModelError(f"{path} holds no object")
-        return _shape(path.parent.name, config.get("text_config", config))
-    except (OSError, ValueError) as error:
-        raise UnknownModelError(f"{path} cannot be read: {error}") from error
-    except KeyError as error:
-        raise UnknownModelError(f"{path} lacks {error}") from error
+        return _shape(name, hf_config.language_part(config))
+    except ConfigError as error:
+        raise UnknownModelError(f"{name}: {error}") from error
 
 
-def _shape(name: str, config: dict[str, Any]) -> ModelShape:
-    heads = config["num_attention_heads"]
-    hidden_size = config["hidden_size"]
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
-    if dtype not in _BYTES_OF_DTYPE:
-        raise UnknownModelError(
-            f"{name}: dtype {dtype!r} is not one of {', '.join(_BYTES_OF_DTYPE)}"
-        )
+def _shape(name: str, config: Fields) -> ModelShape:
+    if config.flag("is_encoder_decoder", default=False):
+        raise config.fault("is_encoder_decoder", "only decoder-only models are served")
+    model_type = config.text("model_type") or ""
+    hidden = config.number("hidden_size", "n_embd", "n_embed", "d_model")
+    heads = config.number("num_attention_heads", "n_head", "n_heads")
+    longest = config.number("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+    dtype_bytes = _dtype_bytes(config)
+    latent = latent_attention.read(config)
     return ModelShape(
         name=name,
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden_size,
+        num_layers=config.number("num_hidden_layers", "n_layer", "n_layers"),
+        hidden_size=hidden,
         num_attention_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or hidden_size // heads,
-        vocab_size=config["vocab_size"],
-        max_model_len=config["max_position_embeddings"],
-        dtype_bytes=_BYTES_OF_DTYPE[dtype],
+        num_kv_heads=_kv_heads(config, heads),
+        head_size=latent.key_size if latent else _head_size(config, hidden, heads),
+        vocab_size=config.number("vocab_size"),
+        max_model_len=longest,
+        intermediate_size=_intermediate_size(config, model_type, hidden),
+        dtype_bytes=dtype_bytes,
+        kv_dtype_bytes=dtype_bytes,
+        has_gated_mlp=model_type not in _PLAIN_MLP,
+        has_tied_embeddings=config.flag("tie_word_embeddings", default=model_type in _TIED),
+        learned_positions=longest + _OPT_OFFSET if model_type == "opt" else 0,
+        experts=experts.read(config),
+        latent=latent,
+        quantization=quantization.read(config),
     )
+
+
+def _dtype_bytes(config: Fields) -> int:
+    dtype = config.text("dtype", "torch_dtype") or "float16"
+    if dtype not in _BYTES_OF_DTYPE:
+        field = "dtype" if config.values.get("dtype") else "torch_dtype"
+        raise config.fault(field, f"write one of {', '.join(_BYTES_OF_DTYPE)}")
+    return _BYTES_OF_DTYPE[dtype]
+
+
+def _kv_heads(config: Fields, heads: int) -> int:
+    if config.flag("multi_query", default=False):
+        # Falcon's second generation keeps the flag and groups its queries all the same.
+        is_grouped = config.flag("new_decoder_architecture", default=False)
+        return config.number("num_kv_heads") if is_grouped else 1
+    names = ("num_key_value_heads", "num_kv_heads")
+    kv_heads = config.optional_number(*names) or heads
+    if heads % kv_heads:
+        field = next(name for name in names if config.values.get(name) is not None)
+        raise config.fault(field, f"the {heads} attention heads must be a multiple of it")
+    return kv_heads
+
+
+def _head_size(config: Fields, hidden: int, heads: int) -> int:
+    stated = config.optional_number("head_dim", "kv_channels")
+    if stated is None and hidden % heads:
+        raise config.fault("head_dim", f"state it: {heads} heads do not divide {hidden} evenly")
+    return stated or hidden // heads
+
+
+def _intermediate_size(config: Fields, model_type: str, hidden: int) -> int:
+    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    if model_type in _FOUR_TIMES:
+        return config.optional_number(*names) or 4 * hidden
+    stated = config.number(*names)
+    # The first Qwen counts both halves of its gated MLP.
+    return stated // 2 if model_type == "qwen" else stated

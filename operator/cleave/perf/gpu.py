@@ -1,0 +1,168 @@
+"""Kinds of GPU: compute, memory, links, power, price. Used by the planner's latency models.
+
+What is hard: vendors print the sparse and the two-way figures in the largest type. Here all rates
+are dense and all bandwidths one way, and memory is what CUDA reports, not what the box says.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+_CAPPED_PROMPT_SLOWDOWN = 1.30
+"""Prompt phase of an H100 capped to half its power: Splitwise's performance model (its published
+data, github.com/Mutinifni/splitwise-sim at 8f99e7d, data/perf_model.csv, MIT: the h100-80gb-pcap
+rows are the H100's with prompt times 1.30 as long and token times as they were)."""
+_LOWEST_CAP = 0.5
+"""Share of the rated power down to which the token phase keeps its speed (Splitwise, III-F)."""
+
+
+class UnknownGpuError(LookupError):
+    """Neither the catalogue nor the cluster describes a GPU of that name."""
+
+
+class PowerCapError(ValueError):
+    """A power cap whose effect is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU."""
+
+    name: str
+    memory_gib: float
+    """Device memory as CUDA reports it."""
+    memory_gbps: float
+    """Memory bandwidth in GB/s."""
+    dense_tflops: float
+    """16-bit matrix products in TFLOP/s, without sparsity."""
+    fp8_tflops: float | None
+    """The same in 8 bits; None: no faster than 16."""
+    nvlink_gbps: float | None
+    """To all other GPUs of the node together, in GB/s one way; None: PCIe only."""
+    pcie_gbps: float
+    """In GB/s one way."""
+    power_watts: float
+    """At full load, or the cap."""
+    price_per_hour: float
+    """Of one GPU, in US dollars where it is the catalogue's."""
+    labels: tuple[str, ...] = ()
+    """Other names, as nodes are labelled (`nvidia.com/gpu.product`)."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory."""
+        return round(self.memory_gib * 2**30)
+
+    def tflops(self, is_8_bit: bool) -> float:
+        """Dense matrix products in TFLOP/s."""
+        return (self.fp8_tflops or self.dense_tflops) if is_8_bit else self.dense_tflops
+
+    def capped(self, watts: float) -> "Gpu":
+        """The same GPU under a power limit: prompts slow down, decoding does not.
+
+        Splitwise (section III-F, fig. 9) shows that token generation keeps its speed down to half
+        the power; the published slow-down of prompts at half is 1.30. That prompts slow down in a
+        straight line in between is derived, not measured. A cap above the rated power changes
+        nothing. Raises PowerCapError below half, where nothing is known.
+        """
+        if watts >= self.power_watts:
+            return self
+        share = watts / self.power_watts
+        if not share >= _LOWEST_CAP:
+            raise PowerCapError(
+                f"powerCapWatts {watts:g} is below half of the {self.power_watts:g} W of "
+                f"{self.name}; how decoding slows down there is not known, "
+                f"state {self.power_watts * _LOWEST_CAP:g} or more"
+            )
+        slowdown = 1 + (_CAPPED_PROMPT_SLOWDOWN - 1) * (1 - share) / (1 - _LOWEST_CAP)
+        return replace(
+            self,
+            dense_tflops=self.dense_tflops / slowdown,
+            fp8_tflops=self.fp8_tflops / slowdown if self.fp8_tflops else None,
+            power_watts=watts,
+        )
+
+
+def find(name: str, own: Iterable[Gpu] = ()) -> Gpu:
+    """The GPU of this name or label, in any case and punctuation; `own` before the catalogue.
+
+    Raises UnknownGpuError, which suggests what may be meant.
+    """
+    by_word: dict[str, Gpu] = {}
+    for gpu in (*own, *CATALOGUE):
+        for word in (gpu.name, *gpu.labels):
+            by_word.setdefault(_word(word), gpu)
+    found = by_word.get(_word(name))
+    if found is not None:
+        return found
+    close = get_close_matches(_word(name), by_word, n=3, cutoff=0.5)
+    meant = list(dict.fromkeys(by_word[word].name for word in close))
+    known = list(dict.fromkeys(gpu.name for gpu in by_word.values()))
+    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(known)}"
+    raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
+
+
+def _word(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+CATALOGUE: tuple[Gpu, ...] = (
+    # Compute, bandwidth, links and power: the vendors' data sheets named on each line. Memory: what
+    # torch.cuda reports on such a machine. Prices: indicative, of the middle of 2025, from public
+    # on-demand price lists (AWS us-east-1; MI300X: Azure), one GPU's share of its machine; state
+    # your own in the cluster file.
+    #
+    # NVIDIA A100 data sheet (2021)
+    Gpu(
+        *("A100-SXM-40GB", 39.4, 1555, 312, None, 300, 32, 400, 2.75),
+        labels=("NVIDIA-A100-SXM4-40GB", "A100-40GB", "A100-SXM4-40GB"),
+    ),
+    Gpu(
+        *("A100-SXM-80GB", 79.15, 2039, 312, None, 300, 32, 400, 3.43),
+        labels=("NVIDIA-A100-SXM4-80GB", "A100-80GB", "A100-SXM4-80GB"),
+    ),
+    Gpu(
+        *("A100-PCIe-80GB", 79.15, 1935, 312, None, None, 32, 300, 3.43),
+        labels=("NVIDIA-A100-80GB-PCIe", "A100-80GB-PCIe"),
+    ),
+    # NVIDIA H100 data sheet (2023), H200 data sheet (2024), DGX B200 data sheet (2024)
+    Gpu(
+        *("H100-SXM-80GB", 79.1, 3350, 989, 1979, 450, 64, 700, 6.88),
+        labels=("NVIDIA-H100-80GB-HBM3", "H100", "H100-80GB", "H100-SXM", "H100-SXM5-80GB"),
+    ),
+    Gpu(
+        *("H200-SXM-141GB", 139.8, 4800, 989, 1979, 450, 64, 700, 7.91),
+        labels=("NVIDIA-H200", "H200", "H200-141GB", "H200-SXM"),
+    ),
+    Gpu(
+        *("B200-SXM-180GB", 178.4, 8000, 2250, 4500, 900, 64, 1000, 14.24),
+        labels=("NVIDIA-B200", "B200", "B200-180GB"),
+    ),
+    # NVIDIA L40S data sheet (2023), L4 data sheet (2023), A10G data sheet (2021)
+    Gpu(
+        *("L40S", 44.4, 864, 362, 733, None, 32, 350, 1.86),
+        labels=("NVIDIA-L40S", "L40S-48GB"),
+    ),
+    Gpu(
+        *("L4", 22.0, 300, 121, 242, None, 32, 72, 0.80),
+        labels=("NVIDIA-L4", "L4-24GB"),
+    ),
+    Gpu(
+        *("A10G", 22.1, 600, 70, None, None, 32, 300, 1.01),
+        labels=("NVIDIA-A10G", "A10G-24GB"),
+    ),
+    # NVIDIA V100 data sheet (2020)
+    Gpu(
+        *("V100-SXM-16GB", 15.77, 900, 125, None, 150, 16, 300, 3.06),
+        labels=("Tesla-V100-SXM2-16GB", "V100-16GB", "V100-SXM2-16GB"),
+    ),
+    Gpu(
+        *("V100-SXM-32GB", 31.74, 900, 125, None, 150, 16, 300, 3.90),
+        labels=("Tesla-V100-SXM2-32GB", "V100-32GB", "V100-SXM2-32GB"),
+    ),
+    # AMD Instinct MI300X data sheet (2023); seven Infinity Fabric links of 64 GB/s one way
+    Gpu(
+        *("MI300X", 191.98, 5300, 1307, 2615, 448, 64, 750, 6.00),
+        labels=("AMD_Instinct_MI300X_OAM", "AMD-Instinct-MI300X", "MI300X-192GB"),
+    ),
+)

@@ -1,0 +1,112 @@
+"""What of a GPU's memory is left for KV. Used by the planner.
+
+What is hard: engines do not say in advance what they will use. The default reserve is what vLLM
+takes by its own start-up reports; DistServe's published capacities follow from another one.
+"""
+
+from dataclasses import dataclass
+
+from cleave.perf.gpu import Gpu
+from cleave.perf.model import ModelShape
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory of one GPU that an engine keeps from the KV cache, weights aside."""
+
+    utilisation: float = 0.9
+    """Share of the device's memory that the engine may use (vLLM's gpu_memory_utilization)."""
+    runtime_gib: float = 0.6
+    """CUDA context, libraries' workspaces, captured graphs."""
+    collective_gib: float = 0.5
+    """Buffers of the collective library; only with several GPUs."""
+    max_num_batched_tokens: int = 8192
+    """Tokens of the largest pass; their activations must fit."""
+    max_num_seqs: int = 256
+    """Rows of logits in the largest pass."""
+
+
+VLLM = Reserve()
+"""vLLM with its defaults for serving."""
+
+
+def weight_bytes_on_gpu(shape: ModelShape, tensor: int, pipeline: int) -> int:
+    """Weights on one GPU of the fullest stage.
+
+    Embedding on the first stage, LM head on the last, both shared over `tensor`; tied ones are kept
+    on both stages where these differ. Layers that do not divide evenly: the fullest stage counts.
+    """
+    embedding = shape.embedding_parameters / tensor
+    head = shape.lm_head_parameters / tensor
+    if pipeline == 1:
+        tables = embedding if shape.has_tied_embeddings else embedding + head
+    else:
+        tables = max(embedding, head)
+    layers = _layer_parameters(shape, tensor, pipeline) * shape.bytes_per_weight
+    return round(tables * shape.dtype_bytes + layers)
+
+
+def activation_bytes(shape: ModelShape, tensor: int, reserve: Reserve = VLLM) -> int:
+    """Peak of one pass on one GPU: the widest intermediate of all tokens, or the sampler's logits.
+
+    Residual and normed hidden state beside the MLP's inner states; logits in 32 bits with two
+    copies (probabilities, sorted).
+    """
+    width = shape.intermediate_size
+    if shape.experts is not None:
+        routed = shape.experts.per_token * shape.experts.intermediate_size
+        width = routed + shape.experts.shared_intermediate_size
+    inner = (3 if shape.has_gated_mlp else 1) * width / tensor
+    states = reserve.max_num_batched_tokens * (2 * shape.hidden_size + inner) * shape.dtype_bytes
+    logits = reserve.max_num_seqs * shape.vocab_size * 4 * 3
+    return round(max(states, logits))
+
+
+def kv_capacity_tokens(
+    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve = VLLM
+) -> int:
+    """Tokens of KV that an instance holds, all its GPUs together; 0: the weights do not fit."""
+    free = _free_bytes(shape, gpu, tensor, pipeline, reserve)
+    return max(0, int(free // shape.kv_bytes_on_gpu(tensor, pipeline)))
+
+
+def why_not(
+    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve = VLLM
+) -> str | None:
+    """Why the model cannot be served so, in a sentence; None: it can."""
+    if (reason := shape.why_not(tensor, pipeline)) is not None:
+        return f"{shape.name}: {reason}"
+    if kv_capacity_tokens(shape, gpu, tensor, pipeline, reserve) > 0:
+        return None
+    weights = weight_bytes_on_gpu(shape, tensor, pipeline) / _GIB
+    spare = _free_bytes(shape, gpu, tensor, pipeline, reserve) / _GIB + weights
+    return (
+        f"{shape.name} does not fit: {weights:.1f} GiB of weights on each {gpu.name}, "
+        f"which has {spare:.1f} GiB for weights and KV"
+    )
+
+
+def _free_bytes(shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve) -> float:
+    runtime = reserve.runtime_gib
+    if tensor * pipeline > 1:
+        runtime += reserve.collective_gib
+    return (
+        gpu.memory_bytes * reserve.utilisation
+        - weight_bytes_on_gpu(shape, tensor, pipeline)
+        - runtime * _GIB
+        - activation_bytes(shape, tensor, reserve)
+    )
+
+
+def _layer_parameters(shape: ModelShape, tensor: int, pipeline: int) -> float:
+    """Weights in the layers of one GPU of the fullest stage."""
+    dense, sparse = shape.mlp_parameters_of_layer(tensor)
+    count = shape.layers_per_stage(pipeline)
+    sparse_layers = 0
+    if shape.experts is not None:
+        # Dense layers come first, so that a later stage may have none of them.
+        sparse_layers = min(count, shape.num_layers - shape.experts.dense_layers)
+    mlps = sparse_layers * sparse + (count - sparse_layers) * dense
+    return count * shape.attention_parameters(tensor) + mlps
