@@ -1,0 +1,67 @@
+"""The GPUs of a cluster file: its own descriptions and the catalogue's, each name resolved.
+
+Called by the planner and the command line.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cleave.api.cluster import Cluster, GpuDescription
+from cleave.api.manifest import ManifestError
+from cleave.api.planning import GpuChoice
+from cleave.perf.gpu import Gpu, PowerCapError, UnknownGpuError, find
+
+
+def kinds(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]:
+    """Every kind of GPU that may be used, in the nodes' order, by its name (`Gpu.name`).
+
+    `choices` (spec.planning.gpus) narrow them down and set prices and power caps; none: all of the
+    cluster. Raises ManifestError with a line for every name that is not known.
+    """
+    own = [to_gpu(description) for description in cluster.gpus]
+    faults: list[str] = []
+    found: dict[str, Gpu] = {}
+    for index, group in enumerate(cluster.nodes):
+        try:
+            gpu = find(group.gpu, own)
+        except UnknownGpuError as error:
+            faults.append(f"nodes[{index}].gpu: {error}; or describe it under gpus")
+        else:
+            found[gpu.name] = gpu
+    if faults:
+        raise ManifestError(faults)
+    return _chosen(found, choices, own) if choices else found
+
+
+def to_gpu(description: GpuDescription) -> Gpu:
+    """A GPU as a cluster file describes it."""
+    return Gpu(**description.model_dump(by_alias=False))
+
+
+def _chosen(found: dict[str, Gpu], choices: Sequence[GpuChoice], own: list[Gpu]) -> dict[str, Gpu]:
+    faults: list[str] = []
+    chosen: dict[str, Gpu] = {}
+    for index, choice in enumerate(choices):
+        path = f"spec.planning.gpus[{index}]"
+        try:
+            gpu = find(choice.type, own)
+            if gpu.name not in found:
+                there = ", ".join(found)
+                faults.append(f"{path}.type: the cluster has no {gpu.name}; it has {there}")
+                continue
+            chosen[gpu.name] = _as_chosen(found[gpu.name], choice)
+        except UnknownGpuError as error:
+            faults.append(f"{path}.type: {error}")
+        except PowerCapError as error:
+            faults.append(f"{path}: {error}")
+    if faults:
+        raise ManifestError(faults)
+    return chosen
+
+
+def _as_chosen(gpu: Gpu, choice: GpuChoice) -> Gpu:
+    if choice.power_cap_watts is not None:
+        gpu = gpu.capped(choice.power_cap_watts)
+    if choice.price_per_hour is not None:
+        gpu = replace(gpu, price_per_hour=choice.price_per_hour)
+    return gpu
