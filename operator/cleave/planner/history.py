@@ -1,17 +1,265 @@
-"""Recorded requests, read from a file: what really arrived, and how long it was.
+"""Recorded requests in a file: what really arrived, and how long it was.
 
-Called for `spec.workload.trace` and by `cleave workload`.
+Called for `spec.workload.trace` and by `cleave workload`. What is hard: files come from everywhere,
+so columns go by many names and times by three units; and a fault in line 70,000 has to be told as
+that, though a column is converted at once because a line at a time takes seconds.
 """
 
+import csv
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from io import StringIO
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from cleave.simulator.trace import Trace
+
+MAX_BYTES = 1 << 29
+"""Larger files are refused: a planner needs thousands of requests, not all of last year's."""
+MAX_REQUESTS = 5_000_000
+
+PROMPT_NAMES = (
+    *("prompttokens", "inputtokens", "contexttokens", "numprefilltokens", "inputlength"),
+    *("promptlength", "promptsize", "requesttokens"),
+)
+"""Names of columns as they are compared: small letters and digits only."""
+OUTPUT_NAMES = (
+    *("outputtokens", "generatedtokens", "completiontokens", "numdecodetokens", "outputlength"),
+    *("outputsize", "tokensize", "responsetokens"),
+)
+ARRIVAL_NAMES = {
+    **dict.fromkeys(("arrivalms", "timestampms"), 0.001),
+    **dict.fromkeys(("arrivals", "arrivedat", "arrivaltimestamp", "arrival"), 1.0),
+    **dict.fromkeys(("arrivaltime", "timestamp", "timestamps", "time"), 1.0),
+}
+"""Names of the arrival -> seconds per unit. A date and time may stand in any of them."""
+
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_LONGEST_VALUE = 40
+_MOST_TOKENS = 10_000_000
+
+Value = TypeVar("Value")
 
 
 class HistoryError(ValueError):
     """The recording cannot be used; one line that names file, line, value and remedy."""
 
 
+class _Table(NamedTuple):
+    """Cells as they are in the file."""
+
+    path: Path
+    names: Sequence[str]
+    """Of the columns."""
+    rows: Sequence[Sequence[object]]
+    """One per request."""
+    lines: Sequence[int]
+    """Line of each row, from 1."""
+
+    def fault(self, row: int, what: str) -> HistoryError:
+        return HistoryError(f"{self.path}:{self.lines[row]}: {what}")
+
+
 def read(path: Path) -> Trace:
-    """The requests in `path`, from the first one's arrival on. Raises HistoryError."""
-    raise HistoryError(f"{path}: cannot be read yet")
+    """The requests in a CSV or JSONL file, the first one at 0 ms.
+
+    Known are the columns of Azure's, Mooncake's, BurstGPT's and Vidur's traces and plain names
+    (`arrival_s` or `arrival_ms`, `prompt_tokens`, `output_tokens`). Without a column of arrivals
+    all requests arrive at once: lengths alone, for a stated rate. Raises HistoryError.
+    """
+    text = _text(path)
+    is_json = path.suffix in _JSON_LINES or text.lstrip()[:1] == "{"
+    table = _json_table(path, text) if is_json else _csv_table(path, text)
+    if not table.rows:
+        raise HistoryError(f"{path}: holds no requests; record some traffic first")
+    if len(table.rows) > MAX_REQUESTS:
+        raise HistoryError(
+            f"{path}: holds {len(table.rows):,} requests; {MAX_REQUESTS:,} can be read: cut it"
+        )
+    prompt, output, arrival = _columns(table)
+    return Trace(
+        _arrivals(table, arrival) if arrival is not None else np.zeros(len(table.rows)),
+        _tokens(table, prompt),
+        _tokens(table, output),
+    )
+
+
+def write(path: Path, trace: Trace) -> None:
+    """A CSV file that `read` understands, to the microsecond. Raises HistoryError."""
+    rows = zip(
+        np.round(trace.arrival_ms / 1000, 6).tolist(),
+        trace.prompt_tokens.tolist(),
+        trace.output_tokens.tolist(),
+        strict=True,
+    )
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.write("arrival_s,prompt_tokens,output_tokens\n")
+            file.writelines(f"{arrival},{prompt},{output}\n" for arrival, prompt, output in rows)
+    except OSError as error:
+        raise HistoryError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise HistoryError(
+                f"{path}: has {size >> 20} MiB; at most {MAX_BYTES >> 20} are read: cut it"
+            )
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise HistoryError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise HistoryError(f"{path}: is not UTF-8 text (byte {error.start}); convert it") from error
+
+
+def _csv_table(path: Path, text: str) -> _Table:
+    reader = csv.reader(StringIO(text, newline=""))
+    rows: list[list[str]] = []
+    lines: list[int] = []
+    try:
+        names = next(reader, [])
+        for row in reader:
+            if row:
+                rows.append(row)
+                lines.append(reader.line_num)
+    except csv.Error as error:
+        raise HistoryError(f"{path}:{reader.line_num}: no CSV: {error}") from error
+    table = _Table(path, names, rows, lines)
+    for at, row in enumerate(rows):
+        if len(row) != len(names):
+            raise table.fault(at, f"has {len(row)} of {len(names)} fields: complete or drop it")
+    return table
+
+
+def _json_table(path: Path, text: str) -> _Table:
+    decoder = msgspec.json.Decoder()
+    objects: list[dict[str, object]] = []
+    lines: list[int] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line or line.isspace():
+            continue
+        try:
+            found = decoder.decode(line)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise HistoryError(f"{path}:{number}: no JSON object: {error}") from error
+        if not isinstance(found, dict):
+            raise HistoryError(f"{path}:{number}: no JSON object: {_shown(found)}")
+        objects.append(found)
+        lines.append(number)
+    names = list(objects[0]) if objects else []
+    # A request without a key that the first one has is told where the value is converted.
+    return _Table(path, names, [[each.get(name) for name in names] for each in objects], lines)
+
+
+def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
+    """Places of prompt and output tokens, and place and unit of arrivals."""
+    plain = ["".join(filter(str.isalnum, name)).lower() for name in table.names]
+    prompt = next((plain.index(name) for name in PROMPT_NAMES if name in plain), None)
+    output = next((plain.index(name) for name in OUTPUT_NAMES if name in plain), None)
+    if prompt is None or output is None:
+        missing = "prompt_tokens" if prompt is None else "output_tokens"
+        named = ", ".join(map(_shown, table.names)) or "none"
+        raise HistoryError(
+            f"{table.path}: no column {missing} (or a usual name for it) among {named}; rename one"
+        )
+    units = ((plain.index(name), unit) for name, unit in ARRIVAL_NAMES.items() if name in plain)
+    place, unit = next(units, (None, 1.0))
+    if place is None:
+        return prompt, output, None
+    # Mooncake's traces say `timestamp` and mean milliseconds.
+    is_mooncake = plain[prompt] == "inputlength" and plain[place] == "timestamp"
+    return prompt, output, (place, 0.001 if is_mooncake else unit)
+
+
+def _arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
+    """Milliseconds from the first arrival on."""
+    place, unit_s = column
+    cells = [row[place] for row in table.rows]
+    seconds = _dates(table, cells) if _is_date(cells[0]) else _numbers(table, place) * unit_s
+    backwards = np.flatnonzero(np.diff(seconds) < 0)
+    if len(backwards):
+        at = int(backwards[0]) + 1
+        raise table.fault(
+            at, f"{_shown(cells[at])} is before the request above; sort by {table.names[place]}"
+        )
+    arrivals_ms: NDArray[np.float64] = (seconds - seconds[0]) * 1000
+    return arrivals_ms
+
+
+def _is_date(cell: object) -> bool:
+    # Numbers first: 20240131 would be both.
+    if not isinstance(cell, str) or _parsed(float, cell) is not None:
+        return False
+    return _parsed(datetime.fromisoformat, cell.strip()) is not None
+
+
+def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
+    """Seconds from the first date on."""
+    try:
+        dates = [datetime.fromisoformat(str(cell).strip()) for cell in cells]
+        since = [date - dates[0] for date in dates]
+    except (ValueError, TypeError):
+        first = datetime.fromisoformat(str(cells[0]).strip())
+        at = next(
+            at
+            for at, cell in enumerate(cells)
+            if (date := _parsed(datetime.fromisoformat, str(cell).strip())) is None
+            or (date.tzinfo is None) != (first.tzinfo is None)
+        )
+        raise table.fault(at, f"{_shown(cells[at])}: no date and time as in line 2") from None
+    return np.array([each / timedelta(seconds=1) for each in since])
+
+
+def _tokens(table: _Table, place: int) -> NDArray[np.int64]:
+    numbers = _numbers(table, place)
+    wrong = np.flatnonzero((numbers < 1) | (numbers > _MOST_TOKENS) | (numbers % 1 != 0))
+    if len(wrong):
+        at = int(wrong[0])
+        raise table.fault(
+            at,
+            f"{table.names[place]} {_shown(table.rows[at][place])}: must be a whole number from 1 "
+            f"to {_MOST_TOKENS:,}; drop or mend the request",
+        )
+    return numbers.astype(np.int64)
+
+
+def _numbers(table: _Table, place: int) -> NDArray[np.float64]:
+    """A column of finite numbers, at once; the culprit is looked for when that fails."""
+    cells = [row[place] for row in table.rows]
+    try:
+        # JSON's true is no number, though Python counts with it.
+        odd = bool in set(map(type, cells))
+        numbers = np.array([_number(cell) for cell in cells] if odd else cells, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        numbers = np.array([_number(cell) for cell in cells])
+    wrong = np.flatnonzero(~np.isfinite(numbers))
+    if len(wrong):
+        at = int(wrong[0])
+        raise table.fault(
+            at, f"{table.names[place]} {_shown(cells[at])}: no number; drop or mend the request"
+        )
+    return numbers
+
+
+def _number(cell: object) -> float:
+    is_plain = isinstance(cell, str | int | float) and not isinstance(cell, bool)
+    number = _parsed(float, cell) if is_plain else None
+    return np.nan if number is None else number
+
+
+def _parsed(parse: Callable[[Any], Value], cell: object) -> Value | None:
+    try:
+        return parse(cell)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

@@ -1,0 +1,201 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.planner import history
+from cleave.planner.history import HistoryError
+from cleave.simulator.trace import Trace
+
+PLAIN = "arrival_s,prompt_tokens,output_tokens"
+
+
+def fault(path: Path, content: str | bytes) -> str:
+    """The one line about a file of this content, the folder left out."""
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(HistoryError) as caught:
+        history.read(path)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line.replace(f"{path.parent}/", "")
+
+
+@pytest.mark.parametrize(
+    ("header", "times"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens", ("2023-11-16 23:59:59.5000000", "2023-11-17")),
+        (
+            "timestamp,input_tokens,output_tokens",
+            ("2024-05-10T00:00:00Z", "2024-05-10T00:00:00.5Z"),
+        ),
+        ("arrival_s,prompt_tokens,output_tokens", ("7.25", "7.75")),
+        ("arrival_ms,Prompt Tokens,completion_tokens", ("1000", "1500")),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens", ("0", "0.5")),
+        ("Timestamp,Request tokens,Response tokens", ("5", "5.5")),
+        ("timestamp,input_length,output_length", ("27482", "27982")),
+    ],
+)
+def test_columns_go_by_many_names_and_times_by_many_units(tmp_path, header, times) -> None:
+    file = tmp_path / "trace.csv"
+    first, second = times
+    file.write_text(f"{header}\n{first},374,44\n{second},396,109\n")
+    trace = history.read(file)
+    assert trace.arrival_ms.tolist() == [0, 500]
+    assert trace.prompt_tokens.tolist() == [374, 396]
+    assert trace.output_tokens.tolist() == [44, 109]
+
+
+def test_columns_may_stand_in_any_order_among_others(tmp_path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("\ufeffoutput_tokens,model,arrival_s,prompt_tokens\n5,chat,0,7\n\n6,chat,1,8\n")
+    trace = history.read(file)
+    assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([7, 8], [5, 6])
+
+
+def test_json_lines_are_read_whatever_else_they_hold(tmp_path) -> None:
+    file = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]},
+        {"timestamp": 3052, "input_length": 6472, "output_length": 26, "hash_ids": []},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trace = history.read(file)
+    assert trace.arrival_ms.tolist() == [0, 3052]
+    assert trace.prompt_tokens.tolist() == [6955, 6472]
+
+
+def test_json_lines_are_known_by_their_first_character_too(tmp_path) -> None:
+    file = tmp_path / "requests.log"
+    file.write_text('{"arrival_s": 1.5, "prompt_tokens": 3, "completion_tokens": 4}\n')
+    assert history.read(file).output_tokens.tolist() == [4]
+
+
+def test_lengths_alone_arrive_at_once(tmp_path) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("prompt_tokens,output_tokens\n3,4\n5,6\n")
+    trace = history.read(file)
+    assert trace.arrival_ms.tolist() == [0, 0]
+    assert trace.rate == 0
+
+
+def test_requests_may_arrive_together(tmp_path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(f"{PLAIN}\n1,3,4\n1,5,6\n2,5,6\n")
+    assert history.read(file).arrival_ms.tolist() == [0, 0, 1000]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("nan,5,5", "trace.csv:3: arrival_s 'nan': no number"),
+        ("inf,5,5", "trace.csv:3: arrival_s 'inf': no number"),
+        ("soon,5,5", "trace.csv:3: arrival_s 'soon': no number"),
+        ("0,5,5", "trace.csv:3: '0' is before the request above; sort by arrival_s"),
+        ("2,-5,5", "trace.csv:3: prompt_tokens '-5': must be a whole number from 1 to 10,000,000"),
+        ("2,0,5", "trace.csv:3: prompt_tokens '0': must be a whole number from 1"),
+        ("2,5.5,5", "trace.csv:3: prompt_tokens '5.5': must be a whole number"),
+        ("2,5,", "trace.csv:3: output_tokens '': no number"),
+        ("2,5,1e99", "trace.csv:3: output_tokens '1e99': must be a whole number"),
+        ("2,5", "trace.csv:3: has 2 of 3 fields: complete or drop it"),
+        ("2,5,6,7", "trace.csv:3: has 4 of 3 fields"),
+        ("2,5," + "x" * 1000, "trace.csv:3: output_tokens 'xxxx"),
+    ],
+)
+def test_a_bad_line_is_told_with_its_number_value_and_remedy(tmp_path, row, told) -> None:
+    line = fault(tmp_path / "trace.csv", f"{PLAIN}\n1,5,5\n{row}\n9,5,5\n")
+    assert line.startswith(told)
+    assert len(line) < 200
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("{", "trace.jsonl:2: no JSON object: "),
+        ("[1, 2]", "trace.jsonl:2: no JSON object: [1, 2]"),
+        ('{"arrival_s": 2, "prompt_tokens": 3}', "trace.jsonl:2: output_tokens None: no number"),
+        (
+            '{"arrival_s": 2, "prompt_tokens": true, "output_tokens": 1}',
+            "trace.jsonl:2: prompt_tokens True: no number",
+        ),
+        (
+            '{"arrival_s": 2, "prompt_tokens": [1], "output_tokens": 1}',
+            "trace.jsonl:2: prompt_tokens [1]: no number",
+        ),
+        ("[" * 100_000, "trace.jsonl:2: no JSON object: "),
+    ],
+)
+def test_a_bad_json_line_is_told_likewise(tmp_path, row, told) -> None:
+    good = '{"arrival_s": 1, "prompt_tokens": 2, "output_tokens": 2}'
+    assert fault(tmp_path / "trace.jsonl", f"{good}\n{row}\n").startswith(told)
+
+
+def test_dates_that_do_not_go_together_are_told(tmp_path) -> None:
+    header = "timestamp,prompt_tokens,output_tokens"
+    for second in ("2024-05-10 10:00:00+00:00", "tomorrow"):
+        line = fault(tmp_path / "t.csv", f"{header}\n2024-05-10 09:00:00,1,1\n{second},1,1\n")
+        assert line == f"t.csv:3: {second!r}: no date and time as in line 2"
+
+
+@pytest.mark.parametrize("content", ["", "\n", PLAIN, f"{PLAIN}\n\n"])
+def test_an_empty_recording_is_refused(tmp_path, content) -> None:
+    assert fault(tmp_path / "trace.csv", content).startswith("trace.csv: holds no requests")
+    assert fault(tmp_path / "trace.jsonl", "\n").startswith("trace.jsonl: holds no requests")
+
+
+def test_missing_columns_are_named_with_those_there_are(tmp_path) -> None:
+    line = fault(tmp_path / "trace.csv", "arrival_s,tokens_in,output_tokens\n1,2,3\n")
+    assert line == (
+        "trace.csv: no column prompt_tokens (or a usual name for it) among "
+        "'arrival_s', 'tokens_in', 'output_tokens'; rename one"
+    )
+
+
+def test_files_that_are_no_text_or_too_large_or_absent_are_refused(tmp_path, monkeypatch) -> None:
+    assert "is not UTF-8 text (byte 0)" in fault(tmp_path / "trace.csv", b"\xff\xfe\x00\x01")
+    assert "no CSV: " in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,{'9' * 200_000}\n")
+    with pytest.raises(HistoryError, match="No such file"):
+        history.read(tmp_path / "absent.csv")
+    with pytest.raises(HistoryError, match="Is a directory"):
+        history.read(tmp_path)
+    monkeypatch.setattr(history, "MAX_REQUESTS", 1)
+    assert "1 can be read" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n2,1,1\n")
+    monkeypatch.setattr(history, "MAX_BYTES", 10)
+    assert "at most 0 are read" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n")
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(1, 10**6)), min_size=1
+    )
+)
+def test_what_is_written_is_read_again(tmp_path_factory, rows) -> None:
+    gaps, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
+    arrivals = (np.cumsum(gaps) - gaps[0]) / 1000  # to the microsecond
+    written = Trace(arrivals, prompts, outputs)
+    file = tmp_path_factory.mktemp("trace") / "t.csv"
+    history.write(file, written)
+    trace = history.read(file)
+    assert np.allclose(trace.arrival_ms, written.arrival_ms, atol=1e-6)
+    assert np.array_equal(trace.prompt_tokens, prompts)
+    assert np.array_equal(trace.output_tokens, outputs)
+
+
+def test_a_trace_that_cannot_be_written_is_told(tmp_path) -> None:
+    trace = Trace(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64))
+    with pytest.raises(HistoryError, match="cannot be written"):
+        history.write(tmp_path / "absent" / "t.csv", trace)
+
+
+@given(content=st.text(max_size=200))
+def test_any_text_is_met_with_an_answer_or_one_line(tmp_path_factory, content) -> None:
+    file = tmp_path_factory.mktemp("any") / "t.csv"
+    file.write_text(f"{PLAIN}\n{content}", encoding="utf-8", errors="replace")
+    told = ""
+    try:
+        history.read(file)
+    except HistoryError as error:
+        told = str(error)
+    assert "\n" not in told
