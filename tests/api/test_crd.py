@@ -18,7 +18,9 @@ from cleave.api.pool import InstancePool
 from cleave.api.shape import Rule, Shape
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+EXAMPLES = sorted(
+    path for path in (ROOT / "examples").glob("*.yaml") if not path.name.startswith("cluster")
+)
 FAULTS = yaml.safe_load((Path(__file__).parent / "faults.yaml").read_text())
 
 Schema = dict[str, Any]

@@ -3,6 +3,7 @@
 Not a Kubernetes resource; in a cluster the nodes themselves say this.
 """
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -47,8 +48,20 @@ class NodeGroup(Shape):
     """GPUs in one node."""
 
 
+class NetworkKind(StrEnum):
+    """How bytes get from one node's GPUs to another's."""
+
+    INFINIBAND = "InfiniBand"
+    """Also RoCE: the network card reads and writes GPU memory."""
+    ETHERNET = "Ethernet"
+    """TCP through the memory of both hosts."""
+
+
 class Network(Shape):
     """The network between nodes."""
+
+    kind: Annotated[NetworkKind, Field(strict=False)] = NetworkKind.INFINIBAND
+    """InfiniBand (also RoCE: cards read GPU memory) or Ethernet (TCP through the hosts)."""
 
     bandwidth_gbps: Positive = 200.0
     """Gigabits per second of one GPU's share, one direction (InfiniBand NDR: 400, HDR: 200)."""

@@ -10,6 +10,7 @@ from cleave.api.cluster import Cluster, GpuDescription
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf.gpu import Gpu, PowerCapError, UnknownGpuError, find
+from cleave.perf.link import Link, LinkKind, between_nodes
 
 
 def kinds(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]:
@@ -36,6 +37,13 @@ def kinds(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]
 def to_gpu(description: GpuDescription) -> Gpu:
     """A GPU as a cluster file describes it."""
     return Gpu(**description.model_dump(by_alias=False))
+
+
+def network_link(cluster: Cluster, gpu: Gpu) -> Link:
+    """One GPU's way to another node."""
+    network = cluster.network
+    kind = LinkKind(network.kind.value)
+    return between_nodes(gpu, network.bandwidth_gbps, network.latency_us, kind)
 
 
 def _chosen(found: dict[str, Gpu], choices: Sequence[GpuChoice], own: list[Gpu]) -> dict[str, Gpu]:

@@ -1,0 +1,123 @@
+"""From what pydantic finds wrong to lines that a user reads.
+
+Called by cleave.api.manifest. What is hard: every fault is said in one line with the path of its
+field as it is written in YAML, and names that almost match are suggested.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cleave.api.shape import RULES_BROKEN, Rule
+
+_LONGEST_VALUE = 60
+
+
+def fault_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
+    """`path: what is wrong`, one line per fault of a document that should have been a `root`."""
+    return [line for detail in error.errors() for line in _fault(detail, root)]
+
+
+def shown(value: object) -> str:
+    """A value as a fault repeats it, cut where it is long."""
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
+    path, context = detail["loc"], detail.get("ctx", {})
+    if detail["type"] == RULES_BROKEN:
+        rules: list[Rule] = context["rules"]
+        for rule in rules:
+            place = _dotted((*path, *rule.field.split(".")) if rule.field else path)
+            yield f"{place}: {rule.message}" if place else rule.message
+        return
+    yield f"{_dotted(path)}: {_sentence(detail, context, root)}"
+
+
+def _sentence(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseModel]) -> str:
+    got = "" if _is_secret(detail["loc"]) else f" (got {shown(detail['input'])})"
+    match detail["type"]:
+        case "missing":
+            return "required"
+        case "extra_forbidden":
+            return _unknown_field(detail["loc"], root)
+        case "enum" | "literal_error":
+            return _choices(detail["input"], context["expected"]) + got
+        case "greater_than":
+            return f"must be > {context['gt']:g}{got}"
+        case "greater_than_equal":
+            return f"must be >= {context['ge']:g}{got}"
+        case "less_than_equal":
+            return f"must be <= {context['le']:g}{got}"
+        case "int_type" | "int_parsing" | "int_from_float":
+            return "must be a whole number" + got
+        case "float_type" | "finite_number":
+            return "must be a number" + got
+        case "string_type":
+            return "must be text" + got
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "must be an object" + got
+        case "list_type":
+            return "must be a list" + got
+        case "too_long":
+            return f"must have at most {context['max_length']} entries"
+        case "too_short":
+            return f"must have at least {context['min_length']} entry"
+        case "string_too_long":
+            return f"must be at most {context['max_length']} characters long"
+        case "string_too_short":
+            return "must not be empty"
+        case "string_pattern_mismatch":
+            return f"must match {context['pattern']}{got}"
+        case _:
+            return detail["msg"] + got
+
+
+def _is_secret(path: Sequence[str | int]) -> bool:
+    """Whether the field may hold a key or a password, which no fault repeats."""
+    return "env" in path and path[-1] != "name"
+
+
+def _choices(value: object, expected: str) -> str:
+    names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
+    return f"must be one of {', '.join(names)}{_suggestion(value, names)}"
+
+
+def _unknown_field(path: Sequence[str | int], root: type[BaseModel]) -> str:
+    names = _fields_at(path[:-1], root)
+    known = f"; known here: {', '.join(names)}" if names else ""
+    return f"unknown field{_suggestion(path[-1], names) or known}"
+
+
+def _suggestion(value: object, names: Sequence[str]) -> str:
+    by_lower = {name.lower(): name for name in names}
+    close = get_close_matches(str(value).lower().replace("_", ""), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+
+
+def _fields_at(path: Sequence[str | int], root: type[BaseModel]) -> list[str]:
+    """Names, as in YAML, of the fields of the model at a path."""
+    model: type[BaseModel] | None = root
+    for step in path:
+        if isinstance(step, str) and model is not None:
+            model = next(
+                (_model_in(f.annotation) for f in model.model_fields.values() if f.alias == step),
+                None,
+            )
+    return [str(f.alias) for f in model.model_fields.values()] if model else []
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    """The model that a field's type is, or is a list or an option of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")
