@@ -1,0 +1,197 @@
+"""Traffic as Prometheus remembers it: rate over time and histograms of vLLM's request lengths.
+
+Called by `cleave workload --prometheus`. What is hard: histograms know buckets, not requests, so
+lengths are drawn evenly inside a bucket, prompt and output apart, and burstiness is not known.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import httpx
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.planner.history import HistoryError
+from cleave.planner.workload import Demand, Drawn, Independent, Quantiles
+
+PROMPT_METRIC = "vllm:request_prompt_tokens_bucket"
+OUTPUT_METRIC = "vllm:request_generation_tokens_bucket"
+SUCCESS_METRIC = "vllm:request_success_total"
+
+TIMEOUT_S = 15.0
+"""Longest wait for any part of an answer."""
+MAX_ANSWER_BYTES = 1 << 24
+_MOST_POINTS = 1000
+"""Of the rate over time; Prometheus itself answers with 11,000 at most."""
+_SHORTEST_STEP_S = 60.0
+_RATE_WINDOW_S = 240.0
+"""Rates over less see too few scrapes, which are 15 to 60 seconds apart."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """What a Prometheus server knows of past traffic."""
+
+    times_s: NDArray[np.float64]
+    """Unix time at the end of each step."""
+    rates: NDArray[np.float64]
+    """Mean req/s in each step, gaps in the recording left out."""
+    prompt_tokens: Quantiles
+    output_tokens: Quantiles
+    num_requests: float
+    """In the window, by the histogram of prompts."""
+    share_beyond: float
+    """Share of prompts or outputs above the last finite bucket; they are drawn at its bound."""
+
+    def demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
+        """Its lengths, arriving at `rate` (default: the mean of the window)."""
+        lengths = Independent(self.prompt_tokens, self.output_tokens)
+        return Demand(rate or float(np.mean(self.rates)), Drawn(lengths, burstiness))
+
+
+def read(url: str, end_s: float, window_s: float, model: str | None = None) -> Observed:
+    """Traffic of the `window_s` seconds before the Unix time `end_s`.
+
+    `model`: only requests for this `model_name`. Raises HistoryError.
+    """
+    if not (math.isfinite(window_s) and window_s >= _SHORTEST_STEP_S):
+        raise HistoryError(f"window {window_s:g} s: must be at least {_SHORTEST_STEP_S:g} s")
+    # JSON quotes as PromQL does.
+    chosen = f"{{model_name={msgspec.json.encode(model).decode()}}}" if model else ""
+    with _client(url) as client:
+        prompts = _histogram(client, PROMPT_METRIC + chosen, end_s, window_s)
+        outputs = _histogram(client, OUTPUT_METRIC + chosen, end_s, window_s)
+        times_s, rates = _rates(client, SUCCESS_METRIC + chosen, end_s, window_s)
+    return Observed(
+        times_s,
+        rates,
+        prompts.quantiles(),
+        outputs.quantiles(),
+        prompts.total,
+        max(prompts.share_beyond, outputs.share_beyond),
+    )
+
+
+@contextmanager
+def _client(url: str) -> Iterator[httpx.Client]:
+    """A client whose faults are HistoryErrors that name the server, without its password."""
+    try:
+        base = httpx.URL(url)
+        if base.scheme not in ("http", "https") or not base.host:
+            raise httpx.InvalidURL("state a URL such as http://prometheus:9090")
+        shown = str(base.copy_with(userinfo=b""))
+        with httpx.Client(base_url=base, timeout=TIMEOUT_S) as client:
+            yield client
+    except httpx.InvalidURL as error:
+        raise HistoryError(f"Prometheus: {error}") from error
+    except httpx.TimeoutException as error:
+        raise HistoryError(f"Prometheus at {shown}: no answer in {TIMEOUT_S:g} s") from error
+    except httpx.HTTPError as error:
+        raise HistoryError(f"Prometheus at {shown}: {error}") from error
+
+
+class _Histogram(NamedTuple):
+    bounds: NDArray[np.float64]
+    """Upper bounds of the buckets, finite."""
+    shares: NDArray[np.float64]
+    """Of the requests up to each bound."""
+    total: float
+    """Requests."""
+
+    @property
+    def share_beyond(self) -> float:
+        return 1 - float(self.shares[-1])
+
+    def quantiles(self) -> Quantiles:
+        """Even inside each bucket; an empty one is a jump at its level."""
+        levels = np.concatenate(([0.0], self.shares / self.shares[-1]))
+        tokens = np.maximum(np.concatenate(([1.0], self.bounds)), 1.0)
+        return Quantiles(tuple(levels.tolist()), tuple(tokens.tolist()))
+
+
+def _histogram(client: httpx.Client, metric: str, end_s: float, window_s: float) -> _Histogram:
+    # `increase` over the window counts right across restarts of engines.
+    query = f"sum by (le) (increase({metric}[{int(window_s)}s]))"
+    series = _ask(client, "/api/v1/query", {"query": query, "time": str(end_s)})
+    found = sorted(
+        (_number(each.metric.get("le")), _number(each.value[1])) for each in series if each.value
+    )
+    if not found or not found[-1][1] > 0:
+        raise HistoryError(
+            f"Prometheus holds no {metric} in these {int(window_s)} s: choose a longer window or "
+            "another model, or look whether vLLM is scraped"
+        )
+    total = found[-1][1]
+    finite = np.array([each for each in found if math.isfinite(each[0])]).reshape(-1, 2)
+    # Counters scraped one after the other may make a cumulative count fall a little.
+    shares = np.minimum(np.maximum.accumulate(finite[:, 1]) / total, 1.0)
+    if not shares.any():
+        raise HistoryError(f"Prometheus: no finite bucket of {metric} holds a request")
+    return _Histogram(finite[:, 0], shares, total)
+
+
+def _rates(
+    client: httpx.Client, metric: str, end_s: float, window_s: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    step_s = max(_SHORTEST_STEP_S, math.ceil(window_s / _MOST_POINTS))
+    query = f"sum(rate({metric}[{int(max(step_s, _RATE_WINDOW_S))}s]))"
+    span = {"start": str(end_s - window_s + step_s), "end": str(end_s), "step": str(step_s)}
+    series = _ask(client, "/api/v1/query_range", {"query": query, **span})
+    points = [(at, _number(rate)) for each in series for at, rate in each.values]
+    known = np.array([point for point in points if math.isfinite(point[1])]).reshape(-1, 2)
+    if not known[:, 1].any():
+        raise HistoryError(f"Prometheus holds no rate of {metric} in the window")
+    return known[:, 0], known[:, 1]
+
+
+class _Series(msgspec.Struct):
+    metric: dict[str, str] = {}
+    value: tuple[float, str] | None = None
+    values: list[tuple[float, str]] = []
+
+
+class _Data(msgspec.Struct):
+    result: list[_Series]
+
+
+class _Answer(msgspec.Struct):
+    """Of Prometheus' HTTP API, version 1."""
+
+    status: str
+    data: _Data | None = None
+    error: str = "no reason given"
+
+
+def _ask(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[_Series]:
+    """The series that the server answers with."""
+    latest_s = time.monotonic() + TIMEOUT_S
+    with client.stream("GET", path, params=query) as response:
+        body = bytearray()
+        for piece in response.iter_bytes():
+            body += piece
+            if len(body) > MAX_ANSWER_BYTES:
+                raise HistoryError(f"Prometheus: the answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+            if time.monotonic() > latest_s:
+                raise httpx.ReadTimeout("the answer trickles")
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except msgspec.DecodeError as error:
+        raise HistoryError(
+            f"Prometheus: {path} answered {response.status_code}, not as Prometheus does: {error}"
+        ) from error
+    if answer.status != "success" or answer.data is None:
+        raise HistoryError(f"Prometheus: {path} answered {response.status_code}: {answer.error}")
+    return answer.data.result
+
+
+def _number(text: object) -> float:
+    """Prometheus writes numbers as text, among them NaN and +Inf."""
+    try:
+        return float(str(text))
+    except ValueError as error:
+        raise HistoryError(f"Prometheus: {text!r} is no number") from error

@@ -1,0 +1,177 @@
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import pytest
+
+from cleave.planner import prometheus
+from cleave.planner.history import HistoryError
+
+END_S = 1_700_000_000.0
+PROMPTS = {"10": "0", "20": "20", "50": "20", "100": "80", "+Inf": "100"}
+OUTPUTS = {"10": "50", "20": "100", "+Inf": "100"}
+RATES = [[END_S - 120, "2.5"], [END_S - 60, "NaN"], [END_S, "3.5"]]
+
+
+def vector(buckets: dict[str, str]) -> list[dict]:
+    """As Prometheus answers an instant query; the order of series is its own."""
+    series = [{"metric": {"le": le}, "value": [END_S, n]} for le, n in buckets.items()]
+    return series[::-1]
+
+
+class Server:
+    """Answers as Prometheus does; parts can be exchanged."""
+
+    def __init__(self) -> None:
+        self.prompts = vector(PROMPTS)
+        self.outputs = vector(OUTPUTS)
+        self.rates: list[dict] = [{"metric": {}, "values": RATES}]
+        self.raw: Callable[[], bytes] | None = None
+        self.status = 200
+        self.queries: list[dict[str, str]] = []
+
+    def answer(self, path: str) -> bytes:
+        if self.raw is not None:
+            return self.raw()
+        parts = urlsplit(path)
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        self.queries.append({"path": parts.path, **query})
+        if parts.path.endswith("/api/v1/query_range"):
+            kind, result = "matrix", self.rates
+        else:
+            kind = "vector"
+            result = self.prompts if "prompt_tokens" in query["query"] else self.outputs
+        data = {"resultType": kind, "result": result}
+        return json.dumps({"status": "success", "data": data, "warnings": []}).encode()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    fake = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = fake.answer(self.path)
+            self.send_response(fake.status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    fake.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield fake
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def test_lengths_come_from_the_buckets(server) -> None:
+    observed = prometheus.read(server.url, END_S, 3600)
+    demand = observed.demand()
+    drawn = demand.draw(20_000)
+    assert drawn.prompt_tokens.min() >= 10
+    assert drawn.prompt_tokens.max() == 100
+    assert np.mean(drawn.prompt_tokens <= 20) == pytest.approx(0.25, abs=0.01)
+    assert not np.any((drawn.prompt_tokens > 21) & (drawn.prompt_tokens < 50)), "an empty bucket"
+    assert np.mean(drawn.output_tokens) == pytest.approx(10, abs=0.5)
+    assert observed.num_requests == 100
+    assert observed.share_beyond == pytest.approx(0.2)
+
+
+def test_the_rate_over_time_leaves_gaps_of_the_recording_out(server) -> None:
+    observed = prometheus.read(server.url, END_S, 3600)
+    assert observed.times_s.tolist() == [END_S - 120, END_S]
+    assert observed.rates.tolist() == [2.5, 3.5]
+    assert observed.demand().rate == 3.0
+    assert observed.demand(rate=9.0, burstiness=2.0).draw(500).rate == pytest.approx(9, rel=0.3)
+
+
+def test_queries_cover_the_window_in_at_most_a_thousand_steps(server) -> None:
+    prometheus.read(server.url + "/", END_S, 7 * 86400, 'my "model"')
+    prompts, _, rates = server.queries
+    chosen = '{model_name="my \\"model\\""}'
+    assert prompts["query"] == (
+        f"sum by (le) (increase(vllm:request_prompt_tokens_bucket{chosen}[604800s]))"
+    )
+    assert float(prompts["time"]) == END_S
+    assert rates["query"] == f"sum(rate(vllm:request_success_total{chosen}[605s]))"
+    assert float(rates["end"]) - float(rates["start"]) == 604_800 - 605
+    prometheus.read(server.url, END_S, 3600)
+    assert server.queries[-1]["step"] == "60.0"
+
+
+def test_a_path_before_the_api_is_kept(server) -> None:
+    prometheus.read(server.url + "/prometheus/", END_S, 3600)
+    assert server.queries[0]["path"] == "/prometheus/api/v1/query"
+
+
+def fault(server: Server) -> str:
+    with pytest.raises(HistoryError) as caught:
+        prometheus.read(server.url.replace("//", "//me:secret@"), END_S, 3600)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_nothing_recorded_is_told_with_what_to_look_for(server) -> None:
+    server.prompts = []
+    assert "holds no vllm:request_prompt_tokens_bucket in these 3600 s" in fault(server)
+    server.prompts = vector({"10": "0", "+Inf": "0"})
+    assert "holds no vllm:request_prompt_tokens_bucket" in fault(server)
+    server.prompts = vector({"10": "0", "+Inf": "NaN"})
+    assert "holds no vllm:request_prompt_tokens_bucket" in fault(server)
+    server.prompts = vector({"10": "0", "+Inf": "5"})
+    assert "no finite bucket of vllm:request_prompt_tokens_bucket" in fault(server)
+    server.prompts = vector({"+Inf": "5"})
+    assert "no finite bucket" in fault(server)
+    server.prompts, server.rates = vector(PROMPTS), []
+    assert "holds no rate of vllm:request_success_total" in fault(server)
+
+
+def test_answers_that_are_not_prometheus_are_told(server) -> None:
+    server.raw = lambda: b"<html>"
+    assert "/api/v1/query answered 200, not as Prometheus does" in fault(server)
+    server.raw = lambda: b'{"status": "success", "data": {"result": [{"value": [1, 2]}]}}'
+    assert "not as Prometheus does" in fault(server)
+    server.status, server.raw = 400, lambda: b'{"status": "error", "error": "parse error"}'
+    assert fault(server).endswith("/api/v1/query answered 400: parse error")
+    server.raw = lambda: b'{"status":"success","data":{"result":[{"metric":{},"value":[1,"2"]}]}}'
+    assert "'None' is no number" in fault(server) or "None is no number" in fault(server)
+
+
+def test_every_wait_is_bounded(server, monkeypatch) -> None:
+    stop = threading.Event()
+    monkeypatch.setattr(prometheus, "TIMEOUT_S", 0.05)
+    server.raw = lambda: b"" if stop.wait(5) else b"{}"
+    assert "no answer in 0.05 s" in fault(server)
+    stop.set()
+
+
+def test_an_endless_answer_is_cut(server, monkeypatch) -> None:
+    monkeypatch.setattr(prometheus, "MAX_ANSWER_BYTES", 100)
+    server.raw = lambda: b"x" * 200
+    assert "the answer is over 0 MiB" in fault(server)
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "prometheus:9090", "http://", "http://[::1"])
+def test_an_address_that_is_none_is_told(url) -> None:
+    with pytest.raises(HistoryError, match="Prometheus: "):
+        prometheus.read(url, END_S, 3600)
+
+
+def test_a_server_that_is_not_there_is_told() -> None:
+    with pytest.raises(HistoryError, match=r"Prometheus at http://127\.0\.0\.1:1"):
+        prometheus.read("http://127.0.0.1:1", END_S, 3600)
+
+
+def test_a_window_shorter_than_a_step_is_refused() -> None:
+    with pytest.raises(HistoryError, match="window 30 s: must be at least 60 s"):
+        prometheus.read("http://127.0.0.1:1", END_S, 30)
