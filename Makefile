@@ -10,6 +10,7 @@ run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), g
 test: check ## the same thing
 
 check: lint ## what CI runs: lint, types, layers, generated files, every test
+	@scripts/bootstrap --tests
 	.venv/bin/pytest $(ARGS)
 
 lint: setup

@@ -1,0 +1,1 @@
+"""The planner's answer as one page of HTML that needs nothing else."""

@@ -1,0 +1,110 @@
+"""Which GPU of which node does what: a picture of a plan, not an order to the scheduler. Pure.
+
+Called by the page. What is hard: the stages of one pipeline may lie in several nodes, but the GPUs
+of one stage share a node; under DistServe's Algorithm 2 the same stage of prefill and decode share
+one too, because KV moves between them over NVLink only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cleave.api.role import Role
+from cleave.planner.plan import Plan, PlannedPool
+
+LOW_AFFINITY = "Algorithm 2"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShape:
+    """Nodes that are alike."""
+
+    gpu: str
+    count: int
+    gpus_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The GPUs of one pipeline stage of one instance."""
+
+    role: Role
+    instance: int
+    """From 0 within its role."""
+    stage: int
+    gpus: int
+    gpu: str | None
+    """Kind of GPU it needs; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine."""
+
+    gpu: str
+    gpus: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def free(self) -> int:
+        """GPUs without a role."""
+        return self.gpus - sum(segment.gpus for segment in self.segments)
+
+
+def lay_out(plan: Plan, shapes: tuple[NodeShape, ...]) -> tuple[Node, ...]:
+    """The nodes that the plan uses, first fit; segments that find no room are left out."""
+    machines = [(shape.gpu, shape.gpus_per_node) for shape in shapes for _ in range(shape.count)]
+    filled: list[list[Segment]] = [[] for _ in machines]
+    free = [gpus for _, gpus in machines]
+    first_free: dict[tuple[str | None, int], int] = {}
+    for group in _groups(plan):
+        kind, wanted = group[0].gpu, sum(segment.gpus for segment in group)
+        # Groups of one size fill from the left, so the search goes on where the last one ended.
+        place = first_free.get((kind, wanted), 0)
+        while place < len(machines) and (
+            free[place] < wanted or kind not in (None, machines[place][0])
+        ):
+            place += 1
+        first_free[kind, wanted] = place
+        if place < len(machines):
+            filled[place].extend(group)
+            free[place] -= wanted
+    return tuple(
+        Node(gpu, gpus, tuple(segments))
+        for (gpu, gpus), segments in zip(machines, filled, strict=True)
+        if segments
+    )
+
+
+def _groups(plan: Plan) -> Iterator[tuple[Segment, ...]]:
+    """Segments that must share a node, largest instances first."""
+    by_role = {pool.role: pool for pool in plan.pools}
+    pools = sorted(plan.pools, key=lambda pool: -pool.parallelism.tensor)
+    prefill, decode = by_role.get(Role.PREFILL), by_role.get(Role.DECODE)
+    if plan.algorithm.startswith(LOW_AFFINITY) and prefill and decode:
+        yield from _pairs(prefill, decode)
+        pools = [pool for pool in pools if pool.role is Role.MIXED]
+    for pool in pools:
+        for instance in range(pool.replicas):
+            for stage in range(pool.parallelism.pipeline):
+                yield (_segment(pool, instance, stage),)
+
+
+def _pairs(prefill: PlannedPool, decode: PlannedPool) -> Iterator[tuple[Segment, ...]]:
+    """The same stage of the instances that work together; P and D counts may be unlike."""
+    units = min(prefill.replicas, decode.replicas)
+    for unit in range(units):
+        members = [
+            (pool, instance)
+            for pool in (prefill, decode)
+            for instance in range(unit, pool.replicas, units)
+        ]
+        for stage in range(max(pool.parallelism.pipeline for pool, _ in members)):
+            yield tuple(
+                _segment(pool, instance, stage)
+                for pool, instance in members
+                if stage < pool.parallelism.pipeline
+            )
+
+
+def _segment(pool: PlannedPool, instance: int, stage: int) -> Segment:
+    return Segment(pool.role, instance, stage, pool.parallelism.tensor, pool.gpu)

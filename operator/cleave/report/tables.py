@@ -1,0 +1,104 @@
+"""Tables of the page, as HTML. Pure."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from cleave.api.deployment import Slo
+from cleave.planner.plan import Answer, Percentiles, Plan
+from cleave.report.words import milliseconds, number, percent, plan_label, power, trust_sentence
+
+
+def table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column names its rows; cells are text."""
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heading)
+    body = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        + "</tr>"
+        for first, *rest in rows
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def plans(answer: Answer, rate: float) -> str:
+    """Every plan of the answer with its predictions at the asked rate."""
+    heading = (
+        *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
+        *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
+        *("price/h", "power", "found by"),
+    )
+    every = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    caption = f"Predictions at {number(rate)} req/s; goodput in req/s"
+    return table(caption, heading, (_plan_row(plan, answer.selected) for plan in every))
+
+
+def trust(answer: Answer) -> str:
+    """Where the latencies of the plans come from, as a list."""
+    every = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    sources: dict[str, list[str]] = {}
+    for plan in every:
+        sources.setdefault(trust_sentence(plan.prediction.trust), []).append(plan_label(plan))
+    items = (
+        f"<li>{escape(source)}{': ' + escape(', '.join(names)) if len(sources) > 1 else ''}</li>"
+        for source, names in sources.items()
+    )
+    return f"<h3>Latency models</h3><ul>{''.join(items)}</ul>" if sources else ""
+
+
+def tiles(plan: Plan, slo: Slo) -> str:
+    """The figures that decide, large."""
+    seen = plan.prediction
+    low, high = seen.goodput_interval
+    figures = (
+        ("goodput", f"{number(seen.goodput)} req/s", f"95 %: {number(low)} to {number(high)}", ""),
+        ("per GPU", f"{number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs", ""),
+        (
+            "attainment",
+            percent(seen.attainment),
+            f"goal {percent(slo.attainment)}",
+            _met(seen.attainment >= slo.attainment),
+        ),
+        ("P90 TTFT", *_against(seen.ttft_ms, slo.ttft_ms)),
+        ("P90 TPOT", *_against(seen.tpot_ms, slo.tpot_ms)),
+        ("price", number(seen.cost_per_hour), "per hour", ""),
+        ("power", power(seen.power_watts), "provisioned", ""),
+    )
+    return "".join(
+        f'<div class="tile {state}"><dt>{name}</dt><dd>{escape(value)}'
+        f"<small>{escape(detail)}</small></dd></div>"
+        for name, value, detail, state in figures
+    )
+
+
+def _against(latency: Percentiles, target: float) -> tuple[str, str, str]:
+    return milliseconds(latency.p90), f"target {milliseconds(target)}", _met(latency.p90 <= target)
+
+
+def _met(holds: bool) -> str:
+    return "good" if holds else "bad"
+
+
+def _plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
+    seen = plan.prediction
+    return (
+        plan_label(plan) + (" (selected)" if plan is selected else ""),
+        "disaggregated" if plan.is_disaggregated else "colocated",
+        str(plan.gpus),
+        number(seen.goodput),
+        f"{number(seen.goodput_interval[0])} to {number(seen.goodput_interval[1])}",
+        number(plan.goodput_per_gpu),
+        percent(seen.attainment),
+        *_percentiles(seen.ttft_ms),
+        *_percentiles(seen.tpot_ms),
+        number(seen.cost_per_hour),
+        power(seen.power_watts),
+        plan.algorithm,
+    )
+
+
+def _percentiles(latency: Percentiles) -> tuple[str, str, str]:
+    return milliseconds(latency.p50), milliseconds(latency.p90), milliseconds(latency.p99)

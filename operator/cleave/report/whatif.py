@@ -1,0 +1,94 @@
+"""The points behind the page's sliders: for every rate and SLO, which plan, and how many GPUs.
+
+Pure. Plans are those of the answer, as they are: a rate above a plan's goodput is met by whole
+copies of it. A new search with other targets may find a better one; the page says so.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cleave.report.study import SCALES, Study, Sweep, goodput
+
+RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Factors on the asked rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The best plan at one rate and one SLO."""
+
+    plan: int
+    """Its place among the study's sweeps; -1: none holds this SLO within the GPUs there are."""
+    goodput: float
+    """Of one copy, in req/s."""
+    copies: int
+    gpus: int
+    """Of all copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """All points."""
+
+    rates: tuple[float, ...]
+    ttft_ms: tuple[float, ...]
+    tpot_ms: tuple[float, ...]
+    points: tuple[Point, ...]
+    """By rate, then TTFT, then TPOT."""
+
+    @property
+    def start(self) -> tuple[int, int, int]:
+        """Where the sliders stand for what was asked: rate, TTFT, TPOT."""
+        return RATES.index(1.0), SCALES.index(1.0), SCALES.index(1.0)
+
+    def at(self, rate: int, ttft: int, tpot: int) -> Point:
+        """The point at three slider places."""
+        return self.points[(rate * len(self.ttft_ms) + ttft) * len(self.tpot_ms) + tpot]
+
+
+def what_if(study: Study) -> WhatIf:
+    """Every combination of RATES and SCALES."""
+    slo, goal = study.subject.slo, study.subject.slo.attainment
+    goodputs = [_goodputs(sweep, goal) for sweep in study.sweeps]
+    rates = tuple(factor * study.subject.rate for factor in RATES)
+    places = range(len(SCALES))
+    return WhatIf(
+        rates=rates,
+        ttft_ms=tuple(scale * slo.ttft_ms for scale in SCALES),
+        tpot_ms=tuple(scale * slo.tpot_ms for scale in SCALES),
+        points=tuple(
+            _best(study, [table[ttft][tpot] for table in goodputs], rate)
+            for rate in rates
+            for ttft in places
+            for tpot in places
+        ),
+    )
+
+
+def _best(study: Study, goodputs: Sequence[float], rate: float) -> Point:
+    """The highest goodput per GPU among the plans that carry `rate`; among equals fewer GPUs."""
+    found = [
+        Point(index, most, copies, copies * sweep.plan.gpus)
+        for index, (sweep, most) in enumerate(zip(study.sweeps, goodputs, strict=True))
+        if most > 0
+        and (copies := math.ceil(rate / most)) * sweep.plan.gpus <= study.subject.max_gpus
+    ]
+    nothing = Point(plan=-1, goodput=0.0, copies=0, gpus=0)
+    return max(found, key=lambda p: (p.goodput * p.copies / p.gpus, -p.gpus), default=nothing)
+
+
+def _goodputs(sweep: Sweep, goal: float) -> list[list[float]]:
+    """(TTFT scales, TPOT scales). Scaled so that the asked SLO has the goodput of the answer."""
+    by_scale = sweep.attainment_by_scale
+    raw = [
+        [
+            goodput(sweep.rates, by_scale[:, ttft, tpot].tolist(), goal)
+            for tpot in range(len(SCALES))
+        ]
+        for ttft in range(len(SCALES))
+    ]
+    asked = SCALES.index(1.0)
+    said, seen = sweep.plan.prediction.goodput, raw[asked][asked]
+    factor = said / seen if said and seen else 1.0
+    return [[factor * most for most in row] for row in raw]

@@ -1,0 +1,82 @@
+"""Plans and figures in words: the same on the page and in the terminal."""
+
+import math
+
+from cleave.api.role import Role
+from cleave.perf.trust import Trust
+from cleave.planner.plan import Plan, PlannedPool, Verdict
+
+VERDICTS = {
+    Verdict.DISAGGREGATE: "disaggregate",
+    Verdict.COLOCATE: "do not disaggregate",
+    Verdict.INFEASIBLE: "infeasible",
+}
+_LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.MIXED: "M"}
+
+
+def pool_label(pool: PlannedPool) -> str:
+    """`2P tp4 pp2`: two prefill instances of tensor size 4 and pipeline size 2."""
+    parts = [f"{pool.replicas}{_LETTERS[pool.role]}", f"tp{pool.parallelism.tensor}"]
+    if pool.parallelism.pipeline > 1:
+        parts.append(f"pp{pool.parallelism.pipeline}")
+    return " ".join(parts)
+
+
+def plan_label(plan: Plan) -> str:
+    """`2P tp4 + 1D tp2`; kinds of GPU are named where the pools have unlike ones."""
+    kinds = {pool.gpu for pool in plan.pools}
+    return " + ".join(
+        pool_label(pool) + (f" on {pool.gpu}" if len(kinds) > 1 and pool.gpu else "")
+        for pool in plan.pools
+    )
+
+
+def pool_sentence(pool: PlannedPool) -> str:
+    """`2 prefill instances, each on 8 A100-SXM-80GB (tensor 4, pipeline 2)`."""
+    size = pool.parallelism
+    instances = "instance" if pool.replicas == 1 else "instances, each"
+    device = pool.gpu or ("GPU" if size.gpus == 1 else "GPUs")
+    spread = [
+        f"{name} {value}"
+        for name, value in (("tensor", size.tensor), ("pipeline", size.pipeline))
+        if value > 1
+    ]
+    detail = f" ({', '.join(spread)})" if spread else ""
+    return f"{pool.replicas} {pool.role} {instances} on {size.gpus} x {device}{detail}"
+
+
+def number(value: float) -> str:
+    """Three figures that count, without an exponent: `0.0123`, `1.23`, `123`, `12,300`."""
+    if not math.isfinite(value):
+        return "-"
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def milliseconds(value: float) -> str:
+    """`400 ms`, `1.25 s`; `never` for what does not end."""
+    if not math.isfinite(value):
+        return "never"
+    return f"{value / 1000:.2f} s" if value >= 1000 else f"{number(value)} ms"
+
+
+def percent(share: float) -> str:
+    """`97.3 %`; never rounded up to 100."""
+    return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
+
+
+def power(watts: float) -> str:
+    """`2.4 kW`, `400 W`."""
+    return f"{watts / 1000:.1f} kW" if watts >= 1000 else f"{watts:.0f} W"
+
+
+def trust_sentence(trust: Trust) -> str:
+    """`fitted (DistServe, A100), 4 % off on average`."""
+    error = (
+        "never compared with measurements"
+        if trust.error is None
+        else f"{percent(trust.error)} off on average"
+    )
+    return f"{trust.basis} ({trust.source}), {error}"

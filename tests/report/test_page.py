@@ -1,0 +1,72 @@
+"""The page as text: one file, everything inside, nothing executable from names."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from cleave.report.page import page
+from cleave.report.study import study
+from cleave.report.whatif import what_if
+
+
+class Reader(HTMLParser):
+    """Collects what the page would load, and its scripts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href", "action")]
+        if tag not in ("meta", "link", "input", "br", "rect"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def data(html: str):
+    return json.loads(re.search(r'id="data">(.*?)</script>', html).group(1))
+
+
+def test_nothing_is_loaded_from_anywhere(made) -> None:
+    reader = Reader(page(made))
+    assert reader.links == ["data:,"]
+    assert reader.open == []
+
+
+def test_the_file_stays_below_three_megabytes(made) -> None:
+    assert len(page(made).encode()) < 3_000_000
+
+
+def test_the_page_says_verdict_reason_change_and_warnings(made) -> None:
+    html = page(made)
+    for text in (made.answer.reason, made.answer.what_would_change, *made.answer.warnings):
+        assert text in html
+    assert "disaggregate</span>" in html
+
+
+def test_names_from_outside_stay_text(made) -> None:
+    evil = '</script><img src=x onerror="alert(1)">'
+    subject = replace(made.subject, deployment=evil, model=evil, traffic=evil)
+    answer = replace(made.answer, reason=evil, warnings=(evil,))
+    html = page(replace(made, subject=subject, answer=answer))
+    assert evil not in html
+    assert Reader(html).links == ["data:,"]
+
+
+def test_every_point_of_the_sliders_is_inside(made) -> None:
+    held = data(page(made))["whatIf"]
+    assert len(held["points"]) == len(held["copies"]) == len(what_if(made).points)
+
+
+def test_an_infeasible_answer_names_the_nearest_slo_and_draws_nothing(subject, infeasible) -> None:
+    html = page(study(subject, infeasible, bench=None))
+    assert "Nearest SLO that holds: TTFT 180 ms, TPOT 360 ms" in html
+    assert data(html) == {"charts": {}, "whatIf": None, "plans": []}

@@ -1,0 +1,53 @@
+"""The points behind the sliders."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from cleave.report.study import SCALES
+from cleave.report.whatif import RATES, what_if
+
+
+def test_there_is_a_point_for_every_place_of_the_three_sliders(made) -> None:
+    points = what_if(made)
+    assert len(points.points) == len(RATES) * len(SCALES) ** 2
+    assert (points.rates[points.start[0]], points.ttft_ms[points.start[1]]) == (5.0, 400.0)
+    assert points.tpot_ms[points.start[2]] == 40.0
+
+
+def test_at_the_asked_slo_a_plan_has_the_goodput_of_the_answer(made) -> None:
+    points = what_if(made)
+    start = points.at(*points.start)
+    assert start.goodput == pytest.approx(made.sweeps[start.plan].plan.prediction.goodput)
+
+
+def test_the_point_is_the_best_goodput_per_gpu_that_carries_the_rate(made) -> None:
+    points = what_if(made)
+    start = points.at(*points.start)
+    best = max(sweep.plan.goodput_per_gpu for sweep in made.sweeps)
+    assert start.goodput * start.copies / start.gpus == pytest.approx(best)
+    assert start.goodput * start.copies >= 5.0
+
+
+def test_more_traffic_never_needs_fewer_copies_of_a_plan(made) -> None:
+    points = what_if(made)
+    _, ttft, tpot = points.start
+    for rate, asked in enumerate(points.rates):
+        point = points.at(rate, ttft, tpot)
+        assert point.copies == math.ceil(asked / point.goodput)
+        assert point.gpus == point.copies * made.sweeps[point.plan].plan.gpus
+
+
+def test_a_relaxed_target_never_lowers_the_best_goodput_per_gpu(made) -> None:
+    points = what_if(made)
+    rate, ttft, _ = points.start
+    row = [points.at(rate, ttft, tpot) for tpot in range(len(SCALES))]
+    worth = [p.goodput * p.copies / p.gpus if p.plan >= 0 else 0.0 for p in row]
+    assert worth == sorted(worth)
+
+
+def test_what_needs_more_gpus_than_there_are_is_no_point(made) -> None:
+    few = replace(made, subject=replace(made.subject, max_gpus=2))
+    points = what_if(few)
+    assert points.at(len(RATES) - 1, *points.start[1:]).plan == -1
