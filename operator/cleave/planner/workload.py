@@ -83,6 +83,13 @@ class LogNormal:
         lengths: Values = np.exp(self.mu + self.sigma * rng.standard_normal(num))
         return lengths
 
+    def share_below(self, tokens: float) -> float:
+        """Share of lengths up to `tokens` > 0."""
+        above = math.log(tokens) - self.mu
+        if self.sigma == 0:
+            return 1.0 if above >= 0 else 0.0
+        return 0.5 * (1 + math.erf(above / self.sigma / math.sqrt(2)))
+
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:

@@ -1,0 +1,241 @@
+"""What recorded traffic is like, and how well distributions stand for it.
+
+Called by `cleave workload` and for the warnings beside a plan. A planner that fits distributions to
+traffic (DistServe, section 4.1) has to know when not to: waves of arrivals, drift and lengths that
+hang together are lost in a fit, and a replay keeps them.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.api import workload as api
+from cleave.planner.workload import MAX_P90_TO_MEAN, DemandError, LogNormal
+from cleave.simulator.trace import Trace
+
+THRESHOLDS = (512, 2048, 8192, 32768)
+"""Prompts above the first saturate a GPU (TetriInfer, section 2.2.1); above the second Splitwise's
+prompt batches lose throughput (section III-D)."""
+
+_FEW = 1000
+_WINDOWS = 20
+"""At least so many windows, and on average so many requests in one, to speak of dispersion."""
+_MAX_BURSTINESS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSummary:
+    """Of prompts or outputs, in tokens."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    largest: int
+    fit_distance: float
+    """Largest difference between the shares up to any length, recorded and fitted (Kolmogorov)."""
+
+    def to_spec(self) -> api.Lengths:
+        """The log-normal distribution that stands for it, its p90 as near as there is one."""
+        return _fitted(self.mean, self.p90)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalSummary:
+    """Of requests that arrived over some time."""
+
+    duration_s: float
+    rate: float
+    """Mean arrivals in req/s."""
+    burstiness: float
+    """Coefficient of variation of the gaps: 0 regular, 1 Poisson."""
+    dispersion: float | None
+    """Variance by mean of the requests in a window: 1 for Poisson, near burstiness^2 when gaps are
+    independent, more when they come in waves. None: too few windows."""
+    window_s: float
+    peak_to_mean: float
+    """Highest rate of any tenth of the duration, by the mean rate."""
+    drift: float
+    """Rate of the second half by that of the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a planner must know of recorded traffic."""
+
+    num_requests: int
+    arrivals: ArrivalSummary | None
+    """None: all at once."""
+    prompt_tokens: LengthSummary
+    output_tokens: LengthSummary
+    correlation: float
+    """Of prompt and output lengths, by ranks (Spearman)."""
+    prompts_above: tuple[tuple[int, float], ...]
+    """Thresholds in tokens, each with the share of prompts above it."""
+    warnings: tuple[str, ...]
+    """What to mind, a sentence each."""
+    is_fit_good: bool
+    """False: replay the trace, distributions do not stand for it."""
+
+
+def diagnose(trace: Trace) -> Diagnosis:
+    """Describe recorded requests."""
+    prompts, outputs = _lengths(trace.prompt_tokens), _lengths(trace.output_tokens)
+    arrivals = _arrivals(trace) if trace.rate else None
+    correlation = _rank_correlation(trace.prompt_tokens, trace.output_tokens)
+    doubts = [
+        *([] if arrivals is None else _arrival_doubts(arrivals)),
+        *_length_doubts(prompts, outputs, correlation),
+    ]
+    verdict = ["replay the trace rather than its fit: " + "; ".join(doubts)] if doubts else []
+    return Diagnosis(
+        len(trace),
+        arrivals,
+        prompts,
+        outputs,
+        correlation,
+        tuple((limit, float(np.mean(trace.prompt_tokens > limit))) for limit in THRESHOLDS),
+        (*_notes(trace, arrivals), *verdict),
+        not doubts,
+    )
+
+
+def fit(trace: Trace, rate: float | None = None) -> api.Workload:
+    """The traffic as `spec.workload` states it, with log-normal lengths and gamma gaps.
+
+    `rate`: instead of the trace's own. Raises DemandError when there is neither.
+    """
+    arrivals = _arrivals(trace) if trace.rate else None
+    stated = rate or (arrivals.rate if arrivals else None)
+    if stated is None:
+        raise DemandError("rate: the requests have no arrival times; state one")
+    burstiness = min(arrivals.burstiness, _MAX_BURSTINESS) if arrivals else 1.0
+    return api.Workload(
+        rate=_short(stated),
+        prompt_tokens=_lengths(trace.prompt_tokens).to_spec(),
+        output_tokens=_lengths(trace.output_tokens).to_spec(),
+        burstiness=_short(burstiness),
+    )
+
+
+def _lengths(tokens: NDArray[np.int64]) -> LengthSummary:
+    mean, (p50, p90, p99) = float(np.mean(tokens)), np.percentile(tokens, [50, 90, 99]).tolist()
+    spec = _fitted(mean, p90)
+    fitted = LogNormal.through(spec.mean, spec.p90 or spec.mean)
+    return LengthSummary(mean, p50, p90, p99, int(tokens.max()), _distance(tokens, fitted))
+
+
+def _fitted(mean: float, p90: float) -> api.Lengths:
+    short = _short(mean)
+    # Cut by a little more than the limit, so that rounding does not pass it.
+    nearest = min(max(p90, short), short * (MAX_P90_TO_MEAN - 0.001))
+    return api.Lengths(mean=short, p90=max(_short(nearest), short))
+
+
+def _distance(tokens: NDArray[np.int64], fitted: LogNormal) -> float:
+    """Both sides are whole numbers: the fitted share up to n is that below n + 1/2."""
+    values, counts = np.unique(tokens, return_counts=True)
+    up_to = np.cumsum(counts) / len(tokens)
+    below = np.concatenate(([0.0], up_to[:-1]))
+    at = np.array([fitted.share_below(value + 0.5) for value in values])
+    before = np.array([fitted.share_below(value - 0.5) if value > 1 else 0.0 for value in values])
+    return float(max(np.abs(up_to - at).max(), np.abs(below - before).max()))
+
+
+def _arrivals(trace: Trace) -> ArrivalSummary:
+    seconds = trace.arrival_ms / 1000
+    gaps, duration_s = np.diff(seconds), float(seconds[-1] - seconds[0])
+    window_s = max(1.0, _WINDOWS / trace.rate)
+    windows = _counts(seconds, int(duration_s / window_s), window_s)
+    tenths = _counts(seconds, 10, duration_s / 10)
+    halves = _counts(seconds, 2, duration_s / 2)
+    return ArrivalSummary(
+        duration_s,
+        trace.rate,
+        float(np.std(gaps) / np.mean(gaps)),
+        float(np.var(windows) / np.mean(windows)) if len(windows) >= _WINDOWS else None,
+        window_s,
+        float(tenths.max() / tenths.mean()),
+        float(halves[1] / halves[0]),
+    )
+
+
+def _counts(seconds: NDArray[np.float64], num: int, width_s: float) -> NDArray[np.int64]:
+    """Requests in each of `num` windows from the first request on."""
+    edges = seconds[0] + width_s * np.arange(num + 1)
+    if num:
+        edges[-1] = np.nextafter(edges[-1], np.inf)
+    return np.diff(np.searchsorted(seconds, edges))
+
+
+def _rank_correlation(left: NDArray[np.int64], right: NDArray[np.int64]) -> float:
+    """Equal lengths share their mean rank; 0 when either side is constant."""
+    ranks = []
+    for tokens in (left, right):
+        _, place, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place])
+    if min(float(np.std(each)) for each in ranks) == 0:
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _notes(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
+    """What to mind with a fit and with a replay alike."""
+    notes = []
+    error = 1.96 * float(np.std(trace.prompt_tokens)) / math.sqrt(len(trace))
+    if len(trace) < _FEW:
+        notes.append(
+            f"only {len(trace)} requests: the mean prompt is known to +-"
+            f"{error / float(np.mean(trace.prompt_tokens)):.0%}, rare long ones hardly at all; "
+            f"record {_FEW:,} or more"
+        )
+    if arrivals is None:
+        notes.append("no arrival times: state a rate and a burstiness")
+    elif arrivals.peak_to_mean > 1.5:
+        notes.append(
+            f"the busiest tenth of the recording has {arrivals.peak_to_mean:.1f} times the mean "
+            f"rate: to hold the SLO there, plan for {arrivals.rate * arrivals.peak_to_mean:.3g} "
+            "req/s"
+        )
+    return notes
+
+
+def _arrival_doubts(arrivals: ArrivalSummary) -> list[str]:
+    doubts = []
+    independent = max(1.0, arrivals.burstiness**2)
+    if arrivals.dispersion is not None and arrivals.dispersion > 2 * independent:
+        doubts.append(
+            f"arrivals come in waves (counts in windows of {arrivals.window_s:.0f} s vary "
+            f"{arrivals.dispersion:.1f} times as much as Poisson's, where independent gaps give "
+            f"{independent:.1f})"
+        )
+    if not 0.75 < arrivals.drift < 1.33:
+        doubts.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
+    if arrivals.burstiness > _MAX_BURSTINESS:
+        doubts.append(
+            f"gaps vary by {arrivals.burstiness:.0f} times their mean; up to "
+            f"{_MAX_BURSTINESS:.0f} can be stated"
+        )
+    return doubts
+
+
+def _length_doubts(prompts: LengthSummary, outputs: LengthSummary, correlation: float) -> list[str]:
+    doubts = [
+        f"{name} lengths are not log-normal ({lengths.fit_distance:.0%} of requests lie elsewhere)"
+        for name, lengths in (("prompt", prompts), ("output", outputs))
+        if lengths.fit_distance > 0.1
+    ]
+    if abs(correlation) > 0.3:
+        longer = "longer" if correlation > 0 else "shorter"
+        doubts.append(
+            f"longer prompts have {longer} outputs (correlation {correlation:.2f}), which a fit "
+            "draws apart"
+        )
+    return doubts
+
+
+def _short(value: float) -> float:
+    """Four significant digits: what a person wants to paste."""
+    return float(f"{value:.4g}")
