@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from cleave.perf.timing import Timing
+from cleave.policy.admission import Admission as Admission
+from cleave.policy.ordering import Order as Order
 
 
 class Batching(IntEnum):
@@ -26,22 +28,6 @@ class Batching(IntEnum):
     """Request-level batches: a batch runs until its last request ends."""
     LIGHTLLM = 5
     """Prefill first, admitting only what fits at the batch's future peak of KV."""
-
-
-class Order(IntEnum):
-    """Which waiting prompt is next (TetriInfer, section 3.3.1)."""
-
-    FCFS = 0
-    SJF = 1
-    LJF = 2
-
-
-class Admission(IntEnum):
-    """When a waiting request joins the decode batch (TetriInfer, section 3.4)."""
-
-    GREEDY = 0
-    RESERVE_STATIC = 1
-    RESERVE_DYNAMIC = 2
 
 
 class Dispatch(IntEnum):
@@ -73,6 +59,9 @@ class Engine:
     prefill_sched_batch: int = 16
     """Waiting prompts that SJF and LJF sort at a time, against starvation."""
     admission: Admission = Admission.GREEDY
+    max_model_len: int | None = None
+    """Longest prompt and output, for which ORCA and FASTER_TRANSFORMER reserve KV; None: the
+    longest of the trace."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What a simulation says, per request and per instance."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,11 @@ class Outcome:
     output_tokens: Counts
     num_preemptions: Counts
     prefill_instance: Counts
+    """Where the prompt was computed; -1: nowhere (decode pools alone, or never started)."""
     decode_instance: Counts
+    """Where tokens were made; -1: nowhere. On a mixed instance both are the same."""
+    fate: Counts
+    """A `Fate` each: why a request that never ended did not."""
     instances: "Instances"
 
     @property
@@ -58,6 +63,16 @@ class Outcome:
         return float(np.count_nonzero(met)) / len(met)
 
 
+class Fate(IntEnum):
+    """What became of a request."""
+
+    SERVED = 0
+    TOO_LONG = 1
+    """Its KV does not fit the instances that it was sent to, even alone."""
+    UNFINISHED = 2
+    """It waited for room for ever."""
+
+
 @dataclass(frozen=True, slots=True)
 class Instances:
     """One entry per instance, over the whole simulation."""
@@ -65,12 +80,39 @@ class Instances:
     busy_ms: Times
     """Time with a pass running (with pipeline stages: on the first stage)."""
     passes: Counts
+    decode_passes: Counts
+    """Those with decoding requests among them."""
+    batch_peak: Counts
+    """Most requests that decoded in one pass."""
     prompt_tokens: Counts
     """Computed, recomputation included."""
     decode_tokens: Counts
     kv_token_ms: Times
     """Integral of the KV tokens held over time."""
     kv_peak_tokens: Counts
+    kv_left_tokens: Counts
+    """Still held at the end; 0 unless requests were left unfinished."""
     num_preemptions: Counts
     duration_ms: float
     """From 0 to the last event."""
+
+    @property
+    def mean_batch(self) -> Times:
+        """Decoding requests per pass that had any; nan without such passes."""
+        with np.errstate(invalid="ignore"):
+            mean: Times = self.decode_tokens / self.decode_passes
+        return mean
+
+    def kv_usage(self, kv_capacity_tokens: Counts) -> Times:
+        """Share of the KV memory (tokens per instance) in use, mean over the simulation."""
+        usage: Times = self.kv_token_ms / (kv_capacity_tokens * self.duration_ms)
+        return usage
+
+    def mfu(self, flops_per_token: float, peak_flops: float) -> Times:
+        """Model FLOPs utilisation of each instance over the simulation (Vidur, section 5.2).
+
+        `peak_flops`: per second, all GPUs of one instance. Recomputed tokens count as work.
+        """
+        tokens = self.prompt_tokens + self.decode_tokens
+        share: Times = tokens * flops_per_token / (peak_flops * self.duration_ms / 1000)
+        return share

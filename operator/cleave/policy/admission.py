@@ -1,0 +1,60 @@
+"""Whether a waiting request may join a batch, so that its KV does not run out later.
+
+Called by the simulator's instances. All amounts in tokens; lengths that are still to come are known
+or predicted. Plain arithmetic over arrays, the subset that numba compiles.
+
+Sources: TetriInfer, section 3.4 (reserve-static, reserve-dynamic); LightLLM's router, which admits
+by the largest amount of KV that the batch will ever hold.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Admission(IntEnum):
+    """When a waiting request joins the decode batch (TetriInfer, section 3.4)."""
+
+    GREEDY = 0
+    RESERVE_STATIC = 1
+    RESERVE_DYNAMIC = 2
+
+
+def may_join(
+    admission: int, free: float, held: float, left: float, batch: int, shortest_left: float
+) -> bool:
+    """Whether a request that would hold `held` tokens now and `left` more at its end may join.
+
+    `free`: tokens that nobody holds. `batch` requests run, of which the first to end has
+    `shortest_left` tokens left; without a batch that is the request itself.
+    Greedy: what it holds now fits. Reserve-static: all that it will hold fits now.
+    Reserve-dynamic: everybody's tokens still fit when the first of all ends.
+    """
+    if admission == Admission.RESERVE_STATIC:
+        return held + left <= free
+    if admission == Admission.RESERVE_DYNAMIC:
+        steps = min(left, shortest_left) if batch else left
+        return held + (batch + 1) * steps <= free
+    return held <= free
+
+
+def find_peak(held: NDArray[np.int64], left: NDArray[np.int64]) -> int:
+    """The most tokens that requests holding `held` with `left` to come will ever hold together.
+
+    Each pass adds a token to every request, and one that ends frees all of its own; so the peak is
+    just before some request ends. Two arrays of equal length, sorted here by `left` in place.
+    """
+    for end in range(1, len(left)):
+        tokens, rest = held[end], left[end]
+        place = end
+        while place > 0 and left[place - 1] < rest:
+            held[place], left[place] = held[place - 1], left[place - 1]
+            place -= 1
+        held[place], left[place] = tokens, rest
+    peak = 0
+    total = 0
+    for index in range(len(left)):
+        total += held[index]
+        peak = max(peak, total + (index + 1) * left[index])
+    return peak

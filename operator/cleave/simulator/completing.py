@@ -1,0 +1,105 @@
+"""What happens when a pass ends: tokens, exits, prompts that are done. Compiled."""
+
+import math
+
+from cleave.simulator.layout import MIXED, NONE, PREFILL, State
+from cleave.simulator.lists import add_member, heap_remove, push, remove_member
+from cleave.simulator.memory import count_blocks, count_growth, hold
+from cleave.simulator.routing import close_prompt, close_resident
+
+
+def complete(state: State, i: int, s: int, now: float) -> None:
+    """The passes of slot `s` are over: its ended requests leave, its prompts are done."""
+    slot, inst = state.slots[s], state.instances[i]
+    passes = slot.passes
+    inst.busy += find_busy_ms(state, i, s)
+    inst.passes += passes
+    inst.batch_peak = max(inst.batch_peak, slot.rows)
+    slot.passes = 0
+    if slot.decodes:
+        _advance(state, i, s, passes, now)
+    r = slot.prompts
+    slot.prompts = NONE
+    while r != NONE:
+        following = state.requests[r].next
+        _end_prompt(state, i, s, r, now)
+        r = following
+
+
+def find_busy_ms(state: State, i: int, s: int) -> float:
+    """How long the first stage was busy with the passes of slot `s`."""
+    slot, inst = state.slots[s], state.instances[i]
+    passes = slot.passes
+    ms = passes * slot.first + slot.change * (passes * (passes - 1) / 2)
+    if inst.stages > 1:
+        hop = inst.hop + inst.hop_token * (slot.tokens + slot.rows)
+        ms = (ms - passes * (inst.stages - 1) * hop) / inst.stages + passes * hop
+    return ms
+
+
+def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
+    """Each member has made `passes` tokens."""
+    slot, inst = state.slots[s], state.instances[i]
+    batch = slot.batch
+    if passes > 1:
+        blocks = count_growth(state, inst, s, slot.steps + 1, slot.steps + passes)
+        earlier = passes * (passes - 1) / 2
+        squares = earlier * (2 * passes - 1) / 3
+        inst.kv_area += batch * (slot.first * earlier + slot.change * squares)
+        hold(inst, now, blocks, batch * passes)
+    else:
+        hold(inst, now, 0, batch)
+    slot.steps += passes
+    slot.context += batch * passes
+    inst.decode_passes += passes
+    inst.decode_tokens += batch * passes
+    while slot.batch > 0 and state.heaps[s, 0] >> 32 <= slot.steps:
+        r = state.heaps[s, 0] & 0xFFFFFFFF
+        heap_remove(state, s, slot.batch, 0)
+        tokens = remove_member(state, i, s, r)
+        hold(inst, now, -count_blocks(inst, tokens), -tokens)
+        inst.running -= 1
+        _end(state, r, now)
+
+
+def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
+    """All KV of a prompt is computed, which makes a token."""
+    inst, request, fleet = state.instances[i], state.requests[r], state.fleet[0]
+    if math.isnan(request.prefill_end):
+        request.prefill_end = now
+        close_prompt(state, r)
+    if inst.role == PREFILL:
+        inst.running -= 1
+        _end_prefill(state, i, r, now)
+        return
+    request.made += 1
+    if math.isnan(request.first_token):
+        request.first_token = now
+    if inst.role == MIXED and math.isnan(request.transfer_start):
+        request.transfer_start = now
+        request.transfer_end = now
+    if request.made == request.output:
+        inst.running -= 1
+        hold(inst, now, -count_blocks(inst, request.computed), -request.computed)
+        _end(state, r, now)
+    else:
+        add_member(state, i, s, r)
+
+
+def _end_prefill(state: State, i: int, r: int, now: float) -> None:
+    """A prefill instance holds the KV until it is pulled, if there is more to do."""
+    inst, request, fleet = state.instances[i], state.requests[r], state.fleet[0]
+    if not fleet.has_decode or not fleet.first_by_decode:
+        request.made = 1
+        request.first_token = now
+    if not fleet.has_decode or request.made == request.output:
+        hold(inst, now, -count_blocks(inst, request.prompt), -request.prompt)
+        _end(state, r, now)
+        return
+    request.is_pulled = 1
+    push(state, 2 * len(state.instances), r)
+
+
+def _end(state: State, r: int, now: float) -> None:
+    state.requests[r].end = now
+    close_resident(state, r)

@@ -1,0 +1,347 @@
+"""What the next pass of a micro-batch computes, by batching policy. Compiled.
+
+`form` is called between passes, as an engine's scheduler is. What is hard: VLLM has to choose what
+the emulated engine's scheduler chooses, request by request: members first, the youngest preempted
+when blocks run out, then requests whose KV has come, then waiting ones in order, all under one
+token budget.
+"""
+
+import math
+
+import numpy as np
+
+from cleave.policy.admission import find_peak, may_join
+from cleave.policy.batching import cut_chunk, joins_prompts
+from cleave.simulator.fleet import Batching
+from cleave.simulator.layout import NONE, PREFILL, Record, State
+from cleave.simulator.lists import (
+    add_member,
+    find_phase,
+    find_waiting,
+    heap_remove,
+    pop,
+    push,
+    push_first,
+    push_pull,
+    remove_member,
+)
+from cleave.simulator.memory import count_blocks, count_growth, hold
+from cleave.simulator.passes import start_pass
+
+
+def form(state: State, i: int, s: int, now: float) -> bool:
+    """Gather and start the next pass of slot `s` of instance `i`; False: there is nothing to do."""
+    inst, slot = state.instances[i], state.slots[s]
+    begin = now
+    if inst.stages > 1:
+        begin = max(now, state.stages[i, 0])
+    slot.tokens = 0
+    slot.squares = 0
+    slot.rows = 0
+    slot.contexts = 0
+    slot.prompts = NONE
+    if inst.batching == Batching.VLLM:
+        sufficed = _gather_chunks(state, i, s, now, begin)
+    else:
+        sufficed = _gather_whole(state, i, s, now, begin)
+    if slot.rows + slot.tokens == 0:
+        return False
+    start_pass(state, i, s, begin, slot.prompts == NONE and inst.partial == NONE and sufficed)
+    return True
+
+
+def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
+    """One pass of vLLM v1; False when something was preempted."""
+    inst, slot = state.instances[i], state.slots[s]
+    sufficed = _grow(state, i, s, now)
+    limit = inst.max_tokens
+    if inst.partial != NONE and slot.rows < limit:
+        r = inst.partial
+        request = state.requests[r]
+        count = cut_chunk(request.todo - request.computed, limit - slot.rows)
+        if _count_chunk_blocks(state, inst, r, count) > inst.free:
+            _preempt_partial(state, i, now)
+            sufficed = False
+        else:
+            inst.partial = NONE
+            _take_chunk(state, i, s, r, count, now, begin)
+    if not sufficed and slot.rows + slot.tokens > 0:
+        return False
+    while slot.tokens + slot.rows < limit and inst.running < inst.max_seqs:
+        if not _join_loaded(state, i, s) and not _admit_chunk(state, i, s, now, begin):
+            break
+    return sufficed
+
+
+def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool:
+    """Take the next waiting request into the pass or start its transfer, if there is room."""
+    inst, slot = state.instances[i], state.slots[s]
+    queue = find_waiting(state, i)
+    if queue == NONE:
+        return False
+    r = state.queues[queue].head
+    request = state.requests[r]
+    if request.is_pulled:
+        return _admit_pull(state, i, s, queue, now)
+    count = cut_chunk(request.todo, inst.max_tokens - slot.tokens - slot.rows)
+    if not _has_room(state, i, s, r, count):
+        return False
+    pop(state, queue)
+    _bind(state, i, r)
+    inst.running += 1
+    _take_chunk(state, i, s, r, count, now, begin)
+    return True
+
+
+def _gather_whole(state: State, i: int, s: int, now: float, begin: float) -> bool:
+    """One pass of a policy that never cuts prompts; False when something was preempted."""
+    inst, slot = state.instances[i], state.slots[s]
+    policy = inst.batching
+    if policy == Batching.PREFILL_FIRST or policy == Batching.LIGHTLLM:
+        _admit_prompts(state, i, s, now, begin, inst.max_tokens)
+        if slot.tokens > 0:
+            return True
+    was_empty = slot.batch == 0
+    sufficed = _grow(state, i, s, now)
+    if policy == Batching.FASTER_TRANSFORMER and not was_empty:
+        return sufficed
+    while inst.running < inst.max_seqs and _join_loaded(state, i, s):
+        pass
+    if slot.rows > 0 and not sufficed:
+        return False
+    if policy != Batching.PREFILL_FIRST and policy != Batching.LIGHTLLM:
+        _admit_prompts(state, i, s, now, begin, 1 << 60)
+        while inst.running < inst.max_seqs and _join_loaded(state, i, s):
+            pass
+    return sufficed
+
+
+def _admit_prompts(state: State, i: int, s: int, now: float, begin: float, limit: int) -> None:
+    """Take waiting whole prompts into the pass while their sum stays within `limit`."""
+    inst, slot = state.instances[i], state.slots[s]
+    while inst.running < inst.max_seqs:
+        queue = find_waiting(state, i)
+        if queue == NONE:
+            break
+        r = state.queues[queue].head
+        request = state.requests[r]
+        if request.is_pulled:
+            if not _admit_pull(state, i, s, queue, now):
+                break
+            continue
+        count = request.todo
+        if not joins_prompts(slot.tokens, count, limit) or not _has_room(state, i, s, r, count):
+            break
+        pop(state, queue)
+        _bind(state, i, r)
+        inst.running += 1
+        _take_chunk(state, i, s, r, count, now, begin)
+
+
+def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
+    """Reserve blocks for the KV of the request at the head of a queue and pull it."""
+    r = state.queues[queue].head
+    request = state.requests[r]
+    if not _has_room(state, i, s, r, request.prompt + request.made):
+        return False
+    pop(state, queue)
+    _bind(state, i, r)
+    inst = state.instances[i]
+    tokens = request.prompt + request.made
+    hold(inst, now, count_blocks(inst, tokens), tokens - 1)
+    _start_pull(state, i, r, now)
+    return True
+
+
+def _bind(state: State, i: int, r: int) -> None:
+    """Note where a request that waited centrally runs."""
+    request = state.requests[r]
+    if state.instances[i].role == PREFILL:
+        request.prefill = i
+    else:
+        request.decode = i
+
+
+def _start_pull(state: State, i: int, r: int, now: float) -> None:
+    fleet, request = state.fleet[0], state.requests[r]
+    end = now
+    request.transfer_start = now
+    if request.prefill != NONE:
+        source = state.instances[request.prefill]
+        tokens = -(-request.prompt // source.block) * source.block
+        token_ms = fleet.token
+        if request.prompt >= fleet.overlap_from:
+            token_ms = max(token_ms - fleet.overlapped_token, 0.0)
+        if fleet.is_shared:
+            request.transfer_start = max(now, source.link)
+        end = request.transfer_start + fleet.latency + tokens * token_ms
+        source.link = end
+    if end > now:
+        push_pull(state, end, r)
+    else:
+        end_pull(state, r, now)
+
+
+def end_pull(state: State, r: int, now: float) -> None:
+    """The KV of request `r` has come: its prefill instance is free of it, it may decode."""
+    request = state.requests[r]
+    request.transfer_end = now
+    request.is_pulled = 0
+    if request.prefill != NONE:
+        source = state.instances[request.prefill]
+        hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
+    push(state, len(state.instances) + request.decode, r)
+
+
+def _join_loaded(state: State, i: int, s: int) -> bool:
+    """Take the next request whose KV has come into the pass; False when there is none."""
+    loaded = len(state.instances) + i
+    if state.queues[loaded].size == 0:
+        return False
+    inst, slot = state.instances[i], state.slots[s]
+    r = pop(state, loaded)
+    request = state.requests[r]
+    add_member(state, i, s, r)
+    inst.running += 1
+    slot.decodes = 1
+    slot.rows += 1
+    slot.contexts += request.prompt + request.made
+    return True
+
+
+def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
+    """Compute the next `count` tokens of a prompt (or of what was preempted) in the pass."""
+    inst, slot, request = state.instances[i], state.slots[s], state.requests[r]
+    blocks = _count_chunk_blocks(state, inst, r, count)
+    hold(inst, now, blocks, count)
+    if math.isnan(request.prefill_start):
+        request.prefill_start = begin
+    start = request.computed
+    end = start + count
+    if count == 1 and inst.batching == Batching.VLLM:
+        # An engine cannot tell a single prompt token from a decoding request.
+        slot.rows += 1
+        slot.contexts += end
+    else:
+        slot.tokens += count
+        slot.squares += end * end - start * start
+    inst.prompt_tokens += count
+    request.computed = end
+    if end == request.todo:
+        request.next = slot.prompts
+        slot.prompts = r
+    else:
+        inst.partial = r
+
+
+def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
+    """Blocks missing for the next `count` tokens of a prompt."""
+    request = state.requests[r]
+    if request.computed == 0:
+        return count_blocks(inst, count)
+    return count_blocks(inst, request.computed + count) - count_blocks(inst, request.computed)
+
+
+def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
+    """Whether blocks are free for `tokens` of a waiting request, and admission lets it in."""
+    inst, slot, request = state.instances[i], state.slots[s], state.requests[r]
+    if count_blocks(inst, tokens) > inst.free:
+        return False
+    if inst.role == PREFILL:
+        return True
+    held = request.prompt + request.made
+    left = request.output - request.made
+    if inst.batching == Batching.LIGHTLLM:
+        return _find_future_peak(state, s, held, left) <= inst.blocks * inst.block
+    if inst.admission == 0:
+        return True
+    shortest = (state.heaps[s, 0] >> 32) - slot.steps if slot.batch else left
+    free = inst.free * inst.block
+    # The last token is never written.
+    return may_join(inst.admission, free, held, left - 1, slot.batch, shortest)
+
+
+def _find_future_peak(state: State, s: int, held: int, left: int) -> int:
+    """The most KV tokens that the slot's members and a new request will hold."""
+    slot = state.slots[s]
+    size = slot.batch + 1
+    r = slot.prompts
+    while r != NONE:
+        size += 1
+        r = state.requests[r].next
+    tokens = np.empty(size, np.int64)
+    rest = np.empty(size, np.int64)
+    tokens[0] = held
+    rest[0] = left - 1
+    at = 1
+    r = slot.prompts
+    while r != NONE:
+        request = state.requests[r]
+        tokens[at] = request.prompt + request.made
+        rest[at] = request.output - request.made - 1
+        r = request.next
+        at += 1
+    for place in range(slot.batch):
+        request = state.requests[state.heaps[s, place] & 0xFFFFFFFF]
+        rest[at] = request.end_step - slot.steps - 1
+        tokens[at] = request.prompt + request.output - 1 - rest[at]
+        at += 1
+    return find_peak(tokens, rest)
+
+
+def _grow(state: State, i: int, s: int, now: float) -> bool:
+    """Blocks for one more token of each member, who all decode; False: some were preempted."""
+    inst, slot = state.instances[i], state.slots[s]
+    sufficed = True
+    need = count_growth(state, inst, s, slot.steps, slot.steps + 1)
+    while need > inst.free:
+        sufficed = False
+        if inst.partial != NONE:
+            _preempt_partial(state, i, now)
+            continue
+        r = slot.youngest
+        if slot.steps % inst.block == find_phase(state, i, r):
+            need -= 1
+        _preempt(state, i, s, r, now)
+    slot.decodes = 0
+    if slot.batch > 0:
+        slot.decodes = 1
+        hold(inst, now, need, 0)
+    slot.rows = slot.batch
+    slot.contexts = slot.context
+    return sufficed
+
+
+def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
+    """Drop a member's KV; it waits before all others and is computed again."""
+    inst, slot, request = state.instances[i], state.slots[s], state.requests[r]
+    at = 0
+    while state.heaps[s, at] & 0xFFFFFFFF != r:
+        at += 1
+    heap_remove(state, s, slot.batch, at)
+    if slot.fresh == r:
+        slot.fresh = request.next
+    tokens = remove_member(state, i, s, r)
+    hold(inst, now, -count_blocks(inst, tokens), -tokens)
+    request.made = request.output - (request.end_step - slot.steps)
+    _wait_again(state, i, r)
+
+
+def _preempt_partial(state: State, i: int, now: float) -> None:
+    """Drop the KV of the prompt that is computed in part."""
+    inst = state.instances[i]
+    r = inst.partial
+    tokens = state.requests[r].computed
+    hold(inst, now, -count_blocks(inst, tokens), -tokens)
+    inst.partial = NONE
+    _wait_again(state, i, r)
+
+
+def _wait_again(state: State, i: int, r: int) -> None:
+    inst, request = state.instances[i], state.requests[r]
+    request.todo = request.prompt + request.made
+    request.computed = 0
+    request.preemptions += 1
+    inst.preemptions += 1
+    inst.running -= 1
+    push_first(state, i, r)

@@ -1,0 +1,104 @@
+"""Compiles plain functions, with everything of ours that they call, and keeps the machine code.
+
+Called by `run`. What is hard: the same functions run uncompiled in the router and in engines, so
+they cannot be decorated; they are cloned instead, with compiled clones in place of the functions
+that they call. And numba's cache on disk notices a change in the file of the outermost function
+only, so the cache lies in a folder named by a hash of all sources that take part.
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+def compile_function(function: Function) -> Function:
+    """A compiled `function`, the same for the same sources; it compiles at its first call.
+
+    What it calls must be in numba's subset of Python and take only types that numba knows.
+    """
+    import numba
+
+    clones: dict[Function, Function] = {}
+    options = {"error_model": "numpy"}
+
+    def clone(inner: FunctionType, **more: bool) -> Function:
+        names = dict(inner.__globals__)
+        for name in inner.__code__.co_names:
+            called = names.get(name)
+            if isinstance(called, FunctionType) and called.__module__.startswith("cleave."):
+                if called not in clones:
+                    clones[called] = clone(called)
+                names[name] = clones[called]
+        copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__)
+        copy.__module__ = inner.__module__
+        copy.__qualname__ = inner.__qualname__
+        compiled: Function = numba.njit(copy, **options, **more)
+        return compiled
+
+    assert isinstance(function, FunctionType)
+    folder = _find_cache(_hash_sources(function, numba.__version__))
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        return clone(function, cache=True)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def find_sources(function: Function) -> list[Path]:
+    """The files that `function` and everything of ours that it calls are defined in."""
+    files: set[str] = set()
+    seen: set[Function] = set()
+    rest = [function]
+    while rest:
+        inner = rest.pop()
+        if inner in seen or not isinstance(inner, FunctionType):
+            continue
+        seen.add(inner)
+        files.add(inner.__code__.co_filename)
+        for name in inner.__code__.co_names:
+            called = inner.__globals__.get(name)
+            module = getattr(called, "__module__", None) or ""
+            if module.startswith("cleave."):
+                files.add(str(sys.modules[module].__file__))
+                rest.append(called)  # type: ignore[arg-type]
+    return [Path(file) for file in sorted(files)]
+
+
+def _hash_sources(function: Function, version: str) -> str:
+    digest = hashlib.blake2b(f"{version} {sys.version_info}".encode(), digest_size=8)
+    for file in [*find_sources(function), Path(__file__)]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _find_cache(name: str) -> Path:
+    """A folder that can be written: the user's cache, else one for temporary files."""
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    first = Path(given) if given else Path(home) / "cleave" / "simulator"
+    folder = first / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return _make_private(name)
+    return folder if os.access(folder, os.W_OK) else _make_private(name)
+
+
+def _make_private(name: str) -> Path:
+    """A folder below the one for temporary files that belongs to this user alone."""
+    folder = Path(tempfile.gettempdir()) / f"cleave-simulator-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            return folder / name
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="cleave-simulator-"))

@@ -1,0 +1,104 @@
+"""The state of a running simulation, as flat arrays of records.
+
+Used by the compiled modules of this package alone. What is hard: numba compiles fast, and the
+result runs fast, only with few simple types; so there is one record type for each noun, references
+are numbers of rows, and lists are links between rows. NONE ends a list.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+NONE = -1
+"""No row."""
+
+PREFILL, DECODE, MIXED = 0, 1, 2
+"""Roles, as numbers."""
+
+Record = Any
+"""A row of one of the arrays below; compiled code reads and writes its fields."""
+
+Records = NDArray[np.void]
+
+
+def _dtype(floats: str, integers: str) -> np.dtype[np.void]:
+    fields = [(name, np.float64) for name in floats.split()]
+    return np.dtype(fields + [(name, np.int64) for name in integers.split()])
+
+
+REQUEST = _dtype(
+    "arrival prefill_start prefill_end transfer_start transfer_end decode_start first_token end",
+    # made: tokens generated when it last joined a batch or queue; todo, computed: tokens of which
+    # KV is to be computed (again) and is; is_pulled: its KV comes from a prefill instance and has
+    # not come; end_step: the slot's step after which it ends; next: in a queue or list of a pass;
+    # older, younger: members of the slot.
+    "prompt output made todo computed is_pulled end_step next older younger "
+    "prefill decode preemptions fate",
+)
+"""One request. Times in ms, nan until reached."""
+
+QUEUE = _dtype("", "head tail size")
+"""Requests linked by `next`."""
+
+SLOT = _dtype(
+    # first, change: ms of the leap's first pass and what each further one adds.
+    "begin finish first change",
+    # batch, context: members and the sum of their contexts in the next decode pass; steps: decode
+    # passes done; passes: in flight (0: idle); decodes: whether members take part; oldest,
+    # youngest: members; prompts: those that end in the pass; fresh: members that have not decoded;
+    # next: slot that started after it; tokens, squares, rows, contexts: what the pass computes.
+    "batch context steps passes decodes oldest youngest prompts fresh next "
+    "tokens squares rows contexts",
+)
+"""One micro-batch of an instance; as many as it has pipeline stages."""
+
+INSTANCE = _dtype(
+    # The engine, constant:
+    "prompt_step prompt_square hop hop_token "
+    # next, wake: of its next event and of an idle slot; link: when its transfers are through;
+    # prompt_book, resident_book: what the router counts, in tokens; kv_at, kv_area: integral.
+    "next wake link prompt_book resident_book turn kv_at kv_area busy",
+    "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
+    "prompt_table prompt_points decode_table decode_points context_table context_points "
+    # first_slot: the row of its first slot; oldest, newest: slots in flight, in order; partial:
+    # prompt computed in part; window: waiting prompts that are sorted already.
+    "first_slot in_flight oldest newest partial free running window "
+    "kv_tokens kv_peak passes decode_passes batch_peak prompt_tokens decode_tokens preemptions",
+)
+"""One instance."""
+
+FLEET = _dtype(
+    "dispatch_ms latency token overlapped_token now",
+    "dispatch overlap_from is_shared first_by_decode has_prefill has_decode random turn "
+    "entry decoder num_pulls events max_events",
+)
+"""What concerns all instances; one row."""
+
+PULL = _dtype("time", "request")
+"""A transfer that is under way; a heap by time."""
+
+
+class State(NamedTuple):
+    """Everything that a simulation reads and writes."""
+
+    requests: Records
+    instances: Records
+    slots: Records
+    queues: Records
+    """Waiting by instance; loaded by instance; hand-offs on their way; then, with late dispatch,
+    prompts and hand-offs that no instance has taken."""
+    fleet: Records
+    heaps: NDArray[np.int64]
+    """(slot, rank): `end_step << 32 | request` of the members, a binary heap."""
+    phases: NDArray[np.int64]
+    """(slot, phase): members by when they next need a block, see `memory`."""
+    stages: NDArray[np.float64]
+    """(instance, stage): when it is free."""
+    tables: NDArray[np.float64]
+    """Points of all latency models."""
+    scores: NDArray[np.float64]
+    """(use, instance): what `policy.dispatch` compares: prefill, decode, mixed, pending prompt."""
+    tree: NDArray[np.int64]
+    """Tournament over the instances' next events: the winner at 1, instance i at size / 2 + i."""
+    pulls: Records

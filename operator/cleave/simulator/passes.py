@@ -1,0 +1,133 @@
+"""How long passes take, many at a time. Compiled.
+
+What is hard: between two changes of a batch each decode pass adds one token to every context, so
+their times form an arithmetic series; a leap runs all of them at once, and is cut at the end of
+the pass during which something new comes. With pipeline stages a pass walks through the stages
+behind the one before it (a flow shop), and as many micro-batches as stages are under way.
+"""
+
+import math
+
+from cleave.perf.timing import pass_ms
+from cleave.simulator.layout import NONE, Record, State
+from cleave.simulator.memory import find_last_step
+
+
+def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> None:
+    """Run what slot `s` has gathered, from `begin` on.
+
+    `is_alone`: nothing can join before one of the members ends, so that passes may be leapt over.
+    """
+    inst, slot = state.instances[i], state.slots[s]
+    first = find_pass_ms(state, inst, slot, slot.contexts)
+    slot.begin = begin
+    slot.first = first
+    slot.change = 0.0
+    slot.passes = 1
+    if is_alone and slot.tokens == 0 and inst.in_flight == 0:
+        end = state.heaps[s, 0] >> 32
+        end = find_last_step(state, inst, s, slot.steps + 1, end)
+        passes = end - slot.steps
+        if passes > 1:
+            contexts = slot.contexts + (passes - 1) * slot.rows
+            last = find_pass_ms(state, inst, slot, contexts)
+            slot.passes = passes
+            slot.change = (last - first) / (passes - 1)
+            first = passes * (first + last) / 2
+    if inst.stages > 1 and slot.passes == 1:
+        slot.finish = _walk(state, i, slot)
+    else:
+        slot.finish = begin + first
+    slot.next = NONE
+    if inst.in_flight == 0:
+        inst.oldest = s
+    else:
+        state.slots[inst.newest].next = s
+    inst.newest = s
+    inst.in_flight += 1
+    if slot.decodes:
+        _note_first_pass(state, slot)
+
+
+def find_pass_ms(state: State, inst: Record, slot: Record, contexts: int) -> float:
+    """One pass of what the slot has gathered, its decoding requests at `contexts`; all stages."""
+    tables = state.tables
+    ms = pass_ms(
+        inst.prompt_step,
+        tables[inst.prompt_table : inst.prompt_table + inst.prompt_points],
+        inst.prompt_square,
+        tables[inst.decode_table : inst.decode_table + inst.decode_points],
+        tables[inst.context_table : inst.context_table + inst.context_points],
+        float(slot.tokens),
+        float(slot.squares),
+        slot.rows,
+        float(contexts),
+    )
+    return ms + (inst.stages - 1) * _find_hop_ms(inst, slot)
+
+
+def sum_passes(slot: Record, passes: int) -> float:
+    """Milliseconds of the first `passes` passes of a leap."""
+    return passes * slot.first + slot.change * (passes * (passes - 1) / 2)
+
+
+def cut_leap(state: State, i: int, s: int, now: float) -> None:
+    """End the leap of slot `s` with the pass that is under way at `now`."""
+    inst, slot = state.instances[i], state.slots[s]
+    elapsed = now - slot.begin
+    half = slot.first - slot.change / 2
+    root = half * half + 2 * slot.change * elapsed
+    divisor = half + math.sqrt(max(root, 0.0))
+    passes = slot.passes
+    if divisor > 0:
+        passes = int(min(max(math.ceil(2 * elapsed / divisor), 1.0), float(slot.passes)))
+    while passes > 1 and sum_passes(slot, passes - 1) >= elapsed:
+        passes -= 1
+    while passes < slot.passes and sum_passes(slot, passes) < elapsed:
+        passes += 1
+    slot.passes = passes
+    slot.finish = slot.begin + sum_passes(slot, passes)
+    if inst.stages > 1:
+        # The other stages are free again behind the pass under way.
+        last = slot.first + slot.change * (passes - 1)
+        hop = _find_hop_ms(inst, slot)
+        stage = (last - (inst.stages - 1) * hop) / inst.stages
+        free = slot.begin + sum_passes(slot, passes - 1)
+        for place in range(inst.stages):
+            free += stage + (hop if place < inst.stages - 1 else 0.0)
+            state.stages[i, place] = free
+
+
+def _walk(state: State, i: int, slot: Record) -> float:
+    """Send a pass through all stages, each behind the pass before; when it leaves the last."""
+    inst = state.instances[i]
+    hop = _find_hop_ms(inst, slot)
+    stage = (slot.first - (inst.stages - 1) * hop) / inst.stages
+    at = slot.begin
+    last = inst.stages - 1
+    for place in range(last):
+        at = max(at, state.stages[i, place]) + stage + hop
+        state.stages[i, place] = at
+    at = max(at, state.stages[i, last]) + stage
+    state.stages[i, last] = at
+    return at
+
+
+def _find_hop_ms(inst: Record, slot: Record) -> float:
+    if inst.stages == 1:
+        return 0.0
+    return inst.hop + inst.hop_token * (slot.tokens + slot.rows)
+
+
+def _note_first_pass(state: State, slot: Record) -> None:
+    """Members that decode for the first time: when, and their first token if they had none."""
+    end = slot.begin + slot.first if slot.passes > 1 else slot.finish
+    r = slot.fresh
+    while r != NONE:
+        request = state.requests[r]
+        if math.isnan(request.decode_start):
+            request.decode_start = slot.begin
+        if math.isnan(request.first_token):
+            request.first_token = end
+        r = request.next
+    slot.fresh = NONE
