@@ -95,7 +95,8 @@ def find(name: str, own: Iterable[Gpu] = ()) -> Gpu:
     found = by_word.get(_word(name))
     if found is not None:
         return found
-    close = get_close_matches(_word(name), by_word, n=3, cutoff=0.5)
+    close = [word for word in by_word if name and word.startswith(_word(name))]
+    close = close or get_close_matches(_word(name), by_word, n=2, cutoff=0.7)
     meant = list(dict.fromkeys(by_word[word].name for word in close))
     known = list(dict.fromkeys(gpu.name for gpu in by_word.values()))
     hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(known)}"
