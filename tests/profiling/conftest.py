@@ -1,0 +1,56 @@
+"""An emulated engine in this process, behind its real HTTP API."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+from aiohttp import web
+
+from cleave.perf import latency, model
+from cleave_worker.emulator.api import Api
+from cleave_worker.emulator.config import EngineConfig
+from cleave_worker.emulator.engine import Engine
+from cleave_worker.emulator.scheduler import Limits
+
+
+@dataclass
+class Running:
+    """One engine and its address."""
+
+    engine: Engine
+    url: str
+
+
+Serve = Callable[..., Awaitable[Running]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts engines: `await serve(time_scale=..., max_num_batched_tokens=...)`."""
+    closers = []
+
+    async def start(time_scale: float = 0.01, max_num_batched_tokens: int = 512) -> Running:
+        profile = latency.load("distserve/opt-13b/tp1")
+        config = EngineConfig(
+            served_model_name="m",
+            shape=model.load("opt-13b"),
+            profile=profile,
+            max_model_len=2048,
+            limits=Limits(max_num_seqs=64, max_num_batched_tokens=max_num_batched_tokens),
+            block_size=16,
+            num_blocks=profile.kv_capacity_tokens // 16,
+            time_scale=time_scale,
+        )
+        engine = Engine(config)
+        await engine.start()
+        runner = web.AppRunner(Api(engine).application(), handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, reuse_address=True).start()
+        closers.append((engine, runner))
+        host, port = runner.addresses[0][:2]
+        return Running(engine, f"http://{host}:{port}")
+
+    yield start
+    for engine, runner in closers:
+        await engine.stop()
+        await runner.cleanup()

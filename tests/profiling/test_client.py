@@ -1,0 +1,73 @@
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from cleave.profiling.client import Client
+from cleave.profiling.errors import ProfilingError, single_fault
+
+
+async def test_a_stream_has_a_time_for_each_token(serve: Callable[..., Awaitable]) -> None:
+    running = await serve()
+    client = Client(running.url, "m")
+    seen: list[int] = []
+    answer = await client.complete([9] * 20, 7, lambda _now, count: seen.append(count))
+    assert (answer.num_tokens, len(answer.token_s)) == (7, 7)
+    assert list(answer.token_s) == sorted(answer.token_s)
+    assert answer.sent_s <= answer.token_s[0]
+    assert 0 <= answer.ttft_ms <= answer.latency_ms
+    assert sum(seen) == 7 + 2, "tokens, usage and the end mark"
+
+
+async def test_an_error_of_the_engine_is_told_in_its_words(
+    serve: Callable[..., Awaitable],
+) -> None:
+    running = await serve()
+    with pytest.raises(ProfilingError, match=r"status 404: .*`other` does not exist"):
+        await Client(running.url, "other").complete([9], 1)
+    with pytest.raises(ProfilingError, match="/nothing answers with status 404"):
+        await Client(running.url, "m").get("/nothing")
+
+
+async def test_a_request_that_is_cut_off_leaves_nothing_on_the_engine(
+    serve: Callable[..., Awaitable],
+) -> None:
+    running = await serve(time_scale=1.0)
+    task = asyncio.create_task(Client(running.url, "m").complete([9] * 20, 2000))
+    async with asyncio.timeout(10):
+        while not running.engine.num_requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+        while running.engine.num_requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert task.cancelled() or task.cancelling()
+
+
+async def test_an_engine_that_hangs_is_given_up(serve: Callable[..., Awaitable]) -> None:
+    running = await serve(time_scale=100.0)
+    with pytest.raises(ProfilingError, match=r"has not answered in 0 s"):
+        await Client(running.url, "m", timeout_s=0.2).complete([9] * 20, 2)
+
+
+async def test_nobody_there_is_one_line() -> None:
+    with pytest.raises(ProfilingError, match=r"http://127.0.0.1:9 cannot be reached"):
+        await Client("http://127.0.0.1:9").get("/version")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ProfilingError, match="is no URL"):
+        Client(url)
+
+
+async def test_a_group_of_faults_is_one_fault() -> None:
+    async def fail(text: str) -> None:
+        raise ProfilingError(text)
+
+    async def fail_twice() -> None:
+        async with single_fault(), asyncio.TaskGroup() as group:
+            group.create_task(fail("a"))
+            group.create_task(fail("b"))
+
+    with pytest.raises(ProfilingError, match=r"^a$"):
+        await fail_twice()
