@@ -1,0 +1,48 @@
+"""Requests of Azure's conversation service, cut or scaled to a model, with Poisson arrivals."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cleave.planner import history
+from cleave.simulator.trace import Trace
+
+FILE = "AzureLLMInferenceTrace_2023_conv.csv"
+"""Of Azure/AzurePublicDataset (CC-BY-4.0; described in Splitwise, ISCA 2024)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Pairs of lengths to draw from."""
+
+    prompt_tokens: np.ndarray
+    output_tokens: np.ndarray
+
+
+def read_lengths(folder: Path, scale: float, max_model_len: int) -> Lengths:
+    """The trace's lengths times `scale`; requests that are still too long are left out."""
+    recorded = history.read(folder / FILE)
+    prompt = np.maximum(1, np.rint(recorded.prompt_tokens * scale)).astype(np.int64)
+    # Two tokens at least: a request without a second one has no time per output token.
+    output = np.maximum(2, np.rint(recorded.output_tokens * scale)).astype(np.int64)
+    fits = prompt + output <= max_model_len
+    return Lengths(prompt[fits], output[fits])
+
+
+def draw_trace(lengths: Lengths, rate: float, num: int, seed: int) -> Trace:
+    """`num` requests at `rate` per second; with one seed the same requests at every rate."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.integers(len(lengths.prompt_tokens), size=num)
+    gaps_ms = rng.exponential(1000.0, size=num) / rate
+    return Trace(
+        np.cumsum(gaps_ms) - gaps_ms[0],
+        lengths.prompt_tokens[chosen],
+        lengths.output_tokens[chosen],
+    )
+
+
+def all_at_once(lengths: Lengths, num: int, seed: int) -> Trace:
+    """The same requests, all waiting at 0 ms."""
+    trace = draw_trace(lengths, 1.0, num, seed)
+    return Trace(np.zeros(num), trace.prompt_tokens, trace.output_tokens)

@@ -1,0 +1,94 @@
+"""What the simulator said beside what clients saw, for the same arrivals and lengths."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from load import Seen
+from numpy.typing import NDArray
+
+from cleave.simulator.outcome import Outcome
+from cleave.simulator.trace import Trace
+
+PERCENTILES = (50, 90, 95, 99)
+MEASURES = ("ttft_ms", "tpot_ms", "normalised_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Targets in milliseconds of the trace."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One load on one fleet."""
+
+    share: float
+    """Of capacity."""
+    rate: float
+    requests: int
+    attainment: tuple[float, float]
+    """Measured, simulated; shares."""
+    worst_points: float
+    """Largest difference of attainment, in points, with targets from half to double the SLO."""
+    percentiles: Mapping[str, Mapping[str, tuple[float, float]]]
+    """Measure -> p50 ... -> measured, simulated; over requests that both finished."""
+    failed: int
+    lag_p99_ms: float
+    """Of the load generator."""
+
+    @property
+    def points(self) -> float:
+        """Simulated less measured attainment, in points."""
+        return (self.attainment[1] - self.attainment[0]) * 100
+
+    def error(self, measure: str, percentile: int) -> float:
+        """Relative error of the simulation, 0.05 for 5 % too high."""
+        measured, simulated = self.percentiles[measure][f"p{percentile}"]
+        return simulated / measured - 1 if measured else 0.0
+
+
+def compare(share: float, trace: Trace, seen: Seen, outcome: Outcome, slo: Slo) -> Comparison:
+    """Both sides of one load; failed requests meet no target."""
+    measured = {
+        "ttft_ms": seen.first_token_ms,
+        "tpot_ms": seen.tpot_ms(trace),
+        "normalised_ms": seen.end_ms / trace.output_tokens,
+    }
+    simulated = {
+        "ttft_ms": outcome.ttft_ms,
+        "tpot_ms": outcome.tpot_ms,
+        "normalised_ms": outcome.normalised_latency_ms,
+    }
+    both = np.isfinite(measured["ttft_ms"]) & np.isfinite(simulated["ttft_ms"])
+    sides = measured, simulated
+    differences = [
+        abs(_attainment(measured, slo, scale) - _attainment(simulated, slo, scale))
+        for scale in np.linspace(0.5, 2.0, 31)
+    ]
+    return Comparison(
+        share=share,
+        rate=trace.rate,
+        requests=len(trace),
+        attainment=(_attainment(measured, slo), _attainment(simulated, slo)),
+        worst_points=max(differences) * 100,
+        percentiles={
+            name: {
+                f"p{percentile}": tuple(
+                    float(np.percentile(side[name][both], percentile)) for side in sides
+                )
+                for percentile in PERCENTILES
+            }
+            for name in MEASURES
+        },
+        failed=len(seen.faults),
+        lag_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)),
+    )
+
+
+def _attainment(side: Mapping[str, NDArray[np.float64]], slo: Slo, scale: float = 1.0) -> float:
+    met = (side["ttft_ms"] <= slo.ttft_ms * scale) & (side["tpot_ms"] <= slo.tpot_ms * scale)
+    return float(np.mean(met))

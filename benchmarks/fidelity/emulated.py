@@ -1,0 +1,69 @@
+"""Emulated fleets: OPT-13B on A100 as DistServe measured it, and the same for the simulator."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from idle import calibrate_dispatch, measure_idle, read_idle
+from stage import Case, Stage
+from subject import make_fleet
+
+from cleave.perf import latency
+from cleave.perf import model as models
+from cleave.simulator.fleet import Engine, Fleet, Transfer
+
+CASES = (Case(prefill=1, decode=1), Case(prefill=2, decode=2), Case(mixed=2))
+PROFILE = "distserve/opt-13b/tp1"
+BLOCK_SIZE = 16
+MAX_BATCHED_TOKENS = 2048
+BANDWIDTH_GBPS, LATENCY_MS = 200.0, 1.0
+"""The emulated engine's own defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """One emulated fleet and its twin."""
+
+    case: Case
+    time_scale: float
+    kind: str = "emulated"
+    model: str = "opt-13b"
+    length_scale: float = 1.0
+    max_model_len: int = 8192
+
+    def spec(self) -> dict[str, Any]:
+        """Of the LLMDeployment, without its placement."""
+        return {
+            "model": {
+                "source": f"facebook/{self.model}",
+                "servedName": self.model,
+                "maxModelLen": self.max_model_len,
+            },
+            "slo": {"ttftMs": 1000, "tpotMs": 60},
+            "engine": {
+                "type": "Emulated",
+                "args": ["--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)],
+                "emulated": {"latency": PROFILE, "timeScale": self.time_scale},
+            },
+        }
+
+    def prepare(self, stage: Stage, folder: Path) -> None:
+        """Times of an idle fleet: they tell what HTTP and the gateway cost."""
+        measure_idle(stage.url, self.model, self.time_scale, folder / "idle.json")
+
+    def twin(self, folder: Path) -> Fleet:
+        """The same engines, links and ways for the simulator."""
+        profile = latency.load(PROFILE)
+        engine = Engine(
+            profile.timing,
+            profile.kv_capacity_tokens // BLOCK_SIZE * BLOCK_SIZE,
+            BLOCK_SIZE,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        )
+        bits = models.load(self.model).kv_bytes_per_token * 8
+        transfer = Transfer(
+            is_shared=False, latency_ms=LATENCY_MS, token_ms=bits / (BANDWIDTH_GBPS * 1e6)
+        )
+        fleet = make_fleet(self.case, engine, transfer, 0.0)
+        dispatch_ms = calibrate_dispatch(fleet, read_idle(folder / "idle.json"))
+        return replace(fleet, dispatch_ms=dispatch_ms)

@@ -1,0 +1,62 @@
+"""Open-loop load: every request leaves when its trace says, whatever became of those before it."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.profiling.client import Client
+from cleave.profiling.errors import ProfilingError
+from cleave.profiling.shots import draw
+from cleave.simulator.trace import Trace
+
+Times = NDArray[np.float64]
+START_S = 0.5
+"""Before the first arrival: the generator is ready by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What clients saw, one entry per request, in milliseconds of the trace; nan: it failed."""
+
+    first_token_ms: Times
+    """Since the request was due, so that a late generator cannot flatter the server."""
+    end_ms: Times
+    lag_ms: Times
+    """By which the generator itself sent late, in milliseconds of this machine."""
+    faults: tuple[str, ...]
+
+    def tpot_ms(self, trace: Trace) -> Times:
+        """(end - first token) / (output tokens - 1); 0 for a single token."""
+        return (self.end_ms - self.first_token_ms) / np.maximum(trace.output_tokens - 1, 1)
+
+
+async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> Seen:
+    """Send `trace`, its clock stretched by `time_scale`; every prompt is new."""
+    loop = asyncio.get_running_loop()
+    rng = random.Random(seed)
+    start_s = loop.time() + START_S
+    times = np.full((3, len(trace)), np.nan)
+    faults: list[str] = []
+
+    async def send(index: int, due_s: float) -> None:
+        prompt = draw(rng, int(trace.prompt_tokens[index]))
+        await asyncio.sleep(max(0.0, due_s - loop.time()))
+        try:
+            answer = await client.complete(prompt, int(trace.output_tokens[index]))
+        except ProfilingError as error:
+            faults.append(f"request {index}: {error}")
+            return
+        first_s, end_s = answer.token_s[0] - due_s, answer.token_s[-1] - due_s
+        times[:, index] = first_s / time_scale, end_s / time_scale, answer.sent_s - due_s
+
+    async with asyncio.TaskGroup() as group:
+        for index, arrival_ms in enumerate(trace.arrival_ms):
+            due_s = start_s + arrival_ms * time_scale / 1e3
+            # A little early, so that making the prompt and connecting do not count.
+            await asyncio.sleep(max(0.0, due_s - loop.time() - START_S / 2))
+            group.create_task(send(index, due_s))
+    first_ms, end_ms, lag_ms = times * 1e3
+    return Seen(first_ms, end_ms, lag_ms, tuple(faults))

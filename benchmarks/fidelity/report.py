@@ -1,0 +1,82 @@
+"""The comparisons as tables and as JSON."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from compare import Comparison
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One benchmark's figures."""
+
+    kind: str
+    machine: str
+    time_scale: float
+    cases: Mapping[str, Sequence[Comparison]]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def describe_machine() -> str:
+    """CPU, cores and how busy they are."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    busy = os.getloadavg()[0]
+    return f"{len(names)} x {names[0]}, {platform.release()}, load {busy:.1f} at the end"
+
+
+def print_report(report: Report) -> None:
+    out = Console(width=WIDTH)
+    for case, comparisons in report.cases.items():
+        out.print(build_table(f"{report.kind} {case}", comparisons))
+    out.print(f"- {report.machine}; one ms of the trace took {report.time_scale:g} ms")
+    for line in find_doubts(report):
+        out.print(f"- {line}", highlight=False)
+
+
+def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
+    table = Table(title=title, title_justify="left")
+    heads = ("load", "req/s", "attainment", "simulated", "points", "worst")
+    percents = ("TTFT p50", "p95", "TPOT p50", "p95", "norm. p50", "p95")
+    for head in (*heads, *percents):
+        table.add_column(head, justify="right")
+    for each in comparisons:
+        errors = [
+            f"{each.error(measure, percentile):+.1%}"
+            for measure in ("ttft_ms", "tpot_ms", "normalised_ms")
+            for percentile in (50, 95)
+        ]
+        table.add_row(
+            f"{each.share:.0%}",
+            f"{each.rate:.2f}",
+            *(f"{share:.1%}" for share in each.attainment),
+            f"{each.points:+.1f}",
+            f"{each.worst_points:.1f}",
+            *errors,
+        )
+    return table
+
+
+def find_doubts(report: Report) -> list[str]:
+    """What makes figures worth less: failed requests, a generator that was late."""
+    doubts = []
+    for case, comparisons in report.cases.items():
+        failed = sum(each.failed for each in comparisons)
+        lag_ms = max(each.lag_p99_ms for each in comparisons)
+        if failed:
+            doubts.append(f"{case}: {failed} requests failed and count as missed")
+        doubts.append(f"{case}: the generator sent up to {lag_ms:.1f} ms late (p99, worst load)")
+    return doubts

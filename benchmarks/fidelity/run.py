@@ -1,0 +1,167 @@
+"""The simulator beside fleets that really serve: emulated engines, and vLLM on CPU.
+
+    python benchmarks/fidelity/run.py emulated
+    python benchmarks/fidelity/run.py vllm
+
+What clients saw is kept in --work, load by load: a run that was broken off goes on where it was,
+and one that finds every load there only simulates them anew. README.md explains the figures.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from arrivals import Lengths, all_at_once, draw_trace, read_lengths
+from compare import Comparison, Slo, compare
+from emulated import CASES as EMULATED_CASES
+from emulated import Emulated
+from kept import keep, recall
+from load import offer
+from report import Report, describe_machine, print_report
+from stage import StageError, deployed
+from subject import Subject
+from vllm_cpu import CASES as VLLM_CASES
+from vllm_cpu import Vllm
+
+from cleave.profiling.client import Client
+from cleave.simulator.fleet import Fleet
+from cleave.simulator.run import simulate
+
+ROOT = Path(__file__).parent.parent.parent
+EMULATED_SHARES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 1.0)
+VLLM_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
+CAPACITY_REQUESTS = 2000
+SLO_REQUESTS = 5000
+SLO_SHARE = 0.7
+"""Of capacity: the load at which targets are chosen."""
+SLO_PERCENTILE = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One benchmark."""
+
+    shares: tuple[float, ...]
+    """Of the simulated capacity."""
+    requests: int
+    seed: int
+    data: Path
+    work: Path
+
+
+def run(subject: Subject, settings: Settings) -> list[Comparison]:
+    """Serve the loads that are not kept yet, then simulate all of them."""
+    folder = settings.work / subject.case.name
+    folder.mkdir(parents=True, exist_ok=True)
+    lengths = read_lengths(settings.data, subject.length_scale, subject.max_model_len)
+    files = {share: folder / f"load-{share:g}.npz" for share in settings.shares}
+    if not all(file.exists() for file in files.values()):
+        serve(subject, settings, lengths, folder, files)
+    fleet = subject.twin(folder)
+    slo = choose_slo(fleet, lengths, settings)
+    return list(judge(fleet, slo, files))
+
+
+def serve(
+    subject: Subject,
+    settings: Settings,
+    lengths: Lengths,
+    folder: Path,
+    files: dict[float, Path],
+) -> None:
+    """Bring the fleet up and offer it the missing loads."""
+    say(f"{subject.case.name}: bringing it up")
+    with deployed(subject.spec(), subject.case, folder) as stage:
+        subject.prepare(stage, folder)
+        capacity = find_capacity(subject.twin(folder), lengths, settings.seed)
+        client = Client(stage.url, subject.model, timeout_s=600.0)
+        for share, file in files.items():
+            if file.exists():
+                continue
+            rate = capacity * share
+            say(f"{subject.case.name}: {share:.0%} of capacity, {rate:.2f} requests/s")
+            trace = draw_trace(lengths, rate, settings.requests, settings.seed)
+            seen = asyncio.run(offer(client, trace, subject.time_scale, settings.seed))
+            for fault in seen.faults[:3]:
+                say(fault)
+            keep(file, trace, seen)
+
+
+def judge(fleet: Fleet, slo: Slo, files: dict[float, Path]) -> Iterator[Comparison]:
+    """Simulate every kept load and compare."""
+    for share, file in files.items():
+        trace, seen = recall(file)
+        yield compare(share, trace, seen, simulate(fleet, trace), slo)
+
+
+def find_capacity(fleet: Fleet, lengths: Lengths, seed: int) -> float:
+    """Requests per second that the twin serves with its queue always full."""
+    outcome = simulate(fleet, all_at_once(lengths, CAPACITY_REQUESTS, seed))
+    return CAPACITY_REQUESTS / float(np.nanmax(outcome.end_ms)) * 1000
+
+
+def choose_slo(fleet: Fleet, lengths: Lengths, settings: Settings) -> Slo:
+    """Targets that one request in ten misses each, simulated at SLO_SHARE of capacity."""
+    rate = find_capacity(fleet, lengths, settings.seed) * SLO_SHARE
+    outcome = simulate(fleet, draw_trace(lengths, rate, SLO_REQUESTS, settings.seed))
+    ttft_ms, tpot_ms = (
+        float(np.percentile(times, SLO_PERCENTILE)) for times in (outcome.ttft_ms, outcome.tpot_ms)
+    )
+    return Slo(ttft_ms, tpot_ms)
+
+
+def say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("kind", choices=("emulated", "vllm"))
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "fidelity")
+    parser.add_argument("--cases", help="such as 1P1D,2M; absent: all")
+    parser.add_argument("--requests", type=int, default=400, help="of each load")
+    parser.add_argument("--time-scale", type=float, default=0.5, help="of emulated engines")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="does everything work? two loads")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    return parser.parse_args(arguments)
+
+
+def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
+    wanted = arguments.cases.split(",") if arguments.cases else None
+    subjects: list[Subject]
+    if arguments.kind == "emulated":
+        subjects = [Emulated(case, arguments.time_scale) for case in EMULATED_CASES]
+    else:
+        subjects = [Vllm(case, arguments.quick) for case in VLLM_CASES]
+    return [each for each in subjects if wanted is None or each.case.name in wanted]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    shares = EMULATED_SHARES if options.kind == "emulated" else VLLM_SHARES
+    requests = options.requests
+    if options.quick:
+        shares, requests = shares[2:4], min(requests, 100)
+    subjects = choose_subjects(options)
+    scale = subjects[0].time_scale
+    work = options.work / f"{options.kind}-x{scale:g}-n{requests}-s{options.seed}"
+    settings = Settings(shares, requests, options.seed, options.data, work)
+    try:
+        found = {each.case.name: run(each, settings) for each in subjects}
+    except StageError as error:
+        say(f"error: {error}")
+        return 1
+    report = Report(options.kind, describe_machine(), scale, found)
+    (work / "report.json").write_text(report.to_json())
+    print(report.to_json()) if options.output == "json" else print_report(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
