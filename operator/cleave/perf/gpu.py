@@ -47,6 +47,8 @@ class Gpu:
     """Of one GPU, in US dollars where it is the catalogue's."""
     labels: tuple[str, ...] = ()
     """Other names, as nodes are labelled (`nvidia.com/gpu.product`)."""
+    prompt_slowdown: float = 1.0
+    """Of prompts under a power cap, against the rated power; in `dense_tflops` already."""
 
     @property
     def memory_bytes(self) -> int:
@@ -80,6 +82,7 @@ class Gpu:
             dense_tflops=self.dense_tflops / slowdown,
             fp8_tflops=self.fp8_tflops / slowdown if self.fp8_tflops else None,
             power_watts=watts,
+            prompt_slowdown=slowdown,
         )
 
 
@@ -126,7 +129,8 @@ CATALOGUE: tuple[Gpu, ...] = (
         *("A100-PCIe-80GB", 79.15, 1935, 312, None, None, 32, 300, 3.43),
         labels=("NVIDIA-A100-80GB-PCIe", "A100-80GB-PCIe"),
     ),
-    # NVIDIA H100 data sheet (2023), H200 data sheet (2024), DGX B200 data sheet (2024)
+    # NVIDIA H100 data sheet (2023), H200 data sheet (2024), DGX B200 data sheet (2024); the memory
+    # of the B200 is driven at 7.67 TB/s, not 8 (pytorch/ao, pull request 4002)
     Gpu(
         *("H100-SXM-80GB", 79.1, 3350, 989, 1979, 450, 64, 700, 6.88),
         labels=("NVIDIA-H100-80GB-HBM3", "H100", "H100-80GB", "H100-SXM", "H100-SXM5-80GB"),
@@ -136,7 +140,7 @@ CATALOGUE: tuple[Gpu, ...] = (
         labels=("NVIDIA-H200", "H200", "H200-141GB", "H200-SXM"),
     ),
     Gpu(
-        *("B200-SXM-180GB", 178.4, 8000, 2250, 4500, 900, 64, 1000, 14.24),
+        *("B200-SXM-180GB", 178.35, 7672, 2250, 4500, 900, 64, 1000, 14.24),
         labels=("NVIDIA-B200", "B200", "B200-180GB"),
     ),
     # NVIDIA L40S data sheet (2023), L4 data sheet (2023), A10G data sheet (2021)

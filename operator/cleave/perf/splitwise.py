@@ -12,9 +12,6 @@ from typing import NamedTuple
 from cleave.perf import curve
 from cleave.perf.profile import DecodePoint, MeasuredProfile, PrefillPoint
 
-CAPPED_PREFILL_FACTOR = 1.30
-"""Prefill of an H100 capped at half its power, as Splitwise's data derive it; decode is as fast."""
-
 _PROMPTS = (128, 256, 512, 1024, 2048, 4096, 8192)
 _OUTPUT = 128
 _BATCH_PROMPT = 512
@@ -46,14 +43,14 @@ class _Power(NamedTuple):
 
 
 _RUNS: dict[tuple[str, str, int], _Run] = {
-    ("bloom-176b", "A100-SXM-80GB", 8): _Run(
+    ("bloom", "A100-SXM-80GB", 8): _Run(
         prompt_ms=(79.67, 99.16, 173.81, 289.19, 540.41, 1348.17, 3593.17),
         batch_prompt_ms=(286.83, 528.63, 1322.18, 3510.13, 5782.0, 11251.83),
         token_ms=(47.61, 47.71, 48.76, 48.8, 49.36, 50.2, 51.3),
         long_token_ms=(49.01, 49.31, 50.52, 50.01, 50.35, 50.35),
         batch_token_ms=(49.99, 51.0, 52.95, 57.34, 65.38, 96.58),
     ),
-    ("bloom-176b", "H100-SXM-80GB", 8): _Run(
+    ("bloom", "H100-SXM-80GB", 8): _Run(
         prompt_ms=(48.28, 51.18, 75.49, 132.62, 253.11, 688.7, 1535.4),
         batch_prompt_ms=(131.25, 238.83, 625.01, 1313.26, 2521.91, 4996.45),
         token_ms=(35.74, 36.15, 36.11, 35.48, 35.72, 36.94, 37.44),
@@ -105,7 +102,7 @@ _RUNS: dict[tuple[str, str, int], _Run] = {
 }
 
 _POWER: dict[tuple[str, int], _Power] = {
-    ("bloom-176b", 8): _Power(
+    ("bloom", 8): _Power(
         (0.69, 0.72, 0.88, 1.01, 1.02, 1.02, 1.03), (0.63, 0.63, 0.63, 0.64, 0.66)
     ),
     ("llama-2-70b", 2): _Power(

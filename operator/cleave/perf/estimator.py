@@ -1,0 +1,273 @@
+"""What an instance of one model does on the GPUs of a cluster, from the best source there is.
+
+Called by the planner. In this order: a measured profile of the very parallelism, published
+measurements (DistServe's fits, Splitwise's runs), a measured profile of operators, the roofline.
+Pipeline stages are cut from the same tensor parallel size without them. What is hard: the sources
+know models and GPUs under several names, and none may be used for weights of another size.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cleave.api.cluster import Cluster
+from cleave.api.manifest import ManifestError
+from cleave.api.planning import GpuChoice
+from cleave.perf import (
+    distserve,
+    inventory,
+    latency,
+    measured,
+    memory,
+    model,
+    operator_profile,
+    pipeline,
+    profile,
+    splitwise,
+)
+from cleave.perf.estimate import Estimate
+from cleave.perf.gpu import Gpu, UnknownGpuError, find
+from cleave.perf.link import Link, within_node
+from cleave.perf.model import ModelShape
+from cleave.perf.profile import MeasuredProfile
+from cleave.perf.profile_fields import InvalidProfileError
+from cleave.perf.roofline import Roofline
+from cleave.perf.timing import Timing
+from cleave.perf.trust import Basis, Trust
+
+_DISTSERVE_GPU = "A100-SXM-80GB"
+_ROOFLINE_ERROR = 0.11
+"""Mean absolute percentage error of prefill on the worst of DistServe's seven fits; decode is
+within it too (benchmarks/calibration)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of GPU and how its nodes are built."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    network: Link
+    """From one of its GPUs to another node."""
+
+    def link(self, gpus: int) -> Link:
+        """The slowest way within an instance of that many GPUs."""
+        return within_node(self.gpu) if gpus <= self.gpus_per_node else self.network
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Times of one tensor parallel size, pipeline stages already cut."""
+
+    timing: Timing
+    trust: Trust
+
+
+class ModelEstimator:
+    """Implements `cleave.perf.estimate.Estimator` for one model; answers are kept."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        machines: Mapping[str, Machine],
+        profiles: Sequence[MeasuredProfile] = (),
+        reserve: memory.Reserve = memory.VLLM,
+        max_model_len: int | None = None,
+    ) -> None:
+        """`machines` by the GPU's name; `max_model_len` below the model's own shortens it."""
+        self.shape = shape
+        self.machines = machines
+        self._profiles = [each for each in profiles if _is_of(each, shape)]
+        self._reserve = reserve
+        self._max_model_len = min(max_model_len or shape.max_model_len, shape.max_model_len)
+        self._known: dict[tuple[str, int, int], Estimate | None] = {}
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        """None: the model does not fit or cannot be split so; `why_not` says which."""
+        key = (gpu, tensor_parallel_size, pipeline_parallel_size)
+        if key not in self._known:
+            self._known[key] = None if self.why_not(*key) else self._estimate(*key)
+        return self._known[key]
+
+    def why_not(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> str | None:
+        """The reason in one sentence why `estimate` has no answer; None: it has one."""
+        machine = self.machines.get(gpu)
+        if machine is None:
+            return f"there is no {gpu}; there is {', '.join(self.machines) or 'no GPU at all'}"
+        if tensor_parallel_size > machine.gpus_per_node:
+            return (
+                f"{tensor_parallel_size} tensor parallel GPUs exceed the "
+                f"{machine.gpus_per_node} of a node with {gpu}"
+            )
+        sizes = (tensor_parallel_size, pipeline_parallel_size)
+        if (reason := self.shape.why_not(*sizes)) is not None:
+            return f"{self.shape.name}: {reason}"
+        if self._measured_capacity(machine.gpu, *sizes) is not None:
+            return None
+        return memory.why_not(self.shape, machine.gpu, *sizes, self._reserve)
+
+    def _estimate(self, gpu: str, tensor: int, stages: int) -> Estimate:
+        machine = self.machines[gpu]
+        source = next(self._sources(machine, tensor, stages))
+        timing = source.timing
+        if machine.gpu.prompt_slowdown != 1.0 and source.trust.basis is not Basis.ROOFLINE:
+            # The roofline has it in the GPU's FLOPs; whoever measured had no cap.
+            timing = pipeline.scaled(timing, prompt=machine.gpu.prompt_slowdown)
+        capacity = self._measured_capacity(machine.gpu, tensor, stages)
+        if capacity is None:
+            capacity = memory.kv_capacity_tokens(
+                self.shape, machine.gpu, tensor, stages, self._reserve
+            )
+        gpus = tensor * stages
+        longest = self._max_model_len
+        return Estimate(
+            timing=timing,
+            kv_capacity_tokens=capacity,
+            prefill_saturation_tokens=pipeline.prefill_saturation_tokens(timing, longest),
+            max_model_len=longest,
+            kv_bytes_per_token=self.shape.kv_bytes_per_token,
+            flops_per_token=self.shape.flops_per_token,
+            power_watts=machine.gpu.power_watts * gpus,
+            cost_per_hour=machine.gpu.price_per_hour * gpus,
+            trust=source.trust,
+        )
+
+    def _sources(self, machine: Machine, tensor: int, stages: int) -> Iterator[_Source]:
+        """Best first; the last one always has an answer."""
+        hop = machine.link(tensor * stages)
+        here = [each for each in self._profiles if _is_on(each.device, machine.gpu)]
+        for each in here:
+            sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
+            if each.prefill and sizes == (tensor, stages):
+                yield _Source(measured.to_timing(each), measured.trust(each))
+        for each in here:
+            if each.prefill and (each.tensor_parallel_size, each.pipeline_parallel_size) == (
+                tensor,
+                1,
+            ):
+                whole = measured.to_timing(each)
+                yield self._cut(whole, stages, hop, measured.trust(each))
+        for published in (_distserve, _splitwise):
+            if (source := published(self.shape, machine.gpu, tensor)) is not None:
+                yield self._cut(source.timing, stages, hop, source.trust)
+        for each in here:
+            operators = each.operators
+            if operators and tensor in operator_profile.tensor_parallel_sizes(operators):
+                text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
+                trust = Trust(Basis.MEASURED, text, None)
+                yield self._cut(operator_profile.to_timing(operators, tensor), stages, hop, trust)
+        roofline = Roofline(self.shape, machine.gpu, tensor, machine.link(tensor)).timing()
+        text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
+        yield self._cut(roofline, stages, hop, Trust(Basis.ROOFLINE, text, _ROOFLINE_ERROR))
+
+    def _cut(self, timing: Timing, stages: int, hop: Link, trust: Trust) -> _Source:
+        return _Source(pipeline.cut(timing, self.shape, stages, hop), trust)
+
+    def _measured_capacity(self, gpu: Gpu, tensor: int, stages: int) -> int | None:
+        for each in self._profiles:
+            sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
+            if each.kv_capacity_tokens and sizes == (tensor, stages) and _is_on(each.device, gpu):
+                return each.kv_capacity_tokens
+        if gpu.name != _DISTSERVE_GPU:
+            return None
+        tables = distserve.KV_CAPACITY_TOKENS.items()
+        of_model = (table for name, table in tables if _is_same(self.shape, name))
+        return next(of_model, {}).get((tensor, stages))
+
+
+def for_cluster(
+    shape: ModelShape,
+    cluster: Cluster,
+    choices: Sequence[GpuChoice] = (),
+    folder: Path = Path(),
+    max_model_len: int | None = None,
+) -> ModelEstimator:
+    """An estimator for the nodes of `cluster`; its profiles are relative to `folder`.
+
+    Raises ManifestError with a line for each unknown GPU or unusable profile.
+    """
+    gpus = inventory.kinds(cluster, choices)
+    own = [inventory.to_gpu(description) for description in cluster.gpus]
+    per_node: dict[str, int] = {}
+    for group in cluster.nodes:
+        name = find(group.gpu, own).name
+        per_node[name] = max(per_node.get(name, 0), group.gpus_per_node)
+    machines = {
+        name: Machine(gpu, per_node[name], inventory.network_link(cluster, gpu))
+        for name, gpu in gpus.items()
+    }
+    return ModelEstimator(
+        shape, machines, _read_profiles(cluster.profiles, folder), max_model_len=max_model_len
+    )
+
+
+def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:
+    found: list[MeasuredProfile] = []
+    faults: list[str] = []
+    for index, path in enumerate(paths):
+        try:
+            found.append(profile.read(folder / path))
+        except InvalidProfileError as error:
+            faults.append(f"profiles[{index}]: {error}")
+    if faults:
+        raise ManifestError(faults)
+    return found
+
+
+def _distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
+    """DistServe's own engine: the faster and younger of the two that were published."""
+    if gpu.name != _DISTSERVE_GPU:
+        return None
+    for name, fit in distserve.FITS.items():
+        engine, model_name, parallelism = name.split("/")
+        if (engine, parallelism) == ("distserve", f"tp{tensor}") and _is_same(shape, model_name):
+            trust = Trust(Basis.FITTED, "DistServe's published fit", None)
+            return _Source(latency.to_timing(fit), trust)
+    return None
+
+
+def _splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
+    for model_name, device, size in splitwise.measured():
+        if (device, size) == (gpu.name, tensor) and _is_same(shape, model_name):
+            found = splitwise.profile(model_name, device, size)
+            assert found is not None
+            error = measured.trust(found).error
+            trust = Trust(Basis.FITTED, "Splitwise's published measurements of vLLM", error)
+            return _Source(measured.to_timing(found), trust)
+    return None
+
+
+def _is_same(shape: ModelShape, known: str) -> bool:
+    """Whether passes of the known model hold for `shape`: equal layers, not quantised."""
+    other = model.load(known)
+    parts: tuple[Callable[[ModelShape], float], ...] = (
+        lambda each: each.num_layers,
+        lambda each: each.hidden_size,
+        lambda each: each.num_kv_heads * each.head_size,
+        lambda each: each.intermediate_size,
+        lambda each: each.vocab_size,
+        lambda each: each.bytes_per_weight,
+    )
+    return all(part(shape) == part(other) for part in parts)
+
+
+def _is_of(found: MeasuredProfile, shape: ModelShape) -> bool:
+    return _word(found.model) == _word(shape.name)
+
+
+def _is_on(device: str, gpu: Gpu) -> bool:
+    if device.lower() == gpu.name.lower():
+        return True
+    try:
+        return find(device).name == gpu.name
+    except UnknownGpuError:
+        return False
+
+
+def _word(model_name: str) -> str:
+    """The last part of a path or repository, in any case."""
+    return model_name.rstrip("/").rpartition("/")[2].lower()
