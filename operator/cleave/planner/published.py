@@ -1,0 +1,201 @@
+"""Traffic with published statistics, by name: `--workload chat-1m`.
+
+Vidur's three workloads (section 5, table 1), DistServe's three (section 6.1, figure 7) and Azure's
+two production services (Splitwise, section III-A). A paper prints a mean and a few quantiles; what
+lies between is assumed, and `assumed` says so for each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+
+import numpy as np
+
+from cleave.planner.workload import (
+    Demand,
+    DemandError,
+    Drawn,
+    Independent,
+    LogNormal,
+    Marginal,
+    Quantiles,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Lengths of one data set; arrivals are Poisson, as in the papers."""
+
+    name: str
+    source: str
+    """Paper and table; for data sets repository, commit and licence."""
+    known: str
+    """What is published."""
+    assumed: str
+    """What is not."""
+    prompt_tokens: Marginal
+    output_tokens: Marginal
+    max_model_len: int | None
+    """Prompt and output together, as the data set was cut."""
+    rate: float = 1.0
+    """Arrivals where the source has any, otherwise one request a second."""
+
+    def demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
+        """Its requests, at its own rate unless another is stated."""
+        lengths = Independent(self.prompt_tokens, self.output_tokens)
+        stated = self.rate if rate is None else rate
+        return Demand(stated, Drawn(lengths, burstiness), self.max_model_len)
+
+
+def find(name: str) -> Published:
+    """The workload of that name. Raises DemandError, which lists the names there are."""
+    wanted = name.strip().lower().replace("_", "-")
+    for workload in WORKLOADS:
+        if workload.name == wanted:
+            return workload
+    near = get_close_matches(wanted, names(), n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names())}"
+    raise DemandError(f"no published workload {name!r}{hint}")
+
+
+def names() -> tuple[str, ...]:
+    """Every name that `find` knows."""
+    return tuple(workload.name for workload in WORKLOADS)
+
+
+def _geometric(least: float, median: float, p90: float, largest: float) -> Quantiles:
+    """Equal ratios between the four quantiles: right-skewed inside, as lengths are."""
+    known = (0.0, 0.5, 0.9, 1.0)
+    levels = np.unique(np.concatenate([np.linspace(a, b, 9) for a, b in pairwise(known)]))
+    logs = np.interp(levels, known, np.log([least, median, p90, largest]))
+    return Quantiles(tuple(levels.tolist()), tuple(np.exp(logs).tolist()))
+
+
+def _azure(tokens: Sequence[float]) -> Quantiles:
+    """Quantiles at 0, 1/32, ... 31/32 and five more in the tail."""
+    levels = (*(i / 32 for i in range(32)), 0.98, 0.99, 0.995, 0.999, 1.0)
+    return Quantiles(levels, tuple(tokens))
+
+
+_VIDUR = "Vidur (MLSys 2024), table 1"
+_VIDUR_KNOWN = "mean, median and 90th percentile of both lengths; at most 4,096 tokens together"
+_VIDUR_ASSUMED = (
+    "equal ratios between the quantiles; least and largest length, so that the mean is met; prompt "
+    "and output drawn apart"
+)
+_DISTSERVE = "DistServe (OSDI 2024), section 6.1 and figure 7"
+_DISTSERVE_KNOWN = (
+    "mean lengths, quoted from the figure (no text states them); OPT's 2,048 positions"
+)
+_DISTSERVE_ASSUMED = (
+    "log-normal lengths with the 90th percentile at {} means of the prompt and {} of the output; "
+    "prompt and output drawn apart; never compared with the data set"
+)
+_AZURE = (
+    "Azure LLM inference trace 2023, {}: Azure/AzurePublicDataset@b469a11 (CC-BY-4.0), described "
+    "in Splitwise (ISCA 2024), section III-A"
+)
+_AZURE_KNOWN = "quantiles of both lengths, and the rate, of one hour in November 2023"
+_AZURE_ASSUMED = "straight lines between the quantiles; prompt and output drawn apart; Poisson"
+
+WORKLOADS = (
+    Published(
+        "chat-1m",
+        _VIDUR,
+        _VIDUR_KNOWN,
+        _VIDUR_ASSUMED,
+        _geometric(14, 417, 1678, 3920),
+        _geometric(4, 139, 484, 912),
+        4096,
+    ),
+    Published(
+        "arxiv-4k",
+        _VIDUR,
+        _VIDUR_KNOWN,
+        _VIDUR_ASSUMED + "; the cut leaves a mean output of 275 where the paper has 291",
+        _geometric(1200, 2730, 3702, 3915),
+        _geometric(125, 167, 372, 4096),
+        4096,
+    ),
+    Published(
+        "bwb-4k",
+        _VIDUR,
+        _VIDUR_KNOWN,
+        _VIDUR_ASSUMED,
+        _geometric(580, 1037, 1453, 2200),
+        _geometric(975, 1601, 2149, 2600),
+        4096,
+    ),
+    Published(
+        "sharegpt",
+        _DISTSERVE,
+        _DISTSERVE_KNOWN,
+        _DISTSERVE_ASSUMED.format(2.0, 2.0),
+        # Above the published means, which hold for what is left within 2,048 tokens.
+        LogNormal.through(808, 2.0 * 808),
+        LogNormal.through(220, 2.0 * 220),
+        2048,
+    ),
+    Published(
+        "humaneval",
+        _DISTSERVE,
+        _DISTSERVE_KNOWN,
+        _DISTSERVE_ASSUMED.format(1.6, 1.8),
+        LogNormal.through(171.3, 1.6 * 171.3),
+        LogNormal.through(98.2, 1.8 * 98.2),
+        2048,
+    ),
+    Published(
+        "longbench",
+        _DISTSERVE,
+        _DISTSERVE_KNOWN,
+        _DISTSERVE_ASSUMED.format(1.1, 1.6),
+        LogNormal.through(1740, 1.1 * 1740),
+        LogNormal.through(94.8, 1.6 * 94.8),
+        2048,
+    ),
+    Published(
+        "azure-code",
+        _AZURE.format("code (8,819 requests)"),
+        _AZURE_KNOWN,
+        _AZURE_ASSUMED,
+        _azure(
+            (
+                *(3, 51, 90, 137, 185, 246, 348, 462, 578, 700, 825, 915, 1016, 1093, 1196, 1342),
+                *(1469, 1605, 1734, 1885, 2048, 2195, 2372, 2539, 2744, 2982, 3330, 3775, 4434),
+                *(5510, 6499, 7435, 7436, 7436, 7436, 7437, 7437),
+            )
+        ),
+        _azure(
+            (
+                *(6, 6, 6, 7, 7, 8, 8, 9, 9, 9, 10, 10, 11, 11, 12, 12, 13, 14, 15, 15, 16, 18, 19),
+                *(21, 24, 27, 31, 37, 46, 58, 77, 126, 171, 251, 359, 825, 1899),
+            )
+        ),
+        None,
+        rate=2.566,
+    ),
+    Published(
+        "azure-conversation",
+        _AZURE.format("conversation (19,366 requests)"),
+        _AZURE_KNOWN,
+        _AZURE_ASSUMED,
+        _azure(
+            (
+                *(2, 165, 194, 206, 235, 374, 383, 391, 396, 401, 405, 412, 428, 818, 966, 1001),
+                *(1020, 1037, 1052, 1067, 1083, 1100, 1120, 1147, 1189, 1312, 1335, 1767, 2309),
+                *(3018, 4079, 4089, 4098, 4142, 4831, 6179, 14050),
+            )
+        ),
+        _azure(
+            (
+                *(7, 33, 45, 53, 60, 68, 75, 81, 85, 89, 92, 95, 99, 104, 110, 118, 129, 141, 157),
+                *(171, 195, 223, 377, 389, 395, 397, 402, 411, 416, 427, 440, 502, 540, 601, 643),
+                *(954, 1000),
+            )
+        ),
+        None,
+        rate=5.53,
+    ),
+)
