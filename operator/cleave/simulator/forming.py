@@ -36,6 +36,7 @@ def form(state: State, i: int, s: int, now: float) -> bool:
     if inst.stages > 1:
         begin = max(now, state.stages[i, 0])
     slot.tokens = 0
+    slot.decodes = 0
     slot.squares = 0
     slot.rows = 0
     slot.contexts = 0
