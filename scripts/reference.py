@@ -104,7 +104,8 @@ def metrics() -> Lines:
     yield ""
     yield "Those of vLLM that the emulation has, under vLLM's names and with its buckets."
     engine = Engine(emulator.parse(["--model", "facebook/opt-13b"], {}).engine)
-    yield from _families(EmulatorCollector("", engine.metrics, engine.gauges).collect())
+    collector = EmulatorCollector("", engine.metrics, engine.gauges, engine.cache_config)
+    yield from _families(collector.collect())
     yield ""
     yield "## vLLM and the agent"
     yield ""

@@ -2,10 +2,11 @@
 
 import pytest
 
+from cleave.api.planned import SelectedPlan
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
-from cleave.planner.placement import plan
-from cleave.pods.pool import pools, revision
+from cleave.planner.placement import Placement, plan
+from cleave.pods.pool import pools, revision, selected_plan
 
 
 def test_there_is_one_pool_per_role_named_after_it(deployment) -> None:
@@ -93,3 +94,39 @@ def test_what_makes_kv_unlike_makes_another_revision(deployment, spec) -> None:
 )
 def test_what_leaves_kv_alike_leaves_the_revision(deployment, spec) -> None:
     assert revision(deployment(**spec)) == revision(deployment())
+
+
+def test_engines_get_the_limits_that_the_plan_assumes(deployment) -> None:
+    chat = deployment(
+        placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]}
+    )
+    (mixed,) = pools(chat, plan(chat))
+    assert mixed.spec.engine.args == ["--max-num-seqs", "64", "--max-num-batched-tokens", "512"]
+    assert mixed.spec.revision == revision(deployment())
+
+
+@pytest.mark.parametrize("stated", ["--max-num-seqs=7", "--max_num_seqs"])
+def test_limits_that_the_user_states_are_left_alone(deployment, stated) -> None:
+    chat = deployment(
+        placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]},
+        engine={"args": [stated]},
+    )
+    (mixed,) = pools(chat, plan(chat))
+    assert mixed.spec.engine.args == ["--max-num-batched-tokens", "512", stated]
+
+
+def test_status_tells_plan_predictions_and_at_most_three_alternatives(deployment, answer) -> None:
+    placement = Placement(answer.selected.pools, answer.reason, answer)
+    told = selected_plan(deployment(), placement)
+    assert (told.verdict, told.gpus) == ("Disaggregate", answer.selected.gpus)
+    assert told.predicted.goodput == answer.selected.prediction.goodput
+    assert told.predicted.ttft_ms.p90 == answer.selected.prediction.ttft_ms.p90
+    assert len(told.alternatives) == 3
+    assert SelectedPlan.model_validate_json(told.model_dump_json()) == told
+
+
+def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
+    chat = deployment(placement={"manual": [{"role": "mixed"}]})
+    told = selected_plan(chat, plan(chat))
+    assert (told.verdict, told.predicted, told.alternatives) == (None, None, [])
+    assert told.reason == "stated by hand in spec.placement.manual"

@@ -1,63 +1,17 @@
-"""An answer made by hand, and a bench that simulates its plans with one FCFS queue per phase."""
+"""A bench that simulates plans with one FCFS queue, and a study made with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
 
 from cleave.api.deployment import Slo
-from cleave.api.role import Parallelism, Role
-from cleave.perf.trust import Basis, Trust
-from cleave.planner.plan import (
-    Answer,
-    NearestSlo,
-    Percentiles,
-    Plan,
-    PlannedPool,
-    Prediction,
-    Verdict,
-)
+from cleave.planner.plan import Answer, Plan
 from cleave.report.layout import NodeShape
 from cleave.report.study import Study, Subject, study
 from cleave.simulator.outcome import Instances, Outcome
 
-TRUST = Trust(Basis.FITTED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041)
 A100 = "A100-SXM-80GB"
-
-
-def pool(role: Role, replicas: int, tensor: int = 1, pipeline: int = 1) -> PlannedPool:
-    size = Parallelism(tensor=tensor, pipeline=pipeline)
-    return PlannedPool(role, replicas, size, A100, "VLLM", 256, 8192)
-
-
-def made_plan(goodput: float, *pools: PlannedPool, algorithm: str = "Algorithm 1") -> Plan:
-    gpus = sum(each.gpus for each in pools)
-    load = 5.0 / goodput
-    seen = Prediction(
-        goodput=goodput,
-        goodput_interval=(goodput * 0.97, goodput * 1.02),
-        attainment=min(0.999, 1.06 - 0.1 * load),
-        ttft_ms=Percentiles(90 + 40 * load, 160 + 150 * load, 320 + 400 * load),
-        tpot_ms=Percentiles(18 + 5 * load, 24 + 9 * load, 33 + 20 * load),
-        cost_per_hour=1.8 * gpus,
-        power_watts=400.0 * gpus,
-        trust=TRUST,
-    )
-    return Plan(pools, seen, algorithm, goodput / gpus)
-
-
-DISAGGREGATED = made_plan(
-    9.4, pool(Role.PREFILL, 2, 2), pool(Role.DECODE, 1, 2), algorithm="Algorithm 2"
-)
-COLOCATED = made_plan(5.6, pool(Role.MIXED, 4), algorithm="colocated")
-OTHERS = (
-    made_plan(6.1, pool(Role.PREFILL, 2), pool(Role.DECODE, 1)),
-    COLOCATED,
-    made_plan(3.1, pool(Role.PREFILL, 1), pool(Role.DECODE, 1)),
-    made_plan(2.6, pool(Role.MIXED, 2), algorithm="colocated"),
-    made_plan(11.8, pool(Role.PREFILL, 3, 2), pool(Role.DECODE, 2)),
-    made_plan(4.0, pool(Role.MIXED, 2, 2), algorithm="colocated"),
-)
 
 
 @dataclass(frozen=True)
@@ -94,14 +48,16 @@ class QueueBench:
             num_preemptions=zeros,
             prefill_instance=zeros,
             decode_instance=zeros,
+            fate=zeros,
             instances=NO_INSTANCES,
         )
 
 
-_NONE = np.zeros(0)
 NO_INSTANCES = Instances(
-    *(_NONE, _NONE.astype(np.int64), _NONE.astype(np.int64), _NONE.astype(np.int64)),
-    *(_NONE, _NONE.astype(np.int64), _NONE.astype(np.int64), 0.0),
+    **{
+        field.name: 0.0 if field.name == "duration_ms" else np.zeros(0)
+        for field in fields(Instances)
+    }
 )
 
 
@@ -116,40 +72,6 @@ def subject() -> Subject:
         nodes=(NodeShape(A100, 4, 8),),
         max_gpus=32,
         seed=0,
-    )
-
-
-@pytest.fixture
-def answer() -> Answer:
-    return Answer(
-        verdict=Verdict.DISAGGREGATE,
-        selected=DISAGGREGATED,
-        alternatives=OTHERS,
-        reason="Two prefill instances of tensor size 2 and one decode instance carry 1.57 req/s "
-        "per GPU, 12 % more than the best colocated plan.",
-        what_would_change="The runner-up, 2P tp1 + 1D tp1, has 2.03 req/s per GPU but misses 400 "
-        "ms TTFT at 5 req/s; a TTFT of 450 ms would make it the choice.",
-        nearest_slo=None,
-        warnings=("Prompt lengths vary strongly: replaying the trace is safer than its fit.",),
-        num_candidates=96,
-        num_simulated_requests=2_400_000,
-        elapsed_s=0.94,
-    )
-
-
-@pytest.fixture
-def infeasible(answer: Answer) -> Answer:
-    return Answer(
-        verdict=Verdict.INFEASIBLE,
-        selected=None,
-        alternatives=(),
-        reason="No placement on 32 GPUs holds TTFT 20 ms: one prompt alone takes 70 ms.",
-        what_would_change="A TTFT target of 180 ms.",
-        nearest_slo=NearestSlo(9.0, 180.0, 360.0, "2P tp4 + 1D tp1"),
-        warnings=(),
-        num_candidates=96,
-        num_simulated_requests=400_000,
-        elapsed_s=0.3,
     )
 
 

@@ -83,10 +83,10 @@ def test_moving_a_slider_changes_the_figures_and_reset_brings_them_back(opened) 
     before = opened.figures()
     assert before["value-rate"] == "5.00 req/s"
     opened.page.focus("#slider-rate")
-    for _ in range(2):
+    for _ in range(3):
         opened.page.keyboard.press("ArrowRight")
     after = opened.figures()
-    assert after["value-rate"] == "7.50 req/s"
+    assert after["value-rate"] == "10.0 req/s"
     assert after["what-gpus"] != before["what-gpus"]
     opened.page.focus("#slider-ttft")
     opened.page.keyboard.press("Home")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cleave.planner.words import percent
 from cleave.report.charts import attainment, cdf, charts, frontier, pareto, stages, tradeoff
-from cleave.report.words import percent
 from cleave.simulator.breakdown import Stage
 
 KEYS = ["attainment", "cdf-ttft", "cdf-tpot", "stages", "frontier"]
@@ -80,4 +80,5 @@ def test_latencies_that_lie_far_apart_get_a_logarithmic_axis(made) -> None:
     late = replace(slow.prediction, ttft_ms=replace(slow.prediction.ttft_ms, p90=90_000.0))
     answer = replace(made.answer, alternatives=(replace(slow, prediction=late),))
     assert tradeoff(replace(made, answer=answer), "ttft").figure.layout.xaxis.type == "log"
-    assert tradeoff(made, "ttft").figure.layout.xaxis.type is None
+    near = replace(made.answer, alternatives=made.answer.alternatives[:3])
+    assert tradeoff(replace(made, answer=near), "ttft").figure.layout.xaxis.type is None

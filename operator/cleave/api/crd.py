@@ -41,6 +41,14 @@ _DEPLOYMENT_COLUMNS = [
     _column("Mixed", "integer", _ready("mixed"), "Ready mixed instances."),
     _column("GPUs", "integer", ".status.plan.gpus", "GPUs of all instances."),
     _AGE,
+    _column("Plan", "string", ".status.plan.verdict", "The planner's verdict.", wide=True),
+    _column(
+        "Goodput",
+        "number",
+        ".status.plan.predicted.goodput",
+        "Predicted requests per second within the latency targets.",
+        wide=True,
+    ),
     _column("URL", "string", ".status.url", "Base URL for clients.", wide=True),
     _column("Revision", "string", ".status.plan.revision", "Engine and model.", wide=True),
 ]

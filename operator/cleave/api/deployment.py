@@ -11,9 +11,10 @@ from pydantic import Field
 
 from cleave.api.engine import Engine, Template
 from cleave.api.model import ModelField
+from cleave.api.planned import ManualPool, SelectedPlan
 from cleave.api.planning import Planning
 from cleave.api.resource import Conditions, Resource, name_rule
-from cleave.api.role import Parallelism, Role
+from cleave.api.role import Role
 from cleave.api.shape import Rule, Shape, keyed_by
 from cleave.api.workload import Workload
 
@@ -29,17 +30,6 @@ class Slo(Shape):
     """Time per output token after the first, in milliseconds."""
     attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of requests that must meet both targets."""
-
-
-class ManualPool(Shape):
-    """Instances of one role, counted by hand."""
-
-    role: Annotated[Role, Field(strict=False)]
-    """prefill, decode or mixed."""
-    replicas: Annotated[int, Field(ge=1, le=10000)] = 1
-    """Instances of this role."""
-    parallelism: Parallelism = Parallelism()
-    """How one instance is spread over GPUs."""
 
 
 class ManualPlacement(Shape):
@@ -119,17 +109,6 @@ class LLMDeploymentSpec(Shape):
             field="routing.fallback",
         ),
     )
-
-
-class SelectedPlan(Shape):
-    """The placement in force."""
-
-    revision: str
-    """Identifies engine and model; instances of unlike revisions never work together."""
-    reason: str
-    """Why this placement."""
-    gpus: Annotated[int, Field(ge=0)]
-    """GPUs of all instances."""
 
 
 class RoleStatus(Shape):

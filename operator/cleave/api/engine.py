@@ -116,6 +116,10 @@ class Engine(Shape):
         """Settings of the emulated engine, defaults included."""
         return self.emulated or Emulation()
 
+    def states(self, flag: str) -> bool:
+        """Whether `args` hold this flag, in any of the spellings that the engine takes."""
+        return any(_flag(arg) == flag for arg in self.args)
+
 
 class Toleration(Shape):
     """A taint that the workers may be scheduled onto, as in a pod."""

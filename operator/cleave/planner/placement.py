@@ -12,7 +12,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Engine, EngineType
 from cleave.api.role import Role
 from cleave.perf import latency
-from cleave.planner.plan import PlannedPool
+from cleave.planner.plan import Answer, PlannedPool
 
 
 class PlanError(ValueError):
@@ -32,6 +32,8 @@ class Placement:
     """At most one per role, in the order prefill, decode, mixed."""
     reason: str
     """One sentence for status and the command line."""
+    answer: Answer | None = None
+    """What the planner said; None: stated by hand or not planned."""
 
     @property
     def gpus(self) -> int:
@@ -59,7 +61,13 @@ def plan(deployment: LLMDeployment) -> Placement:
     order = list(Role)
     return Placement(
         pools=tuple(
-            PlannedPool(pool.role, pool.replicas, pool.parallelism)
+            PlannedPool(
+                pool.role,
+                pool.replicas,
+                pool.parallelism,
+                max_num_seqs=pool.max_num_seqs,
+                max_num_batched_tokens=pool.max_num_batched_tokens,
+            )
             for pool in sorted(stated.manual, key=lambda pool: order.index(pool.role))
         ),
         reason="stated by hand in spec.placement.manual",

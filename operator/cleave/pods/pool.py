@@ -1,12 +1,18 @@
-"""Pools from a placement: one InstancePool per role. Pure; called by `cleave.local`."""
+"""Pools from a placement: one InstancePool per role; the placement as status tells it.
+
+Pure; called by `cleave.local`.
+"""
 
 import hashlib
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Engine
+from cleave.api.planned import SelectedPlan
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
+from cleave.planner.summary import option, predicted
 from cleave.pods.container import image
 from cleave.pods.labels import DEPLOYMENT, ROLE, pool_name
 
@@ -36,6 +42,35 @@ def revision(deployment: LLMDeployment) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
 
 
+def selected_plan(deployment: LLMDeployment, placement: Placement) -> SelectedPlan:
+    """The placement in force, for `status.plan`."""
+    answer = placement.answer
+    chosen = answer.selected if answer else None
+    return SelectedPlan(
+        revision=revision(deployment),
+        reason=placement.reason,
+        gpus=placement.gpus,
+        verdict=str(answer.verdict) if answer else None,
+        predicted=predicted(chosen) if chosen else None,
+        alternatives=[option(plan) for plan in answer.alternatives[:3]] if answer else [],
+    )
+
+
+def _with_limits(engine: Engine, planned: PlannedPool) -> Engine:
+    """The engine with the limits of a pass that the plan assumes; stated arguments come first."""
+    limits = (
+        ("--max-num-seqs", planned.max_num_seqs),
+        ("--max-num-batched-tokens", planned.max_num_batched_tokens),
+    )
+    added = [
+        part
+        for flag, value in limits
+        if value is not None and not engine.states(flag)
+        for part in (flag, str(value))
+    ]
+    return engine.model_copy(update={"args": [*added, *engine.args]}) if added else engine
+
+
 def _pool(deployment: LLMDeployment, planned: PlannedPool, stamp: str) -> InstancePool:
     spec = deployment.spec
     return InstancePool(
@@ -51,7 +86,7 @@ def _pool(deployment: LLMDeployment, planned: PlannedPool, stamp: str) -> Instan
             parallelism=planned.parallelism,
             revision=stamp,
             model=spec.model,
-            engine=spec.engine,
+            engine=_with_limits(spec.engine, planned),
             template=spec.template,
         ),
     )

@@ -11,8 +11,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from cleave.planner.plan import Answer, Plan
+from cleave.planner.words import milliseconds, number, percent, plan_label
 from cleave.report.study import Latencies, Study, Sweep, rivals
-from cleave.report.words import milliseconds, number, percent, plan_label
 from cleave.simulator.breakdown import Stage
 
 Row = tuple[str, ...]

@@ -17,13 +17,13 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from cleave.planner.plan import Plan
+from cleave.planner.words import VERDICTS, milliseconds, number, percent, plan_label, pool_sentence
 from cleave.report import tables
 from cleave.report.charts import Chart, charts
 from cleave.report.drawing import describe, draw
 from cleave.report.layout import lay_out
 from cleave.report.study import Study
 from cleave.report.whatif import WhatIf, what_if
-from cleave.report.words import VERDICTS, milliseconds, number, percent, plan_label, pool_sentence
 
 
 def page(study: Study) -> str:

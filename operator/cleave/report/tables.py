@@ -5,7 +5,7 @@ from html import escape
 
 from cleave.api.deployment import Slo
 from cleave.planner.plan import Answer, Percentiles, Plan
-from cleave.report.words import milliseconds, number, percent, plan_label, power, trust_sentence
+from cleave.planner.words import milliseconds, number, percent, plan_label, power, trust_sentence
 
 
 def table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

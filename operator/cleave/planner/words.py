@@ -1,4 +1,4 @@
-"""Plans and figures in words: the same on the page and in the terminal."""
+"""Plans and figures in words: the same on the page, in the terminal and in status. Pure."""
 
 import math
 

@@ -6,7 +6,7 @@ import pytest
 
 from cleave.api.role import Parallelism, Role
 from cleave.planner.plan import PlannedPool
-from cleave.report.words import milliseconds, number, percent, plan_label, pool_sentence, power
+from cleave.planner.words import milliseconds, number, percent, plan_label, pool_sentence, power
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Instances per role, by hand or planned, and what a plan is expected to do.
+
+Parts of LLMDeployment. Written by `cleave.pods` and `cleave plan`; figures are absent where nothing
+predicted them.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from cleave.api.role import Parallelism, Role
+from cleave.api.shape import Shape
+
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class ManualPool(Shape):
+    """Instances of one role, counted by hand."""
+
+    role: Annotated[Role, Field(strict=False)]
+    """prefill, decode or mixed."""
+    replicas: Annotated[int, Field(ge=1, le=10000)] = 1
+    """Instances of this role."""
+    parallelism: Parallelism = Parallelism()
+    """How one instance is spread over GPUs."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Most requests in one pass; absent, or stated in engine.args: what the engine does then."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Most tokens in one pass; absent, or stated in engine.args: what the engine does then."""
+
+
+class PlannedInstances(ManualPool):
+    """Instances of one role in a plan."""
+
+    gpu: str | None = None
+    """Kind of GPU; absent: whatever the nodes have."""
+
+
+class LatencyPercentiles(Shape):
+    """Of one latency over all requests, in milliseconds; absent: those requests never end."""
+
+    p50: NonNegative | None = None
+    """Median."""
+    p90: NonNegative | None = None
+    """90th percentile."""
+    p99: NonNegative | None = None
+    """99th percentile."""
+
+
+class Predicted(Shape):
+    """What the planner's simulation says; latencies and attainment are at the asked rate."""
+
+    goodput: NonNegative
+    """Highest rate (requests per second) at which the latency targets hold."""
+    goodput_low: NonNegative
+    """Lower end of the 95 % confidence interval of goodput."""
+    goodput_high: NonNegative
+    """Upper end of the same."""
+    goodput_per_gpu: NonNegative
+    """Goodput by GPU."""
+    attainment: Annotated[float, Field(ge=0, le=1)]
+    """Share of requests that meet both targets."""
+    ttft_ms: LatencyPercentiles
+    """Time to first token."""
+    tpot_ms: LatencyPercentiles
+    """Time per output token after the first."""
+    cost_per_hour: NonNegative
+    """Price of all GPUs for an hour."""
+    power_watts: NonNegative
+    """Provisioned power of all GPUs."""
+    trust: str
+    """Where the latencies come from, and how wrong they have been."""
+
+
+class PlanOption(Shape):
+    """One way to serve the deployment."""
+
+    pools: list[PlannedInstances] = Field(default_factory=list, max_length=3)
+    """Instances, by role."""
+    gpus: Annotated[int, Field(ge=0)]
+    """GPUs of all instances."""
+    algorithm: str = ""
+    """How it was found."""
+    predicted: Predicted | None = None
+    """What it is expected to do; absent: nothing was predicted."""
+
+
+class SelectedPlan(Shape):
+    """The placement in force."""
+
+    revision: str
+    """Identifies engine and model; instances of unlike revisions never work together."""
+    reason: str
+    """Why this placement."""
+    gpus: Annotated[int, Field(ge=0)]
+    """GPUs of all instances."""
+    verdict: str | None = None
+    """Disaggregate or Colocate; absent: not planned."""
+    predicted: Predicted | None = None
+    """What it is expected to do; absent: nothing was predicted."""
+    alternatives: list[PlanOption] = Field(default_factory=list, max_length=3)
+    """The next best plans, best first."""

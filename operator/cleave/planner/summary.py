@@ -1,0 +1,102 @@
+"""Plans in the resource's own words: for status, and for `cleave plan -o json|yaml`. Pure."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from cleave.api.planned import LatencyPercentiles, PlannedInstances, PlanOption, Predicted
+from cleave.planner.plan import Answer, NearestSlo, Percentiles, Plan, PlannedPool, Prediction
+from cleave.planner.words import trust_sentence
+
+Document = dict[str, Any]
+
+
+def option(plan: Plan) -> PlanOption:
+    """A plan with its prediction."""
+    return PlanOption(
+        pools=instances(plan.pools),
+        gpus=plan.gpus,
+        algorithm=plan.algorithm,
+        predicted=predicted(plan),
+    )
+
+
+def instances(pools: Iterable[PlannedPool]) -> list[PlannedInstances]:
+    """Pools as they are written under spec.placement.manual, and their GPU."""
+    return [
+        PlannedInstances(
+            role=pool.role,
+            replicas=pool.replicas,
+            parallelism=pool.parallelism,
+            gpu=pool.gpu,
+            max_num_seqs=pool.max_num_seqs,
+            max_num_batched_tokens=pool.max_num_batched_tokens,
+        )
+        for pool in pools
+    ]
+
+
+def predicted(plan: Plan) -> Predicted:
+    """The prediction of a plan."""
+    seen: Prediction = plan.prediction
+    return Predicted(
+        goodput=seen.goodput,
+        goodput_low=seen.goodput_interval[0],
+        goodput_high=seen.goodput_interval[1],
+        goodput_per_gpu=plan.goodput_per_gpu,
+        attainment=seen.attainment,
+        ttft_ms=_percentiles(seen.ttft_ms),
+        tpot_ms=_percentiles(seen.tpot_ms),
+        cost_per_hour=seen.cost_per_hour,
+        power_watts=seen.power_watts,
+        trust=trust_sentence(seen.trust),
+    )
+
+
+def document(answer: Answer, most_alternatives: int) -> Document:
+    """All that the planner said, ready for JSON."""
+    return {
+        "verdict": str(answer.verdict),
+        "reason": answer.reason,
+        "whatWouldChange": answer.what_would_change,
+        "nearestSlo": answer.nearest_slo and _nearest(answer.nearest_slo),
+        "selected": answer.selected and _written(option(answer.selected)),
+        "alternatives": [
+            _written(option(plan)) for plan in answer.alternatives[:most_alternatives]
+        ],
+        "warnings": list(answer.warnings),
+        "search": {
+            "candidates": answer.num_candidates,
+            "simulatedRequests": answer.num_simulated_requests,
+            "elapsedSeconds": round(answer.elapsed_s, 3),
+        },
+    }
+
+
+def placement(plan: Plan) -> Document:
+    """The block under `spec.placement` that states a plan by hand."""
+    pools = (each.model_dump(mode="json", exclude_none=True) for each in instances(plan.pools))
+    return {"manual": [{k: v for k, v in pool.items() if k != "gpu"} for pool in pools]}
+
+
+def _written(each: PlanOption) -> Document:
+    return each.model_dump(mode="json", exclude_none=True)
+
+
+def _nearest(slo: NearestSlo) -> Document:
+    return {
+        "scale": slo.scale,
+        "ttftMs": slo.ttft_ms,
+        "tpotMs": slo.tpot_ms,
+        "plan": slo.plan,
+    }
+
+
+def _percentiles(latency: Percentiles) -> LatencyPercentiles:
+    return LatencyPercentiles(
+        p50=_finite(latency.p50), p90=_finite(latency.p90), p99=_finite(latency.p99)
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

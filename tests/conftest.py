@@ -1,0 +1,96 @@
+"""Answers of the planner made by hand, for all that shows or applies them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from cleave.api.role import Parallelism, Role
+from cleave.perf.trust import Basis, Trust
+from cleave.planner.plan import (
+    Answer,
+    NearestSlo,
+    Percentiles,
+    Plan,
+    PlannedPool,
+    Prediction,
+    Verdict,
+)
+
+TRUST = Trust(Basis.FITTED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041)
+A100 = "A100-SXM-80GB"
+
+
+def pool(role: Role, replicas: int, tensor: int = 1, pipeline: int = 1) -> PlannedPool:
+    size = Parallelism(tensor=tensor, pipeline=pipeline)
+    return PlannedPool(role, replicas, size, A100, "VLLM", 256, 8192)
+
+
+def made_plan(goodput: float, *pools: PlannedPool, algorithm: str = "Algorithm 1") -> Plan:
+    gpus = sum(each.gpus for each in pools)
+    load = 5.0 / goodput
+    seen = Prediction(
+        goodput=goodput,
+        goodput_interval=(goodput * 0.97, goodput * 1.02),
+        attainment=min(0.999, 1.06 - 0.1 * load),
+        ttft_ms=Percentiles(90 + 40 * load, 160 + 150 * load, 320 + 400 * load),
+        tpot_ms=Percentiles(18 + 5 * load, 24 + 9 * load, 33 + 20 * load),
+        cost_per_hour=1.8 * gpus,
+        power_watts=400.0 * gpus,
+        trust=TRUST,
+    )
+    return Plan(pools, seen, algorithm, goodput / gpus)
+
+
+def overloaded(plan: Plan) -> Plan:
+    """The slowest requests never end."""
+    endless = Percentiles(380.0, 9000.0, math.inf)
+    return replace(plan, prediction=replace(plan.prediction, ttft_ms=endless, attainment=0.55))
+
+
+DISAGGREGATED = made_plan(
+    9.4, pool(Role.PREFILL, 2, 2), pool(Role.DECODE, 1, 2), algorithm="Algorithm 2"
+)
+COLOCATED = made_plan(5.6, pool(Role.MIXED, 4), algorithm="colocated")
+OTHERS = (
+    COLOCATED,
+    made_plan(6.1, pool(Role.PREFILL, 3), pool(Role.DECODE, 3)),
+    made_plan(3.1, pool(Role.PREFILL, 1), pool(Role.DECODE, 1)),
+    made_plan(2.6, pool(Role.MIXED, 2), algorithm="colocated"),
+    made_plan(11.8, pool(Role.PREFILL, 3, 2), pool(Role.DECODE, 2)),
+    overloaded(made_plan(4.0, pool(Role.MIXED, 2, 2), algorithm="colocated")),
+)
+
+
+@pytest.fixture
+def answer() -> Answer:
+    return Answer(
+        verdict=Verdict.DISAGGREGATE,
+        selected=DISAGGREGATED,
+        alternatives=OTHERS,
+        reason="Two prefill instances of tensor size 2 and one decode instance carry 1.57 req/s "
+        "per GPU, 12 % more than the best colocated plan.",
+        what_would_change="The runner-up, 4M tp1, has 1.40 req/s per GPU; a TPOT "
+        "target of 55 ms would make it the choice.",
+        nearest_slo=None,
+        warnings=("Prompt lengths vary strongly: replaying the trace is safer than its fit.",),
+        num_candidates=96,
+        num_simulated_requests=2_400_000,
+        elapsed_s=0.94,
+    )
+
+
+@pytest.fixture
+def infeasible(answer: Answer) -> Answer:
+    return Answer(
+        verdict=Verdict.INFEASIBLE,
+        selected=None,
+        alternatives=(),
+        reason="No placement on 32 GPUs holds TTFT 20 ms: one prompt alone takes 70 ms.",
+        what_would_change="A TTFT target of 180 ms.",
+        nearest_slo=NearestSlo(9.0, 180.0, 360.0, "2P tp4 + 1D tp1"),
+        warnings=(),
+        num_candidates=96,
+        num_simulated_requests=400_000,
+        elapsed_s=0.3,
+    )
