@@ -171,6 +171,19 @@ def test_yaml_that_json_cannot_say_is_a_fault_and_no_crash(manifest: Make) -> No
     assert faults(head + "spec: {[1, 2]: 3}\n") == ("manifest:3: found unhashable key",)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("[" * 5000, "manifest: is nested too deeply"),
+        ("9" * 5000, "manifest: Exceeds the limit (4300 digits)"),
+        ("2024-99-99", "manifest: month must be in 1..12"),
+    ],
+)
+def test_yaml_that_python_cannot_hold_is_a_fault_and_no_crash(value: str, told: str) -> None:
+    (fault,) = faults(f"spec: {value}")
+    assert fault.startswith(told)
+
+
 def test_numbers_without_end_are_refused(manifest: Make) -> None:
     document = yaml.safe_dump(manifest(slo={"ttftMs": float("inf"), "tpotMs": 1}))
     assert faults(document) == ("spec.slo.ttftMs: must be a number (got inf)",)

@@ -116,6 +116,11 @@ def _documents(source: str | Path) -> list[object]:
         raise ManifestError([f"{place}: {error.problem or error.context}"]) from error
     except yaml.YAMLError as error:
         raise ManifestError([f"{_label(source)}: {str(error).splitlines()[0]}"]) from error
+    except RecursionError as error:
+        raise ManifestError([f"{_label(source)}: is nested too deeply"]) from error
+    except ValueError as error:
+        # Dates that do not exist, numbers without end: YAML's own types do not check these.
+        raise ManifestError([f"{_label(source)}: {error}"]) from error
 
 
 class _Loader(yaml.SafeLoader):

@@ -112,8 +112,8 @@ def language_part(config: object) -> Fields:
         return whole
     if part.values.get("text_config") is not None:
         raise ConfigError("text_config holds another text_config; keep one level")
-    shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
-    return Fields({**shared, **part.values}, part.path)
+    shared = {name: config.get(name) for name in _SHARED if part.values.get(name) is None}
+    return Fields({**part.values, **shared}, part.path)
 
 
 def _whole(digits: str) -> int:
