@@ -160,6 +160,7 @@ def test_a_model_folder_gives_its_shape_and_any_other_name_the_default(tmp_path:
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "num_attention_heads": 4,
+        "intermediate_size": 256,
         "vocab_size": 300,
         "max_position_embeddings": 1024,
     }
