@@ -8,6 +8,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 _MOST_CELLS = 2048
+_DETERMINED = 1e-9
+"""A direction with less than this share of the samples' weight is not determined."""
 
 Points = Sequence[tuple[float, float]]
 """(place, value), places ascending."""
@@ -56,22 +58,34 @@ def non_decreasing(points: Points) -> list[tuple[float, float]]:
 def least_squares(
     rows: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Coefficients that minimise sum(weight * (row . coefficients - value)^2).
+    """Coefficients, none below 0, that minimise sum(weight * (row . coefficients - value)^2).
 
     Raises ValueError when the rows do not determine them.
     """
     size = len(rows[0])
-    given = weights or [1.0] * len(rows)
-    # Columns are scaled to 1: tokens and tokens^2 side by side would look degenerate.
-    scales = [max(abs(row[i]) for row in rows) or 1.0 for i in range(size)]
-    matrix = [[0.0] * (size + 1) for _ in range(size)]
-    for row, value, weight in zip(rows, values, given, strict=True):
-        scaled = [part / scale for part, scale in zip(row, scales, strict=True)]
+    moments = [[0.0] * size for _ in range(size)]
+    right = [0.0] * size
+    for row, value, weight in zip(rows, values, weights or [1.0] * len(rows), strict=True):
         for i in range(size):
+            right[i] += weight * row[i] * value
             for j in range(size):
-                matrix[i][j] += weight * scaled[i] * scaled[j]
-            matrix[i][size] += weight * scaled[i] * value
-    return tuple(part / scale for part, scale in zip(_solve(matrix), scales, strict=True))
+                moments[i][j] += weight * row[i] * row[j]
+    return solve_moments(moments, right)
+
+
+def solve_moments(moments: Sequence[Sequence[float]], right: Sequence[float]) -> tuple[float, ...]:
+    """The normal equations of least squares; what would be below 0 is left out, as 0.
+
+    Raises ValueError when they determine nothing: columns that are 0 or go along with others.
+    """
+    wanted = list(range(len(right)))
+    while wanted:
+        solved = _solve([[*(moments[i][j] for j in wanted), right[i]] for i in wanted])
+        if min(solved) >= 0:
+            known = dict(zip(wanted, solved, strict=True))
+            return tuple(known.get(i, 0.0) for i in range(len(right)))
+        del wanted[solved.index(min(solved))]
+    return (0.0,) * len(right)
 
 
 def mean_error(pairs: Iterable[tuple[float, float]]) -> float | None:
@@ -81,19 +95,26 @@ def mean_error(pairs: Iterable[tuple[float, float]]) -> float | None:
 
 
 def _solve(matrix: list[list[float]]) -> list[float]:
-    """Gauss with pivots on a square matrix and its right side as last column; in place."""
+    """Gauss with pivots on a matrix of moments with the right side as last column."""
     size = len(matrix)
-    largest = max(abs(matrix[i][i]) for i in range(size))
+    # Each column is scaled to 1: tokens and tokens^2 side by side would look degenerate.
+    scales = [math.sqrt(matrix[i][i]) for i in range(size)]
+    if min(scales) == 0:
+        raise ValueError("the samples do not determine the coefficients")
+    rows = [
+        [*(matrix[i][j] / scales[i] / scales[j] for j in range(size)), matrix[i][size] / scales[i]]
+        for i in range(size)
+    ]
     for i in range(size):
-        pivot = max(range(i, size), key=lambda k: abs(matrix[k][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        if abs(matrix[i][i]) <= 1e-12 * largest:
+        pivot = max(range(i, size), key=lambda k: abs(rows[k][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        if abs(rows[i][i]) <= _DETERMINED:
             raise ValueError("the samples do not determine the coefficients")
         for k in range(i + 1, size):
-            share = matrix[k][i] / matrix[i][i]
-            matrix[k] = [a - share * b for a, b in zip(matrix[k], matrix[i], strict=True)]
+            share = rows[k][i] / rows[i][i]
+            rows[k] = [a - share * b for a, b in zip(rows[k], rows[i], strict=True)]
     solution = [0.0] * size
     for i in reversed(range(size)):
-        known = sum(matrix[i][j] * solution[j] for j in range(i + 1, size))
-        solution[i] = (matrix[i][size] - known) / matrix[i][i]
-    return solution
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - known) / rows[i][i]
+    return [part / scale for part, scale in zip(solution, scales, strict=True)]

@@ -106,7 +106,7 @@ def _square_ms(points: Sequence[PrefillPoint]) -> float:
         return 0.0
     # Never so much that the rest would fall from the shortest to the longest prompt.
     (first, first_ms), (last, last_ms) = singles[0], singles[-1]
-    return min(max(found, 0.0), max((last_ms - first_ms) / (last**2 - first**2), 0.0))
+    return min(found, max((last_ms - first_ms) / (last**2 - first**2), 0.0))
 
 
 def _prefill_pairs(points: Sequence[PrefillPoint]) -> Iterator[tuple[float, float]]:

@@ -77,19 +77,14 @@ def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) 
 def fit_prompt_attention(points: Sequence[PrefillAttentionPoint]) -> tuple[float, float, float]:
     """ms in one layer: per chunk, per token, per token^2 of end^2 - start^2; none below 0."""
     squares = [(p.tokens + p.cached_tokens) ** 2 - p.cached_tokens**2 for p in points]
-    columns = [[1.0] * len(points), [float(p.tokens) for p in points], [float(s) for s in squares]]
     weights = [1 / point.ms**2 for point in points]
-    found = [0.0, 0.0, 0.0]
-    wanted = [2] if len({p.place for p in points}) < 3 else [0, 1, 2]
-    while wanted:
-        rows = [[columns[i][k] for i in wanted] for k in range(len(points))]
-        solved = curve.least_squares(rows, [point.ms for point in points], weights)
-        if min(solved) >= 0:
-            for i, value in zip(wanted, solved, strict=True):
-                found[i] = value
-            break
-        del wanted[solved.index(min(solved))]
-    return found[0], found[1], found[2]
+    ms = [point.ms for point in points]
+    rows = [[1.0, p.tokens, square] for p, square in zip(points, squares, strict=True)]
+    try:
+        fixed, per_token, square_ms = curve.least_squares(rows, ms, weights)
+    except ValueError:  # lengths too few for three coefficients
+        return 0.0, 0.0, curve.least_squares([[square] for square in squares], ms, weights)[0]
+    return fixed, per_token, square_ms
 
 
 def _token_level_ms(operators: Operators, tensor_parallel_size: int) -> Rows:
@@ -140,4 +135,4 @@ def _fit_send(points: Sequence[CommunicationPoint]) -> tuple[float, float]:
         [point.ms for point in points],
         [1 / point.ms**2 for point in points],
     )
-    return max(fixed, 0.0), max(per_byte, 0.0)
+    return fixed, per_byte

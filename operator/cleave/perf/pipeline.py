@@ -53,7 +53,8 @@ def prefill_saturation_tokens(timing: Timing, max_model_len: int) -> int:
     speeds = [tokens / _prompt_ms(timing, tokens) for tokens in lengths]
     enough = _NEAR_THE_BEST * max(speeds)
     first = next(tokens for tokens, speed in zip(lengths, speeds, strict=True) if speed >= enough)
-    return min(2 ** round(math.log2(first)), max_model_len)
+    nearest: int = 2 ** round(math.log2(first))
+    return min(nearest, max_model_len)
 
 
 def _prompt_ms(timing: Timing, tokens: float) -> float:

@@ -1,0 +1,244 @@
+"""How wrong Cleave's latency models are, source by source and phase by phase.
+
+Run from the root: `.venv/bin/python benchmarks/calibration/run.py --data FOLDER`. Published fits
+and measurements are in Cleave itself; the folder adds Vidur's operator profiles. README.md says how
+to read the table.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import vidur
+from rich.console import Console
+from rich.table import Table
+
+from cleave.perf import (
+    aladdin,
+    curve,
+    distserve,
+    gpu,
+    latency,
+    measured,
+    model,
+    operator_profile,
+    operators,
+    roofline,
+    splitwise,
+)
+from cleave.perf.link import within_node
+from cleave.perf.profile import MeasuredProfile
+from cleave.perf.roofline import Engine, Kernels, Roofline
+from cleave.perf.timing import Timing
+
+PROMPTS = ((128,), (256,), (512,), (1024,), (2048,), (256,) * 4, (512,) * 4)
+BATCHES = tuple(
+    (batch, batch * mean) for batch in (1, 4, 16, 32, 64, 128) for mean in (128, 512, 1024)
+)
+LONGEST_WHOLE_PASS = 2048
+"""Splitwise's vLLM shows a kink beyond, which no operator explains."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+HOSTS = {"A100-SXM-80GB": 0.50, "H100-SXM-80GB": 0.31}
+"""ms that the host of Splitwise's machines needs for a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the table; errors are means of |predicted / measured - 1|."""
+
+    model: str
+    source: str
+    prefill: float | None
+    decode: float | None
+    note: str = ""
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    lines = [*interpolation(), *affine(), *roofline_of_distserve(), *roofline_of_splitwise()]
+    if (folder := args.data / "vidur").is_dir():
+        lines += [*products(folder), element_wise(folder), operator_passes(folder)]
+    if args.json:
+        print(json.dumps([asdict(line) for line in lines], indent=1))
+    else:
+        show(lines)
+
+
+def interpolation() -> Iterator[Line]:
+    """Splitwise's runs, each point from the others."""
+    for key in splitwise.measured():
+        errors = measured.held_out_errors(splitwise.profile(*key))
+        yield Line(
+            "interpolation", f"splitwise {label(*key)}", errors.prefill, errors.decode, "held out"
+        )
+
+
+def affine() -> Iterator[Line]:
+    """Aladdin's Eq. 2 and 3 on the same runs, in sample: what straight lines can do at best."""
+    for key in splitwise.measured():
+        found = splitwise.profile(*key)
+        times = aladdin.IterationTimes()
+        for point in found.prefill:
+            times.add_prefill(point.prompts * point.tokens, point.ms)
+        for point in found.decode:
+            times.decode.add((point.context_tokens, point.batch, 1.0), point.ms)
+        timing = times.coefficients().timing()
+        yield line("Aladdin Eq. 2-3", f"splitwise {label(*key)}", timing, found, "in sample")
+
+
+def roofline_of_distserve() -> Iterator[Line]:
+    """DistServe's own engine; both vLLMs of the time are slower than their kernels."""
+    for name, fit in distserve.FITS.items():
+        engine, model_name, size = name.split("/")
+        engine = roofline.GRAPHS if engine == "distserve" else roofline.VLLM_2023
+        timing = computed(model_name, "A100-SXM-80GB", int(size.removeprefix("tp")), engine)
+        published = latency.to_timing(fit)
+        yield Line(
+            "roofline",
+            name,
+            curve.mean_error((timing.prefill_ms(p), published.prefill_ms(p)) for p in PROMPTS),
+            curve.mean_error(
+                (timing.decode_pass_ms(*b), published.decode_pass_ms(*b)) for b in BATCHES
+            ),
+            engine.name,
+        )
+
+
+def roofline_of_splitwise() -> Iterator[Line]:
+    for name, device, tensor in splitwise.measured():
+        found = splitwise.profile(name, device, tensor)
+        engine = replace(roofline.VLLM_2023, host_layer_ms=HOSTS[device])
+        timing = computed(name, device, tensor, engine)
+        whole = [p for p in found.prefill if p.prompts * p.tokens <= LONGEST_WHOLE_PASS]
+        shown = f"splitwise {label(name, device, tensor)}"
+        yield line("roofline", shown, timing, found, f"{engine.name}, all passes")
+        yield line(
+            "roofline", shown, timing, replace(found, prefill=tuple(whole)), "to 2,048 tokens"
+        )
+
+
+def products(folder: Path) -> Iterator[Line]:
+    """Matrix products against Vidur's; also with constants fitted on the other GPU alone."""
+    by_gpu = {name: list(samples(folder, name)) for name in vidur.GPUS.values()}
+    for name, found in by_gpu.items():
+        other = next(each for each in by_gpu if each != name)
+        held_out = curve.mean_error(predicted(found, refit(by_gpu[other])))
+        in_use = curve.mean_error(predicted(found, of_gpu(name)))
+        yield Line("matrix products", f"vidur {name}", in_use, None, "constants in use")
+        yield Line("matrix products", f"vidur {name}", held_out, None, f"fitted on {other}")
+
+
+def element_wise(folder: Path) -> Line:
+    def pairs() -> Iterator[tuple[float, float]]:
+        for layer in vidur.layers(folder):
+            if layer.rows >= 512:
+                shape, device = model.load(layer.model), gpu.find(layer.gpu)
+                moved = layer.rows * operators.element_wise_bytes(shape, layer.tensor)
+                rate = device.memory_gbps * 1e6 * roofline.KERNELS.element_wise
+                kernels = operators.ELEMENT_WISE_KERNELS * roofline.KERNELS.kernel_ms
+                yield moved / shape.num_layers / rate + kernels, layer.element_wise_ms
+
+    return Line("element-wise", "vidur, 512 rows and more", curve.mean_error(pairs()), None)
+
+
+def operator_passes(folder: Path) -> Line:
+    """Passes from Vidur's operators against Splitwise's of the same model, GPU and size."""
+    found = vidur.operators_of_llama_70b(folder)
+    timing = operator_profile.to_timing(replace(found, pass_overhead_ms=5.0), 2)
+    target = splitwise.profile("llama-2-70b", "A100-SXM-80GB", 2)
+    return line("operators summed", "vidur -> splitwise llama-2-70b A100 tp2", timing, target)
+
+
+def computed(name: str, device: str, tensor: int, engine: Engine) -> Timing:
+    found = gpu.find(device)
+    return Roofline(model.load(name), found, tensor, within_node(found), engine).timing()
+
+
+def line(kind: str, source: str, timing: Timing, found: MeasuredProfile, note: str = "") -> Line:
+    return Line(
+        kind,
+        source,
+        curve.mean_error((timing.prefill_ms([p.tokens] * p.prompts), p.ms) for p in found.prefill),
+        curve.mean_error(
+            (timing.decode_pass_ms(p.batch, p.context_tokens), p.ms) for p in found.decode
+        ),
+        note,
+    )
+
+
+Sample = tuple[float, float, float]
+"""Nominal compute and memory time, measured time; milliseconds."""
+Constants = tuple[float, float, float, float]
+"""Compute, memory, kernel ms, sharpness."""
+
+
+def samples(folder: Path, name: str) -> Iterator[Sample]:
+    for layer in vidur.layers(folder):
+        if layer.gpu != name or layer.rows not in ROWS:
+            continue
+        device = gpu.find(name)
+        for product in operators.matrix_products(model.load(layer.model), layer.tensor, layer.rows):
+            compute_ms = product.flops / (device.dense_tflops * 1e9)
+            memory_ms = product.size_bytes / (device.memory_gbps * 1e6)
+            yield compute_ms, memory_ms, layer.products[product.name]
+
+
+def of_gpu(name: str) -> Constants:
+    kernels: Kernels = roofline.KERNELS
+    memory = kernels.memory_hbm3 if name.startswith("H100") else kernels.memory
+    return kernels.compute, memory, kernels.kernel_ms, kernels.sharpness
+
+
+def predicted(found: Iterable[Sample], constants: Constants) -> Iterator[tuple[float, float]]:
+    compute, memory, kernel_ms, power = constants
+    for compute_ms, memory_ms, ms in found:
+        joined = ((compute_ms / compute) ** power + (memory_ms / memory) ** power) ** (1 / power)
+        yield kernel_ms + joined, ms
+
+
+def refit(found: list[Sample]) -> Constants:
+    """Least mean error, by steps along each constant that shrink when none helps."""
+    best, factor = list(of_gpu("A100")), 1.2
+    score: Callable[[list[float]], float] = lambda c: curve.mean_error(predicted(found, tuple(c)))  # noqa: E731
+    least = score(best)
+    while factor > 1.005:
+        moves = [
+            [value * change if k == i else value for k, value in enumerate(best)]
+            for i in range(len(best))
+            for change in (factor, 1 / factor)
+        ]
+        error, move = min((score(each), each) for each in moves)
+        if error < least:
+            least, best = error, move
+        else:
+            factor = factor**0.5
+    return tuple(best)
+
+
+def label(name: str, device: str, tensor: int) -> str:
+    return f"{name} {device.partition('-')[0]} tp{tensor}"
+
+
+def show(lines: Iterable[Line]) -> None:
+    table = Table(title="Mean absolute percentage error")
+    for column in ("model", "source", "prefill", "decode", "note"):
+        table.add_column(column, justify="right" if column in ("prefill", "decode") else "left")
+    for each in lines:
+        table.add_row(
+            each.model, each.source, percent(each.prefill), percent(each.decode), each.note
+        )
+    Console(width=120).print(table)
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+if __name__ == "__main__":
+    main()
