@@ -19,6 +19,7 @@ from cleave.cli.profile import profile
 from cleave.cli.status import status
 from cleave.cli.up import up
 from cleave.cli.validate import validate
+from cleave.cli.workload import workload
 
 app = typer.Typer(
     name="cleave",
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, up, status, logs, down, validate, profile):
+for command in (demo, up, status, logs, down, validate, profile, workload):
     app.command()(command)
 app.command(context_settings=FORWARDED)(gateway)
 

@@ -23,6 +23,7 @@ _FEW = 1000
 _WINDOWS = 20
 """At least so many windows, and on average so many requests in one, to speak of dispersion."""
 _MAX_BURSTINESS = 20.0
+_MAX_RATE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,23 @@ def diagnose(trace: Trace) -> Diagnosis:
     )
 
 
-def fit(trace: Trace, rate: float | None = None) -> api.Workload:
+def fit(trace: Trace, rate: float | None = None, burstiness: float | None = None) -> api.Workload:
     """The traffic as `spec.workload` states it, with log-normal lengths and gamma gaps.
 
-    `rate`: instead of the trace's own. Raises DemandError when there is neither.
+    `rate`, `burstiness`: instead of the trace's own. Raises DemandError when there is no rate
+    or none that can be stated.
     """
     arrivals = _arrivals(trace) if trace.rate else None
-    stated = rate or (arrivals.rate if arrivals else None)
-    if stated is None:
-        raise DemandError("rate: the requests have no arrival times; state one")
-    burstiness = min(arrivals.burstiness, _MAX_BURSTINESS) if arrivals else 1.0
+    if rate is None:
+        if arrivals is None:
+            raise DemandError("rate: the requests have no arrival times; state one")
+        rate = arrivals.rate
+    if not 0 < rate <= _MAX_RATE:
+        raise DemandError(f"rate {rate:g}: must be above 0 and at most {_MAX_RATE:,} per second")
+    if burstiness is None:
+        burstiness = min(arrivals.burstiness, _MAX_BURSTINESS) if arrivals else 1.0
     return api.Workload(
-        rate=_short(stated),
+        rate=_short(rate),
         prompt_tokens=_lengths(trace.prompt_tokens).to_spec(),
         output_tokens=_lengths(trace.output_tokens).to_spec(),
         burstiness=_short(burstiness),

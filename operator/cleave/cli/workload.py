@@ -1,0 +1,225 @@
+"""`cleave workload`: what traffic is like, as a block for `spec.workload` or more such requests."""
+
+import re
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cleave.cli.faults import BAD_INPUT, fail
+
+if TYPE_CHECKING:
+    from cleave.api.workload import Workload
+    from cleave.planner.diagnosis import Diagnosis
+    from cleave.planner.workload import Demand
+    from cleave.simulator.trace import Trace
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
+_SURVEY = 20_000
+"""Requests drawn from distributions to describe them."""
+
+
+class Output(StrEnum):
+    """How to print."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Traffic, whatever it came from."""
+
+    title: str
+    trace: "Trace"
+    """Its requests, or some that were drawn."""
+    demand: "Demand"
+    """What `--sample` draws from."""
+    recording: Path | None
+    """The file of `trace`; None: it was drawn."""
+    notes: tuple[str, ...] = ()
+    """Where it comes from and what is assumed, a sentence each."""
+
+
+def workload(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="CSV or JSONL file of requests, or a published workload such as chat-1m.",
+            autocompletion=lambda incomplete: complete(incomplete),
+        ),
+    ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(help="Read from this Prometheus server, http://host:9090.")
+    ] = None,
+    window: Annotated[
+        str, typer.Option(help="How far back to look there: 30m, 6h, 7d, ...")
+    ] = "1d",
+    model: Annotated[
+        str | None, typer.Option(help="Only requests for this model_name there.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, instead of its own.")
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(min=0, max=20, help="Variation of the gaps, instead of its own; 1: Poisson."),
+    ] = None,
+    fitted: Annotated[
+        bool, typer.Option("--fit", help="State distributions even where a replay is better.")
+    ] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+    sample: Annotated[
+        int | None, typer.Option(min=1, max=5_000_000, help="Draw so many requests into -O.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    file: Annotated[
+        Path | None, typer.Option("--output-file", "-O", help="CSV file for --sample.")
+    ] = None,
+) -> None:
+    """Describe traffic, say whether distributions stand for it, and print it as spec.workload.
+
+    `-o yaml` is ready to paste. Exit code 2: the source cannot be used. Examples:
+    cleave workload requests.csv; cleave workload chat-1m --rate 20 -o yaml;
+    cleave workload --prometheus http://prometheus:9090 --window 7d;
+    cleave workload requests.csv --sample 5000 --rate 12 -O more.csv
+    """
+    from cleave.planner.history import HistoryError
+    from cleave.planner.workload import DemandError
+
+    if (source is None) == (prometheus is None):
+        fail(["state either a file or name, or --prometheus URL"], BAD_INPUT)
+    if (sample is None) != (file is None):
+        fail(["--sample N and --output-file FILE go together"], BAD_INPUT)
+    try:
+        if prometheus is None:
+            found = _named(str(source), rate, burstiness)
+        else:
+            found = _observed(prometheus, _seconds(window), model, rate, burstiness)
+        if sample is not None and file is not None:
+            _write_sample(found, sample, seed, file)
+        else:
+            is_other = fitted or rate is not None or burstiness is not None
+            _print(found, _spec(found, rate, burstiness, may_replay=not is_other), output)
+    except (HistoryError, DemandError) as error:
+        fail([str(error)], BAD_INPUT)
+
+
+def complete(incomplete: str) -> list[str]:
+    """Names of published workloads; the shell completes files itself."""
+    from cleave.planner import published
+
+    return [name for name in published.names() if name.startswith(incomplete)]
+
+
+def _named(source: str, rate: float | None, burstiness: float | None) -> Found:
+    """A file if there is one of that name, else a published workload."""
+    from cleave.planner import diagnosis, history, published, workload
+
+    path = Path(source)
+    if path.exists() or path.suffix or "/" in source:
+        trace = history.read(path)
+        fitted = diagnosis.fit(trace, rate, burstiness)
+        demand = workload.resampled(trace, fitted.rate or 1.0, fitted.burstiness)
+        return Found(source, trace, demand, path)
+    known = published.find(source)
+    demand = known.demand(rate, _poisson_unless(burstiness))
+    notes = (f"from {known.source}", f"known: {known.known}", f"assumed: {known.assumed}")
+    return Found(known.name, demand.draw(_SURVEY), demand, None, notes)
+
+
+def _observed(
+    url: str, window_s: float, model: str | None, rate: float | None, burstiness: float | None
+) -> Found:
+    import time
+
+    from cleave.planner import prometheus
+
+    observed = prometheus.read(url, time.time(), window_s, model)
+    demand = observed.demand(rate, _poisson_unless(burstiness))
+    mean, peak = float(observed.rates.mean()), float(observed.rates.max())
+    seen = (
+        f"{observed.num_requests:,.0f} requests, {mean:.3g} per second and {peak:.3g} at the peak; "
+        f"to hold the SLO there, plan for --rate {peak:.3g}"
+    )
+    assumed = (
+        "assumed: even inside the histograms' buckets; prompt and output drawn apart; "
+        f"burstiness {_poisson_unless(burstiness):g}"
+    )
+    beyond = f"{observed.share_beyond:.1%} of requests are longer than the last bucket"
+    notes = (seen, assumed, *([beyond] if observed.share_beyond > 0.001 else []))
+    return Found("Prometheus", demand.draw(_SURVEY), demand, None, notes)
+
+
+def _poisson_unless(burstiness: float | None) -> float:
+    return 1.0 if burstiness is None else burstiness
+
+
+def _spec(
+    found: Found, rate: float | None, burstiness: float | None, *, may_replay: bool
+) -> dict[str, Any]:
+    """`spec.workload` as it is written in a manifest."""
+    from cleave.api.workload import TraceSource, Workload
+    from cleave.planner.diagnosis import diagnose, fit
+
+    if found.recording is None:
+        return _manifest(fit(found.trace, found.demand.rate, _poisson_unless(burstiness)))
+    if may_replay and not diagnose(found.trace).is_fit_good:
+        return _manifest(Workload(trace=TraceSource(path=str(found.recording.absolute()))))
+    return _manifest(fit(found.trace, rate, burstiness))
+
+
+def _manifest(spec: "Workload") -> dict[str, Any]:
+    return spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+
+
+def _write_sample(found: Found, num: int, seed: int, file: Path) -> None:
+    from cleave.planner import history
+
+    trace = found.demand.draw(num, seed=seed)
+    history.write(file, trace)
+    typer.echo(f"{file}: {num} requests like {found.title}, {trace.rate:.4g} per second")
+
+
+def _print(found: Found, spec: dict[str, Any], output: Output) -> None:
+    from cleave.planner.diagnosis import diagnose
+
+    diagnosis = diagnose(found.trace)
+    remarks = [*found.notes, *(diagnosis.warnings if found.recording else _drawn(diagnosis))]
+    if output is Output.JSON:
+        import json
+
+        described = {**asdict(diagnosis), "notes": list(found.notes)}
+        typer.echo(json.dumps({"workload": spec, "diagnosis": described}, indent=2))
+    elif output is Output.YAML:
+        import yaml
+
+        typer.echo("".join(f"# {line}\n" for line in remarks), nl=False)
+        typer.echo(yaml.safe_dump({"workload": spec}, sort_keys=False), nl=False)
+    else:
+        from cleave.cli.workload_table import show
+
+        title = found.title if found.recording else f"{found.title}, drawn:"
+        show(title, found.trace, diagnosis, remarks, spec)
+
+
+def _drawn(diagnosis: "Diagnosis") -> list[str]:
+    """There is no recording to replay, but what is drawn can become one."""
+    if diagnosis.is_fit_good:
+        return []
+    worst = max(diagnosis.prompt_tokens.fit_distance, diagnosis.output_tokens.fit_distance)
+    line = (
+        f"the block states log-normal lengths, which are {worst:.0%} off; to keep these, write "
+        "some with --sample 10000 -O requests.csv and state the file as workload.trace.path"
+    )
+    return [line]
+
+
+def _seconds(window: str) -> float:
+    match = re.fullmatch(r"(\d+)([smhdw])", window.strip())
+    if match is None:
+        fail([f"--window {window}: state a number and s, m, h, d or w, such as 6h"], BAD_INPUT)
+    return float(match[1]) * _SECONDS[match[2]]
