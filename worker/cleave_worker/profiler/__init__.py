@@ -1,0 +1,1 @@
+"""Measures a model's operators with torch on one GPU and its collectives on several."""

@@ -1,0 +1,121 @@
+"""All-reduce and send between the GPUs of one machine, or between processes on CPU.
+
+Model-agnostic (Vidur, section 4.3): time depends on bytes and links. One process per GPU; the first
+one's times are taken, all waiting for each other before each repeat.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.queues import SimpleQueue
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_TIMEOUT_S = 300.0
+_WARM_UPS = 5
+_RUNS = 20
+"""Back to back in one repeat."""
+
+
+class CollectiveError(RuntimeError):
+    """The group of GPUs could not be measured; one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a group measures."""
+
+    ranks: int
+    sizes_bytes: tuple[int, ...]
+    repeats: int
+    on_gpu: bool
+    port: int
+
+
+Times = dict[int, list[float]]
+"""Bytes -> milliseconds of each repeat."""
+
+
+def measure(
+    ranks: int, sizes_bytes: Sequence[int], repeats: int, on_gpu: bool
+) -> tuple[Times, Times]:
+    """(all-reduce over `ranks`, send from the first to the second). Raises CollectiveError."""
+    task = Task(ranks, tuple(sizes_bytes), repeats, on_gpu, _free_port())
+    context = mp.get_context("spawn")
+    answers = context.SimpleQueue()
+    group = mp.spawn(_member, (task, answers), nprocs=ranks, join=False)
+    deadline = time.monotonic() + _TIMEOUT_S
+    try:
+        while not group.join(timeout=1.0):
+            if time.monotonic() > deadline:
+                raise CollectiveError(
+                    f"{ranks} processes: not over in {_TIMEOUT_S:.0f} s; can the GPUs talk?"
+                )
+    except mp.ProcessRaisedException as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise CollectiveError(f"{ranks} processes: {reason}") from None
+    finally:
+        for process in group.processes:
+            process.kill()
+    reduced, sent = answers.get()
+    return reduced, sent
+
+
+def _member(rank: int, task: Task, answers: "SimpleQueue[tuple[Times, Times]]") -> None:
+    device = torch.device("cuda", rank) if task.on_gpu else torch.device("cpu")
+    if task.on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if task.on_gpu else "gloo",
+        init_method=f"tcp://127.0.0.1:{task.port}",
+        rank=rank,
+        world_size=task.ranks,
+    )
+    try:
+        reduced: Times = {}
+        sent: Times = {}
+        for size in task.sizes_bytes:
+            tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+            reduced[size] = _time(task, partial(dist.all_reduce, tensor))
+            sent[size] = _time(task, partial(_send, rank, tensor))
+        if rank == 0:
+            answers.put((reduced, sent))
+    finally:
+        dist.destroy_process_group()
+
+
+def _time(task: Task, run: Callable[[], object]) -> list[float]:
+    for _ in range(_WARM_UPS):
+        run()
+    taken = []
+    for _ in range(task.repeats):
+        dist.barrier()
+        _wait(task)
+        begin = time.perf_counter()
+        for _ in range(_RUNS):
+            run()
+        _wait(task)
+        taken.append((time.perf_counter() - begin) * 1e3 / _RUNS)
+    return taken
+
+
+def _send(rank: int, tensor: torch.Tensor) -> None:
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+
+
+def _wait(task: Task) -> None:
+    if task.on_gpu:
+        torch.cuda.synchronize()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,137 @@
+"""From a model's shape to its measured operators, one tensor parallel size after another."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+
+from cleave.perf.model import ModelShape
+from cleave.perf.profile import (
+    CommunicationPoint,
+    DecodeAttentionPoint,
+    LinearPoint,
+    Operators,
+    PrefillAttentionPoint,
+)
+from cleave_worker.profiler import collectives
+from cleave_worker.profiler.attention import Attention
+from cleave_worker.profiler.clock import Clock, summarize
+from cleave_worker.profiler.grid import Grid
+from cleave_worker.profiler.linear import Linear, Place, layer_operators, once_operators
+from cleave_worker.profiler.shard import Shard
+
+Say = Callable[[str], None]
+
+_LARGEST_KV_BYTES = 4 << 30
+"""Of one layer's KV in a point of decode attention; an engine has room for no more."""
+_LM_HEAD = "lm_head"
+
+
+def measure(
+    shape: ModelShape,
+    sizes: Sequence[int],
+    clock: Clock,
+    place: Place,
+    grid: Grid,
+    num_gpus: int,
+    say: Say,
+) -> Operators:
+    """All operators of `shape` for tensor parallel `sizes`, collectives over up to `num_gpus`.
+
+    Raises ShardError, and CollectiveError when GPUs do not reach each other.
+    """
+    layer: list[LinearPoint] = []
+    once: list[LinearPoint] = []
+    prefill: list[PrefillAttentionPoint] = []
+    decode: list[DecodeAttentionPoint] = []
+    for shard in [Shard(shape, size) for size in sizes]:
+        say(f"tensor parallel size {shard.size}: linear layers")
+        layer += _linear(layer_operators(shard, place), shard.size, clock, grid)
+        once += _linear(once_operators(shard, place), shard.size, clock, grid)
+        say(f"tensor parallel size {shard.size}: attention")
+        attention = Attention(shard, place)
+        prefill += _prefill(attention, clock, grid)
+        decode += _decode(attention, clock, grid)
+    reduced, sent = _collectives(num_gpus, grid, place, say)
+    return Operators(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        activation_bytes=place.dtype.itemsize,
+        layer=tuple(sorted(layer, key=lambda point: point.place)),
+        once=tuple(sorted(once, key=lambda point: point.place)),
+        prefill_attention=tuple(sorted(prefill, key=lambda point: point.place)),
+        decode_attention=tuple(sorted(decode, key=lambda point: point.place)),
+        all_reduce=reduced,
+        send=sent,
+    )
+
+
+def _linear(
+    operators: Iterable[Linear], size: int, clock: Clock, grid: Grid
+) -> Iterable[LinearPoint]:
+    for operator in operators:
+        for rows in grid.head_rows if operator.name == _LM_HEAD else grid.rows:
+            taken = summarize(clock.measure(operator.make(rows), grid.repeats))
+            yield LinearPoint(
+                operator=operator.name,
+                tensor_parallel_size=size,
+                tokens=rows,
+                ms=taken.ms * operator.weight,
+                spread_ms=taken.spread_ms * operator.weight,
+                repeats=grid.repeats,
+            )
+
+
+def _prefill(attention: Attention, clock: Clock, grid: Grid) -> Iterable[PrefillAttentionPoint]:
+    for tokens, before in grid.chunks:
+        taken = summarize(clock.measure(attention.prefill(tokens, before), grid.repeats))
+        yield PrefillAttentionPoint(
+            tensor_parallel_size=attention.shard.size,
+            tokens=tokens,
+            cached_tokens=before,
+            ms=taken.ms,
+            spread_ms=taken.spread_ms,
+            repeats=grid.repeats,
+        )
+
+
+def _decode(attention: Attention, clock: Clock, grid: Grid) -> Iterable[DecodeAttentionPoint]:
+    for batch, context in product(grid.batches, grid.contexts):
+        if batch * context * attention.shard.kv_bytes_per_token > _LARGEST_KV_BYTES:
+            continue
+        taken = summarize(clock.measure(attention.decode(batch, context), grid.repeats))
+        yield DecodeAttentionPoint(
+            tensor_parallel_size=attention.shard.size,
+            batch=batch,
+            context_tokens=batch * context,
+            ms=taken.ms,
+            spread_ms=taken.spread_ms,
+            repeats=grid.repeats,
+        )
+
+
+def _collectives(
+    num_gpus: int, grid: Grid, place: Place, say: Say
+) -> tuple[tuple[CommunicationPoint, ...], tuple[CommunicationPoint, ...]]:
+    reduced: list[CommunicationPoint] = []
+    sent: list[CommunicationPoint] = []
+    ranks = 2
+    while ranks <= num_gpus:
+        say(f"collectives of {ranks}")
+        on_gpu = place.device.type == "cuda"
+        by_size = collectives.measure(ranks, grid.collective_bytes, grid.repeats, on_gpu)
+        reduced += _points(ranks, by_size[0], grid.repeats)
+        if ranks == 2:
+            sent += _points(ranks, by_size[1], grid.repeats)
+        ranks *= 2
+    return tuple(reduced), tuple(sent)
+
+
+def _points(ranks: int, times: collectives.Times, repeats: int) -> Iterable[CommunicationPoint]:
+    for size_bytes, taken in sorted(times.items()):
+        found = summarize(taken)
+        yield CommunicationPoint(
+            gpus=ranks,
+            size_bytes=size_bytes,
+            ms=found.ms,
+            spread_ms=found.spread_ms,
+            repeats=repeats,
+        )

@@ -1,0 +1,54 @@
+"""What one GPU of a tensor parallel group holds of a layer (Vidur, section 4.3).
+
+One GPU alone can therefore measure every size: a shard is a smaller layer.
+"""
+
+from dataclasses import dataclass
+
+from cleave.perf.model import ModelShape
+
+
+class ShardError(ValueError):
+    """The model cannot be measured so; one line that says what and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One layer of `shape` on one of `size` GPUs."""
+
+    shape: ModelShape
+    size: int
+
+    def __post_init__(self) -> None:
+        """Raises ShardError for what has no shard of this size or no operators here."""
+        shape = self.shape
+        if shape.latent is not None:
+            raise ShardError(f"{shape.name}: latent attention (MLA) is not measured yet")
+        if shape.quantization is not None:
+            raise ShardError(
+                f"{shape.name}: quantised weights are not measured yet; name the model's original"
+            )
+        if shape.num_attention_heads % self.size:
+            raise ShardError(
+                f"{shape.name}: {shape.num_attention_heads} attention heads cannot be split over "
+                f"{self.size} GPUs; leave that size out"
+            )
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.shape.num_attention_heads // self.size
+
+    @property
+    def kv_heads(self) -> int:
+        """Replicated where there are fewer than GPUs."""
+        return max(1, self.shape.num_kv_heads // self.size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Key and value of this layer."""
+        return 2 * self.kv_heads * self.shape.head_size * self.shape.kv_dtype_bytes
+
+    def mlp_width(self, width: int) -> int:
+        """Of an MLP that is `width` wide on all GPUs together."""
+        return -(-width // self.size)
