@@ -6,11 +6,12 @@ from cleave.simulator.layout import MIXED, NONE, PREFILL, State
 from cleave.simulator.lists import add_member, heap_remove, push, remove_member
 from cleave.simulator.memory import count_blocks, count_growth, hold
 from cleave.simulator.routing import close_prompt, close_resident
+from cleave.simulator.rows import instance_at, key_at, request_at, slot_at
 
 
 def complete(state: State, i: int, s: int, now: float) -> None:
     """The passes of slot `s` are over: its ended requests leave, its prompts are done."""
-    slot, inst = state.slots[s], state.instances[i]
+    slot, inst = slot_at(state, s), instance_at(state, i)
     passes = slot.passes
     inst.busy += find_busy_ms(state, i, s)
     inst.passes += passes
@@ -21,14 +22,14 @@ def complete(state: State, i: int, s: int, now: float) -> None:
     r = slot.prompts
     slot.prompts = NONE
     while r != NONE:
-        following = state.requests[r].next
+        following = request_at(state, r).next
         _end_prompt(state, i, s, r, now)
         r = following
 
 
 def find_busy_ms(state: State, i: int, s: int) -> float:
     """How long the first stage was busy with the passes of slot `s`."""
-    slot, inst = state.slots[s], state.instances[i]
+    slot, inst = slot_at(state, s), instance_at(state, i)
     passes = slot.passes
     ms = passes * slot.first + slot.change * (passes * (passes - 1) / 2)
     if inst.stages > 1:
@@ -39,7 +40,7 @@ def find_busy_ms(state: State, i: int, s: int) -> float:
 
 def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
     """Each member has made `passes` tokens."""
-    slot, inst = state.slots[s], state.instances[i]
+    slot, inst = slot_at(state, s), instance_at(state, i)
     batch = slot.batch
     if passes > 1:
         blocks = count_growth(state, inst, s, slot.steps + 1, slot.steps + passes)
@@ -53,8 +54,8 @@ def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
     slot.context += batch * passes
     inst.decode_passes += passes
     inst.decode_tokens += batch * passes
-    while slot.batch > 0 and state.heaps[s, 0] >> 32 <= slot.steps:
-        r = state.heaps[s, 0] & 0xFFFFFFFF
+    while slot.batch > 0 and key_at(state, s * state.heap_size + 0).value >> 32 <= slot.steps:
+        r = key_at(state, s * state.heap_size + 0).value & 0xFFFFFFFF
         heap_remove(state, s, slot.batch, 0)
         tokens = remove_member(state, i, s, r)
         hold(inst, now, -count_blocks(inst, tokens), -tokens)
@@ -64,7 +65,7 @@ def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
 
 def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
     """All KV of a prompt is computed, which makes a token."""
-    inst, request, fleet = state.instances[i], state.requests[r], state.fleet[0]
+    inst, request = instance_at(state, i), request_at(state, r)
     if math.isnan(request.prefill_end):
         request.prefill_end = now
         close_prompt(state, r)
@@ -88,18 +89,18 @@ def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
 
 def _end_prefill(state: State, i: int, r: int, now: float) -> None:
     """A prefill instance holds the KV until it is pulled, if there is more to do."""
-    inst, request, fleet = state.instances[i], state.requests[r], state.fleet[0]
-    if not fleet.has_decode or not fleet.first_by_decode:
+    inst, request = instance_at(state, i), request_at(state, r)
+    if not state.has_decode or not state.first_by_decode:
         request.made = 1
         request.first_token = now
-    if not fleet.has_decode or request.made == request.output:
+    if not state.has_decode or request.made == request.output:
         hold(inst, now, -count_blocks(inst, request.prompt), -request.prompt)
         _end(state, r, now)
         return
     request.is_pulled = 1
-    push(state, 2 * len(state.instances), r)
+    push(state, 2 * state.num_instances, r)
 
 
 def _end(state: State, r: int, now: float) -> None:
-    state.requests[r].end = now
+    request_at(state, r).end = now
     close_resident(state, r)

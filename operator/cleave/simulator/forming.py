@@ -8,8 +8,6 @@ token budget.
 
 import math
 
-import numpy as np
-
 from cleave.policy.admission import find_peak, may_join
 from cleave.policy.batching import cut_chunk, joins_prompts
 from cleave.simulator.fleet import Batching
@@ -27,14 +25,23 @@ from cleave.simulator.lists import (
 )
 from cleave.simulator.memory import count_blocks, count_growth, hold
 from cleave.simulator.passes import start_pass
+from cleave.simulator.rows import (
+    instance_at,
+    key_at,
+    queue_at,
+    request_at,
+    scratch,
+    slot_at,
+    stage_at,
+)
 
 
 def form(state: State, i: int, s: int, now: float) -> bool:
     """Gather and start the next pass of slot `s` of instance `i`; False: there is nothing to do."""
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     begin = now
     if inst.stages > 1:
-        begin = max(now, state.stages[i, 0])
+        begin = max(now, stage_at(state, i * state.max_stages + 0).value)
     slot.tokens = 0
     slot.decodes = 0
     slot.squares = 0
@@ -53,12 +60,12 @@ def form(state: State, i: int, s: int, now: float) -> bool:
 
 def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """One pass of vLLM v1; False when something was preempted."""
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     sufficed = _grow(state, i, s, now)
     limit = inst.max_tokens
     if inst.partial != NONE and slot.rows < limit:
         r = inst.partial
-        request = state.requests[r]
+        request = request_at(state, r)
         count = cut_chunk(request.todo - request.computed, limit - slot.rows)
         if _count_chunk_blocks(state, inst, r, count) > inst.free:
             _preempt_partial(state, i, now)
@@ -76,12 +83,12 @@ def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bo
 
 def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """Take the next waiting request into the pass or start its transfer, if there is room."""
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     queue = find_waiting(state, i)
     if queue == NONE:
         return False
-    r = state.queues[queue].head
-    request = state.requests[r]
+    r = queue_at(state, queue).head
+    request = request_at(state, r)
     if request.is_pulled:
         return _admit_pull(state, i, s, queue, now)
     count = cut_chunk(request.todo, inst.max_tokens - slot.tokens - slot.rows)
@@ -96,7 +103,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
 
 def _gather_whole(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """One pass of a policy that never cuts prompts; False when something was preempted."""
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     policy = inst.batching
     if policy == Batching.PREFILL_FIRST or policy == Batching.LIGHTLLM:
         _admit_prompts(state, i, s, now, begin, inst.max_tokens)
@@ -119,13 +126,13 @@ def _gather_whole(state: State, i: int, s: int, now: float, begin: float) -> boo
 
 def _admit_prompts(state: State, i: int, s: int, now: float, begin: float, limit: int) -> None:
     """Take waiting whole prompts into the pass while their sum stays within `limit`."""
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     while inst.running < inst.max_seqs:
         queue = find_waiting(state, i)
         if queue == NONE:
             break
-        r = state.queues[queue].head
-        request = state.requests[r]
+        r = queue_at(state, queue).head
+        request = request_at(state, r)
         if request.is_pulled:
             if not _admit_pull(state, i, s, queue, now):
                 break
@@ -141,13 +148,13 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float, limit
 
 def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     """Reserve blocks for the KV of the request at the head of a queue and pull it."""
-    r = state.queues[queue].head
-    request = state.requests[r]
+    r = queue_at(state, queue).head
+    request = request_at(state, r)
     if not _has_room(state, i, s, r, request.prompt + request.made):
         return False
     pop(state, queue)
     _bind(state, i, r)
-    inst = state.instances[i]
+    inst = instance_at(state, i)
     tokens = request.prompt + request.made
     hold(inst, now, count_blocks(inst, tokens), tokens - 1)
     _start_pull(state, i, r, now)
@@ -156,26 +163,26 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
 
 def _bind(state: State, i: int, r: int) -> None:
     """Note where a request that waited centrally runs."""
-    request = state.requests[r]
-    if state.instances[i].role == PREFILL:
+    request = request_at(state, r)
+    if instance_at(state, i).role == PREFILL:
         request.prefill = i
     else:
         request.decode = i
 
 
 def _start_pull(state: State, i: int, r: int, now: float) -> None:
-    fleet, request = state.fleet[0], state.requests[r]
+    request = request_at(state, r)
     end = now
     request.transfer_start = now
     if request.prefill != NONE:
-        source = state.instances[request.prefill]
+        source = instance_at(state, request.prefill)
         tokens = -(-request.prompt // source.block) * source.block
-        token_ms = fleet.token
-        if request.prompt >= fleet.overlap_from:
-            token_ms = max(token_ms - fleet.overlapped_token, 0.0)
-        if fleet.is_shared:
+        token_ms = state.token
+        if request.prompt >= state.overlap_from:
+            token_ms = max(token_ms - state.overlapped_token, 0.0)
+        if state.is_shared:
             request.transfer_start = max(now, source.link)
-        end = request.transfer_start + fleet.latency + tokens * token_ms
+        end = request.transfer_start + state.latency + tokens * token_ms
         source.link = end
     if end > now:
         push_pull(state, end, r)
@@ -185,23 +192,23 @@ def _start_pull(state: State, i: int, r: int, now: float) -> None:
 
 def end_pull(state: State, r: int, now: float) -> None:
     """The KV of request `r` has come: its prefill instance is free of it, it may decode."""
-    request = state.requests[r]
+    request = request_at(state, r)
     request.transfer_end = now
     request.is_pulled = 0
     if request.prefill != NONE:
-        source = state.instances[request.prefill]
+        source = instance_at(state, request.prefill)
         hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
-    push(state, len(state.instances) + request.decode, r)
+    push(state, state.num_instances + request.decode, r)
 
 
 def _join_loaded(state: State, i: int, s: int) -> bool:
     """Take the next request whose KV has come into the pass; False when there is none."""
-    loaded = len(state.instances) + i
-    if state.queues[loaded].size == 0:
+    loaded = state.num_instances + i
+    if queue_at(state, loaded).size == 0:
         return False
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     r = pop(state, loaded)
-    request = state.requests[r]
+    request = request_at(state, r)
     add_member(state, i, s, r)
     inst.running += 1
     slot.decodes = 1
@@ -212,7 +219,7 @@ def _join_loaded(state: State, i: int, s: int) -> bool:
 
 def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
     """Compute the next `count` tokens of a prompt (or of what was preempted) in the pass."""
-    inst, slot, request = state.instances[i], state.slots[s], state.requests[r]
+    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
     blocks = _count_chunk_blocks(state, inst, r, count)
     hold(inst, now, blocks, count)
     if math.isnan(request.prefill_start):
@@ -237,7 +244,7 @@ def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, be
 
 def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
     """Blocks missing for the next `count` tokens of a prompt."""
-    request = state.requests[r]
+    request = request_at(state, r)
     if request.computed == 0:
         return count_blocks(inst, count)
     return count_blocks(inst, request.computed + count) - count_blocks(inst, request.computed)
@@ -245,7 +252,7 @@ def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
 
 def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
     """Whether blocks are free for `tokens` of a waiting request, and admission lets it in."""
-    inst, slot, request = state.instances[i], state.slots[s], state.requests[r]
+    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
     if count_blocks(inst, tokens) > inst.free:
         return False
     if inst.role == PREFILL:
@@ -256,7 +263,9 @@ def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
         return _find_future_peak(state, s, held, left) <= inst.blocks * inst.block
     if inst.admission == 0:
         return True
-    shortest = (state.heaps[s, 0] >> 32) - slot.steps if slot.batch else left
+    shortest = (
+        (key_at(state, s * state.heap_size + 0).value >> 32) - slot.steps if slot.batch else left
+    )
     free = inst.free * inst.block
     # The last token is never written.
     return may_join(inst.admission, free, held, left - 1, slot.batch, shortest)
@@ -264,26 +273,25 @@ def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
 
 def _find_future_peak(state: State, s: int, held: int, left: int) -> int:
     """The most KV tokens that the slot's members and a new request will hold."""
-    slot = state.slots[s]
+    slot = slot_at(state, s)
     size = slot.batch + 1
     r = slot.prompts
     while r != NONE:
         size += 1
-        r = state.requests[r].next
-    tokens = np.empty(size, np.int64)
-    rest = np.empty(size, np.int64)
+        r = request_at(state, r).next
+    tokens, rest = scratch(state, 0, size), scratch(state, size, size)
     tokens[0] = held
     rest[0] = left - 1
     at = 1
     r = slot.prompts
     while r != NONE:
-        request = state.requests[r]
+        request = request_at(state, r)
         tokens[at] = request.prompt + request.made
         rest[at] = request.output - request.made - 1
         r = request.next
         at += 1
     for place in range(slot.batch):
-        request = state.requests[state.heaps[s, place] & 0xFFFFFFFF]
+        request = request_at(state, key_at(state, s * state.heap_size + place).value & 0xFFFFFFFF)
         rest[at] = request.end_step - slot.steps - 1
         tokens[at] = request.prompt + request.output - 1 - rest[at]
         at += 1
@@ -292,7 +300,7 @@ def _find_future_peak(state: State, s: int, held: int, left: int) -> int:
 
 def _grow(state: State, i: int, s: int, now: float) -> bool:
     """Blocks for one more token of each member, who all decode; False: some were preempted."""
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     sufficed = True
     need = count_growth(state, inst, s, slot.steps, slot.steps + 1)
     while need > inst.free:
@@ -315,9 +323,9 @@ def _grow(state: State, i: int, s: int, now: float) -> bool:
 
 def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
     """Drop a member's KV; it waits before all others and is computed again."""
-    inst, slot, request = state.instances[i], state.slots[s], state.requests[r]
+    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
     at = 0
-    while state.heaps[s, at] & 0xFFFFFFFF != r:
+    while key_at(state, s * state.heap_size + at).value & 0xFFFFFFFF != r:
         at += 1
     heap_remove(state, s, slot.batch, at)
     if slot.fresh == r:
@@ -330,16 +338,16 @@ def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
 
 def _preempt_partial(state: State, i: int, now: float) -> None:
     """Drop the KV of the prompt that is computed in part."""
-    inst = state.instances[i]
+    inst = instance_at(state, i)
     r = inst.partial
-    tokens = state.requests[r].computed
+    tokens = request_at(state, r).computed
     hold(inst, now, -count_blocks(inst, tokens), -tokens)
     inst.partial = NONE
     _wait_again(state, i, r)
 
 
 def _wait_again(state: State, i: int, r: int) -> None:
-    inst, request = state.instances[i], state.requests[r]
+    inst, request = instance_at(state, i), request_at(state, r)
     request.todo = request.prompt + request.made
     request.computed = 0
     request.preemptions += 1

@@ -18,15 +18,16 @@ from typing import Any
 Function = Callable[..., Any]
 
 
-def compile_function(function: Function) -> Function:
+def compile_function(function: Function, given: dict[Function, Any]) -> Function:
     """A compiled `function`, the same for the same sources; it compiles at its first call.
+
+    `given`: what stands for some of the functions that it calls, compiled already.
 
     What it calls must be in numba's subset of Python and take only types that numba knows.
     """
     import numba
 
-    clones: dict[Function, Function] = {}
-    options = {"error_model": "numpy"}
+    clones = dict(given)
 
     def clone(inner: FunctionType, **more: bool) -> Function:
         names = dict(inner.__globals__)
@@ -34,12 +35,13 @@ def compile_function(function: Function) -> Function:
             called = names.get(name)
             if isinstance(called, FunctionType) and called.__module__.startswith("cleave."):
                 if called not in clones:
-                    clones[called] = clone(called)
+                    clones[called] = clone(called, no_cpython_wrapper=True, no_cfunc_wrapper=True)
                 names[name] = clones[called]
         copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__)
         copy.__module__ = inner.__module__
         copy.__qualname__ = inner.__qualname__
-        compiled: Function = numba.njit(copy, **options, **more)
+        # Nothing here allocates, so references need no counting.
+        compiled: Function = numba.njit(copy, error_model="numpy", _nrt=False, **more)
         return compiled
 
     assert isinstance(function, FunctionType)
@@ -47,7 +49,7 @@ def compile_function(function: Function) -> Function:
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:
-        return clone(function, cache=True)
+        return clone(function, cache=True, nogil=True, no_cfunc_wrapper=True)
     finally:
         numba.config.CACHE_DIR = before
 

@@ -5,7 +5,7 @@ result runs fast, only with few simple types; so there is one record type for ea
 are numbers of rows, and lists are links between rows. NONE ends a list.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,37 +68,28 @@ INSTANCE = _dtype(
 )
 """One instance."""
 
-FLEET = _dtype(
-    "dispatch_ms latency token overlapped_token now",
-    "dispatch overlap_from is_shared first_by_decode has_prefill has_decode random turn "
-    "entry decoder num_pulls events max_events",
-)
-"""What concerns all instances; one row."""
-
 PULL = _dtype("time", "request")
 """A transfer that is under way; a heap by time."""
 
+NUMBER = _dtype("", "value")
+TIME = _dtype("value", "")
 
-class State(NamedTuple):
-    """Everything that a simulation reads and writes."""
+STATE = _dtype(
+    "dispatch_ms latency token overlapped_token now",
+    "dispatch overlap_from is_shared first_by_decode has_prefill has_decode random turn "
+    "entry decoder num_pulls events max_events "
+    "num_requests num_instances num_leaves heap_size max_block max_stages "
+    # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
+    # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,
+    # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,
+    # max_block): members by when they next need a block, see `memory`. stages (instance,
+    # max_stages): when each is free. tables: points of all latency models. scores (use, instance):
+    # what policy.dispatch compares: prefill, decode, mixed, pending prompt. tree: tournament over
+    # the instances' next events, the winner at 1, instance i at num_leaves + i. scratch: two
+    # numbers for each request and one more.
+    "requests instances slots queues heaps phases stages tables scores tree pulls scratch",
+)
+"""Everything that a simulation reads and writes."""
 
-    requests: Records
-    instances: Records
-    slots: Records
-    queues: Records
-    """Waiting by instance; loaded by instance; hand-offs on their way; then, with late dispatch,
-    prompts and hand-offs that no instance has taken."""
-    fleet: Records
-    heaps: NDArray[np.int64]
-    """(slot, rank): `end_step << 32 | request` of the members, a binary heap."""
-    phases: NDArray[np.int64]
-    """(slot, phase): members by when they next need a block, see `memory`."""
-    stages: NDArray[np.float64]
-    """(instance, stage): when it is free."""
-    tables: NDArray[np.float64]
-    """Points of all latency models."""
-    scores: NDArray[np.float64]
-    """(use, instance): what `policy.dispatch` compares: prefill, decode, mixed, pending prompt."""
-    tree: NDArray[np.int64]
-    """Tournament over the instances' next events: the winner at 1, instance i at size / 2 + i."""
-    pulls: Records
+State = Record
+"""The row of STATE."""

@@ -7,72 +7,45 @@ not started.
 """
 
 import math
-from typing import Any
 
 from cleave.simulator.completing import complete
 from cleave.simulator.fleet import Dispatch
 from cleave.simulator.forming import end_pull, form
-from cleave.simulator.layout import DECODE, NONE, PREFILL, State
+from cleave.simulator.layout import DECODE, NONE, PREFILL, Records, State
 from cleave.simulator.lists import pop, pop_pull, push
 from cleave.simulator.outcome import Fate
 from cleave.simulator.passes import cut_leap
 from cleave.simulator.routing import place
+from cleave.simulator.rows import instance_at, node_at, pull_at, queue_at, request_at, slot_at
 
 
-def run_events(
-    requests: Any,
-    instances: Any,
-    slots: Any,
-    queues: Any,
-    fleet_row: Any,
-    heaps: Any,
-    phases: Any,
-    stages: Any,
-    tables: Any,
-    scores: Any,
-    tree: Any,
-    pulls: Any,
-) -> None:
-    """Serve all requests; the arrays are those of `State`, in its order."""
-    state = State(
-        requests,
-        instances,
-        slots,
-        queues,
-        fleet_row,
-        heaps,
-        phases,
-        stages,
-        tables,
-        scores,
-        tree,
-        pulls,
-    )
-    fleet = fleet_row[0]
-    count = len(requests)
+def run_events(rows: Records) -> None:
+    """Serve all requests; `rows` holds one STATE."""
+    state = rows[0]
+    count = state.num_requests
     arrived = 0
     delivered = 0
-    hand_offs = 2 * len(instances)
-    while fleet.events < fleet.max_events:
-        fleet.events += 1
-        arrival = requests[arrived].arrival if arrived < count else math.inf
+    hand_offs = 2 * state.num_instances
+    while state.events < state.max_events:
+        state.events += 1
+        arrival = request_at(state, arrived).arrival if arrived < count else math.inf
         delivery = math.inf
         if delivered < arrived:
-            delivery = requests[delivered].arrival + fleet.dispatch_ms
+            delivery = request_at(state, delivered).arrival + state.dispatch_ms
         hand_off = math.inf
-        if queues[hand_offs].size > 0:
+        if queue_at(state, hand_offs).size > 0:
             hand_off = _find_hand_off_ms(state)
-        pull = pulls[0].time if fleet.num_pulls > 0 else math.inf
-        winner = tree[1]
-        passes = instances[winner].next
+        pull = pull_at(state, 0).time if state.num_pulls > 0 else math.inf
+        winner = node_at(state, 1).value
+        passes = instance_at(state, winner).next
         now = min(min(arrival, delivery), min(hand_off, pull))
         if passes < now:
-            fleet.now = passes
+            state.now = passes
             _step(state, winner, passes)
             continue
         if now == math.inf:
             break
-        fleet.now = now
+        state.now = now
         if arrival == now:
             place(state, arrived)
             arrived += 1
@@ -84,32 +57,32 @@ def run_events(
         else:
             r = pop_pull(state)
             end_pull(state, r, now)
-            request = requests[r]
+            request = request_at(state, r)
             if request.prefill != NONE:
                 _alert(state, request.prefill, now)
             _alert(state, request.decode, now)
     for r in range(count):
-        if math.isnan(requests[r].end) and requests[r].fate == Fate.SERVED:
-            requests[r].fate = Fate.UNFINISHED
+        if math.isnan(request_at(state, r).end) and request_at(state, r).fate == Fate.SERVED:
+            request_at(state, r).fate = Fate.UNFINISHED
 
 
 def _deliver(state: State, r: int, now: float) -> None:
     """A placed request reaches its first instance."""
-    fleet, request = state.fleet[0], state.requests[r]
+    request = request_at(state, r)
     if request.fate != Fate.SERVED:
         return
-    if not fleet.has_prefill:
+    if not state.has_prefill:
         # Its prompt was computed elsewhere.
         request.prefill_end = request.arrival
         request.is_pulled = 1
-        if not fleet.first_by_decode:
+        if not state.first_by_decode:
             request.made = 1
             request.first_token = request.arrival
             if request.output == 1:
                 _end_at_once(state, r)
                 return
-    if fleet.dispatch == Dispatch.LATE:
-        hand_offs = 2 * len(state.instances) + 1
+    if state.dispatch == Dispatch.LATE:
+        hand_offs = 2 * state.num_instances + 1
         queue = hand_offs if request.is_pulled else hand_offs + 1
         push(state, queue, r)
         _announce(state, PREFILL if queue > hand_offs else DECODE, now)
@@ -121,32 +94,34 @@ def _deliver(state: State, r: int, now: float) -> None:
 
 def _find_hand_off_ms(state: State) -> float:
     """When the oldest hand-off on its way reaches its decode instance."""
-    r = state.queues[2 * len(state.instances)].head
-    return state.requests[r].prefill_end + state.fleet[0].dispatch_ms
+    r = queue_at(state, 2 * state.num_instances).head
+    return request_at(state, r).prefill_end + state.dispatch_ms
 
 
 def _hand_off(state: State, now: float) -> None:
     """A computed prompt is offered to its decode instance."""
-    r = pop(state, 2 * len(state.instances))
-    if state.fleet[0].dispatch == Dispatch.LATE:
-        push(state, 2 * len(state.instances) + 1, r)
+    r = pop(state, 2 * state.num_instances)
+    if state.dispatch == Dispatch.LATE:
+        push(state, 2 * state.num_instances + 1, r)
         _announce(state, DECODE, now)
         return
-    push(state, state.requests[r].decode, r)
-    _alert(state, state.requests[r].decode, now)
+    push(state, request_at(state, r).decode, r)
+    _alert(state, request_at(state, r).decode, now)
 
 
 def _announce(state: State, role: int, now: float) -> None:
     """Something waits centrally: whoever can take it first does."""
-    for i in range(len(state.instances)):
-        if (role == PREFILL and state.instances[i].role != DECODE) or (role == DECODE and state.instances[i].role != PREFILL):
+    for i in range(state.num_instances):
+        if (role == PREFILL and instance_at(state, i).role != DECODE) or (
+            role == DECODE and instance_at(state, i).role != PREFILL
+        ):
             _alert(state, i, now)
 
 
 def _alert(state: State, i: int, now: float) -> None:
     """Something new is at instance `i`: it looks as soon as its micro-batches allow."""
-    inst = state.instances[i]
-    if inst.in_flight == 1 and state.slots[inst.oldest].passes > 1:
+    inst = instance_at(state, i)
+    if inst.in_flight == 1 and slot_at(state, inst.oldest).passes > 1:
         cut_leap(state, i, inst.oldest, now)
     if inst.in_flight < inst.stages:
         inst.wake = now
@@ -155,11 +130,11 @@ def _alert(state: State, i: int, now: float) -> None:
 
 def _step(state: State, i: int, now: float) -> None:
     """Passes of instance `i` end, or it was woken: form what comes next."""
-    inst = state.instances[i]
-    was_running = inst.in_flight > 0 and state.slots[inst.oldest].finish <= now
+    inst = instance_at(state, i)
+    was_running = inst.in_flight > 0 and slot_at(state, inst.oldest).finish <= now
     if was_running:
         s = inst.oldest
-        inst.oldest = state.slots[s].next
+        inst.oldest = slot_at(state, s).next
         inst.in_flight -= 1
         complete(state, i, s, now)
         form(state, i, s, now)
@@ -168,7 +143,7 @@ def _step(state: State, i: int, now: float) -> None:
     if inst.stages > 1 or not was_running:
         while inst.in_flight < inst.stages and _has_work(state, i):
             s = inst.first_slot
-            while state.slots[s].passes > 0:
+            while slot_at(state, s).passes > 0:
                 s += 1
             if not form(state, i, s, now):
                 break
@@ -177,30 +152,35 @@ def _step(state: State, i: int, now: float) -> None:
 
 def _has_work(state: State, i: int) -> bool:
     """Whether anything waits that a further micro-batch could take."""
-    queues, num_instances = state.queues, len(state.instances)
-    if queues[i].size > 0 or queues[num_instances + i].size > 0:
+    num_instances = state.num_instances
+    if queue_at(state, i).size > 0 or queue_at(state, num_instances + i).size > 0:
         return True
-    if state.instances[i].partial != NONE:
+    if instance_at(state, i).partial != NONE:
         return True
-    return queues[2 * num_instances + 1].size + queues[2 * num_instances + 2].size > 0
+    return (
+        queue_at(state, 2 * num_instances + 1).size + queue_at(state, 2 * num_instances + 2).size
+        > 0
+    )
 
 
 def _set_next(state: State, i: int) -> None:
     """Note when instance `i` acts next, and play its matches of the tournament again."""
-    inst, instances, tree = state.instances[i], state.instances, state.tree
+    inst = instance_at(state, i)
     following = inst.wake
     if inst.in_flight > 0:
-        following = min(following, state.slots[inst.oldest].finish)
+        following = min(following, slot_at(state, inst.oldest).finish)
     inst.next = following
-    at = (len(tree) // 2 + i) // 2
+    at = (state.num_leaves + i) // 2
     while at > 0:
-        left, right = tree[2 * at], tree[2 * at + 1]
+        left, right = node_at(state, 2 * at).value, node_at(state, 2 * at + 1).value
         winner = left
-        if left == NONE or (right != NONE and instances[right].next < instances[left].next):
+        if left == NONE or (
+            right != NONE and instance_at(state, right).next < instance_at(state, left).next
+        ):
             winner = right
-        tree[at] = winner
+        node_at(state, at).value = winner
         at //= 2
 
 
 def _end_at_once(state: State, r: int) -> None:
-    state.requests[r].end = state.requests[r].arrival
+    request_at(state, r).end = request_at(state, r).arrival

@@ -6,6 +6,7 @@ that the blocks of a thousand passes are known without making them.
 """
 
 from cleave.simulator.layout import PREFILL, Record, State
+from cleave.simulator.rows import instance_at, phase_at, request_at, slot_at
 
 
 def count_blocks(inst: Record, tokens: int) -> int:
@@ -17,7 +18,7 @@ def count_blocks(inst: Record, tokens: int) -> int:
 
 def fits(state: State, i: int, r: int) -> bool:
     """Whether instance `i`, with nothing else to do, has the blocks for its part of request `r`."""
-    inst, request = state.instances[i], state.requests[r]
+    inst, request = instance_at(state, i), request_at(state, r)
     # The last token is never written.
     tokens = request.prompt if inst.role == PREFILL else request.prompt + request.output - 1
     blocks = -(-tokens // inst.block)
@@ -38,22 +39,22 @@ def count_growth(state: State, inst: Record, s: int, start: int, end: int) -> in
     if inst.reserve or end <= start:
         return 0
     cycles = (end - start) // inst.block
-    blocks = cycles * state.slots[s].batch
+    blocks = cycles * slot_at(state, s).batch
     for step in range(start + cycles * inst.block, end):
-        blocks += state.phases[s, step % inst.block]
+        blocks += phase_at(state, s * state.max_block + step % inst.block).value
     return blocks
 
 
 def find_last_step(state: State, inst: Record, s: int, start: int, end: int) -> int:
     """The first step in `start` <= step < `end` for which free blocks do not suffice, else `end`."""
-    batch = state.slots[s].batch
+    batch = slot_at(state, s).batch
     if inst.reserve or batch * (-(-(end - start) // inst.block)) <= inst.free:
         return end
     cycles = inst.free // batch
     left = inst.free - cycles * batch
     step = start + cycles * inst.block
     while step < end:
-        left -= state.phases[s, step % inst.block]
+        left -= phase_at(state, s * state.max_block + step % inst.block).value
         if left < 0:
             break
         step += 1

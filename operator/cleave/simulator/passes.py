@@ -11,6 +11,7 @@ import math
 from cleave.perf.timing import pass_ms
 from cleave.simulator.layout import NONE, Record, State
 from cleave.simulator.memory import find_last_step
+from cleave.simulator.rows import instance_at, key_at, points, request_at, slot_at, stage_at
 
 
 def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> None:
@@ -18,14 +19,14 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
 
     `is_alone`: nothing can join before one of the members ends, so that passes may be leapt over.
     """
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     first = find_pass_ms(state, inst, slot, slot.contexts)
     slot.begin = begin
     slot.first = first
     slot.change = 0.0
     slot.passes = 1
     if is_alone and slot.tokens == 0 and inst.in_flight == 0:
-        end = state.heaps[s, 0] >> 32
+        end = key_at(state, s * state.heap_size + 0).value >> 32
         end = find_last_step(state, inst, s, slot.steps + 1, end)
         passes = end - slot.steps
         if passes > 1:
@@ -42,7 +43,7 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
     if inst.in_flight == 0:
         inst.oldest = s
     else:
-        state.slots[inst.newest].next = s
+        slot_at(state, inst.newest).next = s
     inst.newest = s
     inst.in_flight += 1
     if slot.decodes:
@@ -51,13 +52,12 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
 
 def find_pass_ms(state: State, inst: Record, slot: Record, contexts: int) -> float:
     """One pass of what the slot has gathered, its decoding requests at `contexts`; all stages."""
-    tables = state.tables
     ms = pass_ms(
         inst.prompt_step,
-        tables[inst.prompt_table : inst.prompt_table + inst.prompt_points],
+        points(state, inst.prompt_table, inst.prompt_points),
         inst.prompt_square,
-        tables[inst.decode_table : inst.decode_table + inst.decode_points],
-        tables[inst.context_table : inst.context_table + inst.context_points],
+        points(state, inst.decode_table, inst.decode_points),
+        points(state, inst.context_table, inst.context_points),
         float(slot.tokens),
         float(slot.squares),
         slot.rows,
@@ -73,7 +73,7 @@ def sum_passes(slot: Record, passes: int) -> float:
 
 def cut_leap(state: State, i: int, s: int, now: float) -> None:
     """End the leap of slot `s` with the pass that is under way at `now`."""
-    inst, slot = state.instances[i], state.slots[s]
+    inst, slot = instance_at(state, i), slot_at(state, s)
     elapsed = now - slot.begin
     half = slot.first - slot.change / 2
     root = half * half + 2 * slot.change * elapsed
@@ -95,21 +95,21 @@ def cut_leap(state: State, i: int, s: int, now: float) -> None:
         free = slot.begin + sum_passes(slot, passes - 1)
         for place in range(inst.stages):
             free += stage + (hop if place < inst.stages - 1 else 0.0)
-            state.stages[i, place] = free
+            stage_at(state, i * state.max_stages + place).value = free
 
 
 def _walk(state: State, i: int, slot: Record) -> float:
     """Send a pass through all stages, each behind the pass before; when it leaves the last."""
-    inst = state.instances[i]
+    inst = instance_at(state, i)
     hop = _find_hop_ms(inst, slot)
     stage = (slot.first - (inst.stages - 1) * hop) / inst.stages
     at = slot.begin
     last = inst.stages - 1
     for place in range(last):
-        at = max(at, state.stages[i, place]) + stage + hop
-        state.stages[i, place] = at
-    at = max(at, state.stages[i, last]) + stage
-    state.stages[i, last] = at
+        at = max(at, stage_at(state, i * state.max_stages + place).value) + stage + hop
+        stage_at(state, i * state.max_stages + place).value = at
+    at = max(at, stage_at(state, i * state.max_stages + last).value) + stage
+    stage_at(state, i * state.max_stages + last).value = at
     return at
 
 
@@ -124,7 +124,7 @@ def _note_first_pass(state: State, slot: Record) -> None:
     end = slot.begin + slot.first if slot.passes > 1 else slot.finish
     r = slot.fresh
     while r != NONE:
-        request = state.requests[r]
+        request = request_at(state, r)
         if math.isnan(request.decode_start):
             request.decode_start = slot.begin
         if math.isnan(request.first_token):

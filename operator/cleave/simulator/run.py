@@ -34,8 +34,8 @@ def simulate(fleet: "Fleet | Prepared", trace: Trace, seed: int = 0) -> Outcome:
     loads the compiled code (a fraction of a second), the very first one compiles it (seconds).
     """
     prepared = fleet if isinstance(fleet, Prepared) else prepare(fleet)
-    requests, instances, state_of_fleet = _run(prepared, trace, seed)
-    return _to_outcome(prepared, requests, instances, state_of_fleet)
+    requests, instances, state = _run(prepared, trace, seed)
+    return _to_outcome(prepared, requests, instances, state)
 
 
 def measure(
@@ -56,7 +56,9 @@ class Prepared:
     fleet: Fleet
     instances: layout.Records
     slots: layout.Records
-    state_of_fleet: layout.Records
+    state: layout.Records
+    max_block: int
+    max_stages: int
     tables: NDArray[np.float64]
     scores: NDArray[np.float64]
     tree: NDArray[np.int64]
@@ -85,7 +87,9 @@ def prepare(fleet: Fleet) -> Prepared:
         fleet,
         instances,
         slots,
-        _lay_out_fleet(fleet, instances),
+        _lay_out_state(fleet, instances),
+        int(instances["block"].max()),
+        int(stages.max()),
         np.array(tables.points),
         _lay_out_scores(instances["role"]),
         _lay_out_tree(len(instances)),
@@ -142,8 +146,8 @@ def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> layout.Record
     return row
 
 
-def _lay_out_fleet(fleet: Fleet, instances: layout.Records) -> layout.Records:
-    row = np.zeros(1, layout.FLEET)
+def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
+    row = np.zeros(1, layout.STATE)
     transfer = fleet.transfer
     role = instances["role"]
     values: dict[str, Any] = {
@@ -157,6 +161,10 @@ def _lay_out_fleet(fleet: Fleet, instances: layout.Records) -> layout.Records:
         "first_by_decode": fleet.first_token_by_decode,
         "has_prefill": bool((role != layout.DECODE).any()),
         "has_decode": bool((role != layout.PREFILL).any()),
+        "num_instances": len(instances),
+        "num_leaves": _count_leaves(len(instances)),
+        "max_block": instances["block"].max(),
+        "max_stages": instances["stages"].max(),
     }
     for name, value in values.items():
         row[name] = value
@@ -171,8 +179,12 @@ def _lay_out_scores(role: NDArray[np.int64]) -> NDArray[np.float64]:
     return scores
 
 
+def _count_leaves(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
 def _lay_out_tree(count: int) -> NDArray[np.int64]:
-    leaves = 1 << (count - 1).bit_length()
+    leaves = _count_leaves(count)
     tree = np.full(2 * leaves, layout.NONE, np.int64)
     tree[leaves : leaves + count] = range(count)
     for at in range(leaves - 1, 0, -1):
@@ -197,27 +209,31 @@ def _run(
         longest = int((trace.prompt_tokens + trace.output_tokens).max())
         own = instances["reserve"] < 0
         instances["reserve"][own] = -(-longest // instances["block"][own])
-    state_of_fleet = prepared.state_of_fleet.copy()
-    state_of_fleet["random"] = 1 + (seed * 2_654_435_761 + 12_345) % 2_147_483_645
+    count, batch = len(instances), min(int(instances["max_seqs"].max()), len(trace))
+    arrays = {
+        "requests": requests,
+        "instances": instances,
+        "slots": slots,
+        "queues": np.zeros(2 * count + 3, layout.QUEUE),
+        "heaps": np.empty(len(slots) * batch, np.int64),
+        "phases": np.zeros(len(slots) * prepared.max_block, np.int64),
+        "stages": np.zeros(count * prepared.max_stages),
+        "tables": prepared.tables,
+        "scores": prepared.scores.copy(),
+        "tree": prepared.tree.copy(),
+        "pulls": np.empty(len(trace), layout.PULL),
+        "scratch": np.empty(2 * (len(trace) + 1), np.int64),
+    }
+    state = prepared.state.copy()
     tokens = int(trace.prompt_tokens.sum() + trace.output_tokens.sum())
-    state_of_fleet["max_events"] = _EVENTS_PER_TOKEN * (tokens + len(trace))
-    batch = min(int(instances["max_seqs"].max()), len(trace))
-    count = len(instances)
-    _load()(
-        requests,
-        instances,
-        slots,
-        np.zeros(2 * count + 3, layout.QUEUE),
-        state_of_fleet,
-        np.empty((len(slots), batch), np.int64),
-        np.zeros((len(slots), int(instances["block"].max())), np.int64),
-        np.zeros((count, int(instances["stages"].max()))),
-        prepared.tables,
-        prepared.scores.copy(),
-        prepared.tree.copy(),
-        np.empty(len(trace), layout.PULL),
-    )
-    return requests, instances, state_of_fleet
+    state["max_events"] = _EVENTS_PER_TOKEN * (tokens + len(trace))
+    state["random"] = 1 + (seed * 2_654_435_761 + 12_345) % 2_147_483_645
+    state["num_requests"] = len(trace)
+    state["heap_size"] = batch
+    for name, array in arrays.items():
+        state[name] = array.ctypes.data
+    _load()(state)
+    return requests, instances, state
 
 
 _UNREACHED = (
@@ -235,23 +251,24 @@ _UNREACHED = (
 def _load() -> Callable[..., None]:
     from cleave.simulator.jit import compile_function
     from cleave.simulator.loop import run_events
+    from cleave.simulator.rows import build_intrinsics
 
-    return compile_function(run_events)
+    return compile_function(run_events, build_intrinsics())
 
 
 def _to_outcome(
     prepared: Prepared,
     requests: layout.Records,
     instances: layout.Records,
-    state_of_fleet: layout.Records,
+    state: layout.Records,
 ) -> Outcome:
     def column(name: str, of: layout.Records = requests) -> Any:
         return np.ascontiguousarray(of[name])
 
-    end = float(state_of_fleet["now"][0])
+    end = float(state["now"][0])
     area = instances["kv_area"] + instances["kv_tokens"] * (end - instances["kv_at"])
     prefill, decode = column("prefill"), column("decode")
-    if state_of_fleet["has_prefill"][0]:
+    if state["has_prefill"][0]:
         prefill = np.where(prefill == layout.NONE, decode, prefill)
     return Outcome(
         arrival_ms=column("arrival"),

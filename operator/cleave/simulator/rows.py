@@ -1,0 +1,160 @@
+"""Access to the rows of a simulation's state. Only compiled code calls these functions.
+
+What is hard: numba passes an array as seven values and counts its references atomically at each
+call, which costs more than all the rest of a simulation, in time and in compiling. So compiled
+functions pass around one pointer, the STATE record, which holds the addresses of all arrays; the
+functions here stand for a few machine instructions that `jit` puts in their place.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.simulator import layout
+from cleave.simulator.layout import Record, State
+
+
+def request_at(state: State, row: int) -> Record:
+    """Row of the requests."""
+    raise NotImplementedError
+
+
+def instance_at(state: State, row: int) -> Record:
+    """Row of the instances."""
+    raise NotImplementedError
+
+
+def slot_at(state: State, row: int) -> Record:
+    """Row of the slots."""
+    raise NotImplementedError
+
+
+def queue_at(state: State, row: int) -> Record:
+    """Row of the queues."""
+    raise NotImplementedError
+
+
+def pull_at(state: State, row: int) -> Record:
+    """Row of the transfers under way."""
+    raise NotImplementedError
+
+
+def key_at(state: State, row: int) -> Record:
+    """Row of the members' heaps."""
+    raise NotImplementedError
+
+
+def phase_at(state: State, row: int) -> Record:
+    """Row of the members counted by phase."""
+    raise NotImplementedError
+
+
+def stage_at(state: State, row: int) -> Record:
+    """Row of the pipeline stages."""
+    raise NotImplementedError
+
+
+def node_at(state: State, row: int) -> Record:
+    """Row of the tournament."""
+    raise NotImplementedError
+
+
+def score_at(state: State, row: int) -> Record:
+    """Row of the scores."""
+    raise NotImplementedError
+
+
+def points(state: State, start: int, count: int) -> NDArray[np.float64]:
+    """`count` points of the latency models from `start` on."""
+    raise NotImplementedError
+
+
+def scores(state: State, start: int, count: int) -> NDArray[np.float64]:
+    """`count` of the scores that dispatch compares; those of one use lie together."""
+    raise NotImplementedError
+
+
+def scratch(state: State, start: int, count: int) -> NDArray[np.int64]:
+    """`count` numbers of the scratch memory."""
+    raise NotImplementedError
+
+
+def build_intrinsics() -> dict[Any, Any]:
+    """What numba compiles in place of the functions above."""
+    from numba import types
+
+    return {
+        request_at: _rows_of("requests", layout.REQUEST),
+        instance_at: _rows_of("instances", layout.INSTANCE),
+        slot_at: _rows_of("slots", layout.SLOT),
+        queue_at: _rows_of("queues", layout.QUEUE),
+        pull_at: _rows_of("pulls", layout.PULL),
+        key_at: _rows_of("heaps", layout.NUMBER),
+        phase_at: _rows_of("phases", layout.NUMBER),
+        stage_at: _rows_of("stages", layout.TIME),
+        node_at: _rows_of("tree", layout.NUMBER),
+        score_at: _rows_of("scores", layout.TIME),
+        points: _slices_of("tables", types.float64),
+        scores: _slices_of("scores", types.float64),
+        scratch: _slices_of("scratch", types.int64),
+    }
+
+
+def _rows_of(name: str, dtype: Any) -> Any:
+    """(state, row) -> that record of the array whose address is in the field `name`."""
+    import numba
+    from numba import types
+    from numba.extending import intrinsic
+
+    record = numba.from_dtype(dtype)
+
+    @intrinsic
+    def row_at(typing: Any, state: Any, row: Any) -> Any:
+        del typing, row
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            target = context.get_value_type(signature.return_type)
+            return _point(context, builder, *values, name, dtype.itemsize, target)
+
+        return record(state, types.int64), generate
+
+    return row_at
+
+
+def _slices_of(name: str, item: Any) -> Any:
+    """(state, start, count) -> an array of those items of the array with its address in `name`."""
+    from numba import types
+    from numba.extending import intrinsic
+    from numba.np.arrayobj import make_array, populate_array
+
+    array_type = types.Array(item, 1, "C")
+
+    @intrinsic
+    def slice_at(typing: Any, state: Any, start: Any, count: Any) -> Any:
+        del typing, start, count
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            pointer, start, count = values
+            size = context.get_constant(types.intp, 8)
+            target = context.get_value_type(item).as_pointer()
+            array = make_array(array_type)(context, builder)
+            data = _point(context, builder, pointer, start, name, 8, target)
+            populate_array(array, data, [count], [size], size, None)
+            return array._getvalue()
+
+        return array_type(state, types.int64, types.int64), generate
+
+    return slice_at
+
+
+def _point(
+    context: Any, builder: Any, state: Any, row: Any, name: str, itemsize: int, target: Any
+) -> Any:
+    """Emit: the address in field `name` of `state`, plus `row` items, as a pointer."""
+    from numba import types
+
+    word = context.get_value_type(types.int64)
+    field = builder.add(builder.ptrtoint(state, word), word(layout.STATE.fields[name][1]))  # type: ignore[index]
+    base = builder.load(builder.inttoptr(field, word.as_pointer()))
+    return builder.inttoptr(builder.add(base, builder.mul(row, word(itemsize))), target)
