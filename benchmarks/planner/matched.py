@@ -5,14 +5,15 @@ Called by run.py. What differs there from Cleave's own assumptions, and is copie
   per pipeline stage more (`pp_const`);
 - the first token comes from the prefill instance, and then as many passes follow as the request has
   output tokens: one more than the tokens that remain;
-- memory is never short: a prefill pass takes the whole queue up to the instance's KV capacity, and
-  a decode pass at most 50,000 tokens of context, a constant left in its source. No case here
-  comes near that (requests beyond it would take turns there, where Cleave keeps them waiting).
-With pipeline stages it charges the overhead to the first stage alone; here all stages are equal, so
-those cases agree in distribution, not to the microsecond.
+- memory is never short: a prefill pass takes the whole queue up to the instance's KV capacity.
+What cannot be copied: its decode pass takes at most 50,000 tokens of context, a constant left in
+its source, and requests beyond that take turns; with pipeline stages it charges the overhead to the
+first stage alone, where all stages are equal here, and lets micro-batches merge. Cases in which
+neither happens are `Match.EXACT`: both programs describe the same passes.
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 
@@ -20,8 +21,10 @@ from cleave.perf.distserve import FITS, KV_CAPACITY_TOKENS, Affine, Fit
 from cleave.perf.latency import to_timing
 from cleave.perf.timing import Timing
 from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
+from cleave.simulator.outcome import Outcome
 from cleave.simulator.trace import Trace
 
+DECODE_LIMIT_TOKENS = 50_000
 PASS_MS = 2.0
 PASS_TOKEN_MS = 0.0001
 PREFILL_STAGE_MS = 1.0
@@ -52,9 +55,25 @@ class Case:
         return f"{self.model} prefill tp{tp} pp{pp}, decode {decode} @ {self.rate:g}/s"
 
     @property
-    def is_exact(self) -> bool:
-        """No pipeline stages: both programs describe the same passes."""
-        return self.prefill[1] == self.decode[1] == 1
+    def has_stages(self) -> bool:
+        """Whether either phase is a pipeline."""
+        return max(self.prefill[1], self.decode[1]) > 1
+
+
+class Match(Enum):
+    """How much of a case both programs mean alike."""
+
+    EXACT = "exact"
+    LIMITED = "over 50,000 tokens"
+    STAGED = "pipeline stages"
+
+
+def match(case: Case, outcome: Outcome) -> Match:
+    """`outcome` is Cleave's."""
+    if case.has_stages:
+        return Match.STAGED
+    held = outcome.instances.kv_peak_tokens[-1]
+    return Match.LIMITED if held > DECODE_LIMIT_TOKENS else Match.EXACT
 
 
 def to_fleet(case: Case) -> Fleet:

@@ -1,0 +1,129 @@
+"""DistServe's two placement searches as Cleave runs them, timed.
+
+Called by run.py. The question is that of simdistserve's README, asked of larger clusters: OPT-13B
+with DistServe's coefficients on nodes of eight A100, ShareGPT, TTFT 200 ms and TPOT 100 ms for 90 %
+of the requests. Trials count at least 1,000 requests, beside those that fill and empty the fleet.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+from cleave.api.deployment import Slo
+from cleave.perf import distserve
+from cleave.perf.estimate import Estimate
+from cleave.perf.latency import to_timing
+from cleave.perf.link import Link, LinkKind
+from cleave.perf.model import load
+from cleave.perf.trust import Basis, Trust
+from cleave.planner import high_affinity, low_affinity, published
+from cleave.planner.candidates import Candidate, candidates
+from cleave.planner.draft import describe
+from cleave.planner.low_affinity import Replicas
+from cleave.planner.problem import PAPER, Problem, Supply
+from cleave.planner.trials import Targets, Trials
+
+WORKLOAD = "sharegpt"
+TARGETS_MS = (200.0, 100.0)
+ATTAINMENT = 0.9
+NVLINK = Link(LinkKind.NVLINK, 300.0)
+NETWORK = Link(LinkKind.INFINIBAND, 25.0, 5.0)
+PAIR = Replicas(prefill=1, decode=1)
+"""simdistserve always searches one prefill and one decode instance."""
+
+
+class Coefficients:
+    """DistServe's for OPT-13B on A100-80G, and nothing else: the grid of simdistserve."""
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        size = tensor_parallel_size, pipeline_parallel_size
+        fit = distserve.FITS.get(f"distserve/opt-13b/tp{tensor_parallel_size}")
+        capacity = distserve.KV_CAPACITY_TOKENS["opt-13b"].get(size)
+        if fit is None or capacity is None:
+            return None
+        shape = load("opt-13b")
+        return Estimate(
+            timing=to_timing(fit, pipeline_parallel_size),
+            kv_capacity_tokens=capacity,
+            prefill_saturation_tokens=512,
+            max_model_len=shape.max_model_len,
+            kv_bytes_per_token=shape.kv_bytes_per_token,
+            flops_per_token=shape.flops_per_token,
+            power_watts=400.0 * math.prod(size),
+            cost_per_hour=float(math.prod(size)),
+            trust=Trust(Basis.FITTED, "DistServe's coefficients", None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What one search found and took."""
+
+    best: str
+    goodput_per_gpu: float
+    num_candidates: int
+    num_trials: int
+    num_requests: int
+    """Simulated."""
+    cpu_s: float
+
+
+def algorithm_1(num_nodes: int) -> Search:
+    """Phases apart. The goodput per GPU is that of both in their best ratio."""
+    question = problem(num_nodes)
+    started = time.process_time()
+    trials, found = _prepare(question)
+    phases = high_affinity.optimise(question, trials, found, _targets())
+    seconds = time.process_time() - started
+    (one,) = phases
+    assert one.prefill is not None
+    assert one.decode is not None
+    # One request takes 1 / goodput per GPU of each phase.
+    together = 1 / (1 / one.prefill.per_resource + 1 / one.decode.per_resource)
+    best = f"{describe(one.prefill.draft)}, {describe(one.decode.draft)}"
+    return _result(best, together, 2 * len(found), trials, seconds)
+
+
+def algorithm_2(
+    num_nodes: int, most: Replicas = low_affinity.ANY, gpus_per_node: int = 8
+) -> Search:
+    """Prefill and decode instances within nodes, simulated jointly."""
+    question = problem(num_nodes, gpus_per_node)
+    started = time.process_time()
+    trials, found = _prepare(question)
+    rated = low_affinity.optimise(question, trials, found, _targets(), most)
+    seconds = time.process_time() - started
+    assert rated is not None
+    count = len(low_affinity.configurations(question, found, most))
+    return _result(describe(rated.draft), rated.per_resource, count, trials, seconds)
+
+
+def problem(num_nodes: int, gpus_per_node: int = 8) -> Problem:
+    """Of so many nodes."""
+    gpus = num_nodes * gpus_per_node
+    return Problem(
+        demand=published.find(WORKLOAD).demand(10.0),
+        slo=Slo(ttft_ms=TARGETS_MS[0], tpot_ms=TARGETS_MS[1], attainment=ATTAINMENT),
+        supplies=(Supply("A100", num_nodes, gpus_per_node, gpus, NVLINK, NETWORK),),
+        shape=load("opt-13b"),
+        estimator=Coefficients(),
+        policies=PAPER,
+    )
+
+
+def _prepare(question: Problem) -> tuple[Trials, tuple[Candidate, ...]]:
+    return Trials(question.demand, question.seed), candidates(question)
+
+
+def _targets() -> Targets:
+    return Targets(*TARGETS_MS, ATTAINMENT)
+
+
+def _result(
+    best: str, goodput_per_gpu: float, num_candidates: int, trials: Trials, seconds: float
+) -> Search:
+    return Search(
+        best, goodput_per_gpu, num_candidates, trials.num_trials, trials.num_requests, seconds
+    )
