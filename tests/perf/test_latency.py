@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from cleave.perf import distserve, latency
+from cleave.perf import distserve, latency, operator_profile, profile
 from cleave.perf.timing import Chunk
+
+import made_profiles
 
 NAME = "distserve/opt-13b/tp1"
 
@@ -64,6 +67,35 @@ def test_an_unknown_profile_is_refused_with_the_names_there_are() -> None:
         latency.load("distserve/opt-175b/tp1")
 
 
+def test_a_file_is_loaded_like_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "opt.yaml"
+    profile.write(made_profiles.from_fit(), path)
+    loaded = latency.load(str(path))
+    assert (loaded.name, loaded.model) == (str(path), "facebook/opt-13b")
+    assert loaded.kv_capacity_tokens == 60_000
+    truth = latency.load(NAME).timing
+    assert loaded.timing.prefill_ms([512]) == pytest.approx(truth.prefill_ms([512]), rel=1e-3)
+
+
+def test_a_file_of_operators_is_put_together(tmp_path: Path) -> None:
+    path = tmp_path / "operators.json"
+    alone = made_profiles.from_fit(
+        prefill=(), decode=(), mixed=(), operators=made_profiles.operators()
+    )
+    profile.write(alone, path)
+    loaded = latency.load(str(path)).timing
+    assert loaded == operator_profile.to_timing(made_profiles.operators(), 1)
+
+
+def test_a_file_that_is_none_or_without_kv_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "opt.yaml"
+    with pytest.raises(latency.UnknownProfileError, match="No such file"):
+        latency.load(str(path))
+    profile.write(made_profiles.from_fit(kv_capacity_tokens=None), path)
+    with pytest.raises(latency.UnknownProfileError, match="kvCapacityTokens: is missing"):
+        latency.load(str(path))
+
+
 def test_a_profile_knows_how_much_kv_its_instance_holds() -> None:
     assert latency.load(NAME).kv_capacity_tokens == 66_144
     assert latency.load("vllm/opt-66b/tp4").kv_capacity_tokens == 78_496
@@ -73,6 +105,6 @@ def test_a_profile_knows_how_much_kv_its_instance_holds() -> None:
 def test_the_package_imports_neither_numpy_nor_pydantic() -> None:
     code = (
         "import sys, cleave.perf.latency, cleave.perf.model;"
-        "sys.exit(bool({'numpy', 'pydantic', 'grpc'} & set(sys.modules)))"
+        "sys.exit(bool({'numpy', 'pydantic', 'grpc', 'yaml'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

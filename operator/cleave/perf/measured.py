@@ -101,7 +101,10 @@ def _square_ms(points: Sequence[PrefillPoint]) -> float:
     elif len(singles) >= _FOR_CURVATURE:
         rows = [[1.0, tokens, tokens**2] for tokens, _ in singles]
         weights = [1 / ms**2 for _, ms in singles]
-        found = curve.least_squares(rows, [ms for _, ms in singles], weights)[2]
+        try:
+            found = curve.least_squares(rows, [ms for _, ms in singles], weights)[2]
+        except ValueError:  # the relative weights leave fewer than three lengths that count
+            return 0.0
     else:
         return 0.0
     # Never so much that the rest would fall from the shortest to the longest prompt.

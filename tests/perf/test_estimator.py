@@ -1,0 +1,167 @@
+"""Which source answers, and what is said where none can."""
+
+from pathlib import Path
+
+import pytest
+
+from cleave.api.cluster import Cluster
+from cleave.api.manifest import ManifestError
+from cleave.api.planning import GpuChoice
+from cleave.perf import distserve, estimator, latency, model, profile
+from cleave.perf.estimate import Estimate, Estimator
+from cleave.perf.estimator import ModelEstimator
+from cleave.perf.trust import Basis
+
+import made_profiles
+
+A100, H100 = "A100-SXM-80GB", "H100-SXM-80GB"
+CLUSTER = Cluster.model_validate(
+    {"nodes": [{"count": 4, "gpu": A100}, {"count": 2, "gpu": "NVIDIA-H100-80GB-HBM3"}]}
+)
+CAPPED = GpuChoice.model_validate({"type": H100, "powerCapWatts": 350})
+
+
+def of(name: str, **options: object) -> ModelEstimator:
+    return estimator.for_cluster(model.load(name), CLUSTER, **options)
+
+
+def known(found: Estimate | None) -> Estimate:
+    assert found is not None
+    return found
+
+
+def write(tmp_path: Path, **header: object) -> Cluster:
+    profile.write(made_profiles.from_fit(**header), tmp_path / "opt.yaml")
+    return CLUSTER.model_copy(update={"profiles": ["opt.yaml"]})
+
+
+def test_it_is_what_the_planner_asks_for() -> None:
+    asked: Estimator = of("opt-13b")
+    assert asked.estimate(A100, 1, 1) is not None
+
+
+def test_published_fits_answer_for_opt_on_a100() -> None:
+    found = known(of("facebook/opt-13b").estimate(A100, 2, 1))
+    assert found.trust.basis is Basis.FITTED
+    assert found.timing == latency.load("distserve/opt-13b/tp2").timing
+    assert found.kv_capacity_tokens == distserve.KV_CAPACITY_TOKENS["opt-13b"][2, 1]
+    assert (found.power_watts, found.cost_per_hour) == (800, pytest.approx(6.86))
+    assert found.max_model_len == 2048
+
+
+def test_published_runs_answer_for_llama_2_70b() -> None:
+    found = known(of("llama-2-70b").estimate(H100, 8, 1))
+    assert found.trust.basis is Basis.FITTED
+    assert found.trust.source == "Splitwise's published measurements of vLLM"
+    assert found.timing.prefill_ms([1024]) == pytest.approx(77.91, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("opt-13b", H100), ("llama-3.1-70b", A100)])
+def test_the_roofline_answers_where_nothing_was_measured(name: str, gpu: str) -> None:
+    found = known(of(name).estimate(gpu, 4, 1))
+    assert found.trust.basis is Basis.ROOFLINE
+    assert found.trust.error is not None
+
+
+def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
+    cluster = write(tmp_path)
+    asked = estimator.for_cluster(model.load("opt-13b"), cluster, folder=tmp_path)
+    found = known(asked.estimate(A100, 1, 1))
+    assert found.trust.basis is Basis.MEASURED
+    assert found.kv_capacity_tokens == 60_000
+    # The profile says nothing of two GPUs; of two stages it does.
+    assert known(asked.estimate(A100, 2, 1)).trust.basis is Basis.FITTED
+    staged = known(asked.estimate(A100, 1, 2))
+    assert staged.trust.basis is Basis.MEASURED
+    assert staged.timing.stages == 2
+
+
+def test_a_profile_of_another_model_or_device_is_left_aside(tmp_path: Path) -> None:
+    for header in ({"model": "opt-66b"}, {"device": "H100"}):
+        cluster = write(tmp_path, **header)
+        asked = estimator.for_cluster(model.load("opt-13b"), cluster, folder=tmp_path)
+        assert known(asked.estimate(A100, 1, 1)).trust.basis is Basis.FITTED
+
+
+def test_operators_serve_the_sizes_that_were_measured(tmp_path: Path) -> None:
+    operators = made_profiles.operators()
+    cluster = write(tmp_path, device="h100", prefill=(), decode=(), mixed=(), operators=operators)
+    asked = estimator.for_cluster(model.load("opt-13b"), cluster, folder=tmp_path)
+    assert known(asked.estimate(H100, 2, 1)).trust.source.startswith("operators by vllm")
+    assert known(asked.estimate(H100, 4, 1)).trust.basis is Basis.ROOFLINE
+
+
+def test_quantised_weights_do_not_get_the_published_times() -> None:
+    shape = model.from_config(
+        "opt-13b-int8",
+        {
+            "model_type": "opt",
+            "num_hidden_layers": 40,
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "ffn_dim": 20480,
+            "vocab_size": 50272,
+            "max_position_embeddings": 2048,
+            "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        },
+    )
+    found = known(estimator.for_cluster(shape, CLUSTER).estimate(A100, 1, 1))
+    assert found.trust.basis is Basis.ROOFLINE
+    assert found.kv_capacity_tokens != 66_144
+
+
+def test_a_power_cap_slows_published_prompts_as_published() -> None:
+    free = known(of("llama-2-70b").estimate(H100, 8, 1))
+    capped = known(of("llama-2-70b", choices=[CAPPED]).estimate(H100, 8, 1))
+    assert capped.timing.prefill_ms([1500]) == pytest.approx(1.3 * free.timing.prefill_ms([1500]))
+    assert capped.timing.decode_pass_ms(8, 4000) == free.timing.decode_pass_ms(8, 4000)
+    assert capped.power_watts == 350 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "tensor", "stages", "reason"),
+    [
+        ("opt-13b", "B200", 1, 1, "there is no B200; there is A100-SXM-80GB, H100-SXM-80GB"),
+        ("opt-13b", A100, 16, 1, "16 tensor parallel GPUs exceed the 8 of a node"),
+        ("opt-13b", A100, 3, 1, "40 attention heads cannot be shared by 3 GPUs"),
+        ("opt-13b", A100, 1, 41, "40 layers cannot fill 41 pipeline stages"),
+        ("opt-66b", A100, 1, 1, "does not fit: 122.4 GiB of weights"),
+    ],
+)
+def test_no_answer_has_its_reason(
+    name: str, gpu: str, tensor: int, stages: int, reason: str
+) -> None:
+    asked = of(name)
+    assert asked.estimate(gpu, tensor, stages) is None
+    assert reason in str(asked.why_not(gpu, tensor, stages))
+
+
+@pytest.mark.parametrize(
+    "name", ["opt-66b", "llama-3.1-8b", "mixtral-8x7b", "deepseek-v3", "bloom"]
+)
+def test_every_answer_is_usable(name: str) -> None:
+    asked = of(name, max_model_len=1024)
+    for gpu in (A100, H100):
+        for tensor in (1, 2, 4, 8):
+            for stages in (1, 2, 3, 4):
+                found = asked.estimate(gpu, tensor, stages)
+                if found is None:
+                    assert asked.why_not(gpu, tensor, stages)
+                    continue
+                assert found.timing.stages == stages
+                assert found.kv_capacity_tokens > 0
+                assert 1 <= found.prefill_saturation_tokens <= found.max_model_len == 1024
+                assert 0 < found.timing.prefill_ms([100]) < found.timing.prefill_ms([1000])
+                assert found.timing.decode_pass_ms(1, 100) > 0
+                assert min(found.power_watts, found.cost_per_hour, found.flops_per_token) > 0
+
+
+def test_answers_are_kept() -> None:
+    asked = of("llama-3.1-8b")
+    assert asked.estimate(H100, 2, 1) is asked.estimate(H100, 2, 1)
+
+
+def test_unusable_profiles_are_told_with_their_place_in_the_cluster_file(tmp_path: Path) -> None:
+    cluster = CLUSTER.model_copy(update={"profiles": ["none.yaml"]})
+    with pytest.raises(ManifestError, match=r"profiles\[0\]: .*none\.yaml: No such file"):
+        estimator.for_cluster(model.load("opt-13b"), cluster, folder=tmp_path)
