@@ -1,0 +1,153 @@
+"""How many requests per second an instance could serve at most: bounds without a simulation.
+
+Used by the search to order candidates, to skip hopeless ones and to know where a bisection ends.
+What is hard: a bound must never be below what a simulation finds. Each phase is therefore
+credited with the cheapest passes that its limits allow and with no idle moment, and with nothing
+of the other phase's work.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.perf.timing import Timing, line
+from cleave.simulator.fleet import Batching, Engine, Fleet
+from cleave.simulator.trace import Trace
+
+_QUEUEING = 0.8
+_TINY = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What bounds need to know of the requests."""
+
+    prompt_tokens: float
+    """Mean."""
+    prompt_squares: float
+    """Mean of the square."""
+    longest_prompt: int
+    decode_passes: float
+    """Mean number of passes after the first token."""
+    decode_context: float
+    """Mean context of a decode pass, over all passes of all requests."""
+
+    @classmethod
+    def of(cls, trace: Trace) -> "Lengths":
+        """The lengths of these requests."""
+        prompts = trace.prompt_tokens.astype(np.float64)
+        passes = trace.output_tokens.astype(np.float64) - 1
+        contexts = passes * (prompts + (passes + 1) / 2)
+        total = float(passes.sum())
+        return cls(
+            prompt_tokens=float(prompts.mean()),
+            prompt_squares=float((prompts**2).mean()),
+            longest_prompt=int(prompts.max()),
+            decode_passes=float(passes.mean()),
+            decode_context=float(contexts.sum()) / total if total else 0.0,
+        )
+
+
+def fleet_rate(fleet: Fleet, lengths: Lengths) -> float:
+    """Bound of a fleet, in req/s: of each phase, all pools that take part in it."""
+    prompts, outputs = (*fleet.prefill, *fleet.mixed), (*fleet.decode, *fleet.mixed)
+    prefill = sum(pool.replicas * prefill_rate(pool.engine, lengths) for pool in prompts)
+    decode = sum(pool.replicas * decode_rate(pool.engine, lengths) for pool in outputs)
+    return min([prefill] * bool(prompts) + [decode] * bool(outputs), default=0.0)
+
+
+def likely_rate(fleet: Fleet, lengths: Lengths, tpot_ms: float) -> float:
+    """Where attainment probably falls, in req/s: no bound, but where a search should begin.
+
+    Queues in front of prompts take a fifth of what passes allow; decode passes may take just the
+    target. Mixed instances do both phases' work one after the other.
+    """
+    prefill = _QUEUEING * sum(p.replicas * prefill_rate(p.engine, lengths) for p in fleet.prefill)
+    decode = sum(p.replicas * decode_rate(p.engine, lengths, tpot_ms) for p in fleet.decode)
+    mixed = sum(
+        pool.replicas
+        / (
+            1 / (_QUEUEING * prefill_rate(pool.engine, lengths))
+            + 1 / max(decode_rate(pool.engine, lengths, tpot_ms), _TINY)
+        )
+        for pool in fleet.mixed
+    )
+    phases = [prefill] * bool(fleet.prefill) + [decode] * bool(fleet.decode)
+    return max(min(phases, default=0.0) + mixed, _TINY)
+
+
+def prefill_rate(engine: Engine, lengths: Lengths) -> float:
+    """Prompts per second when every pass holds as many tokens as it may.
+
+    Attention grows with each prompt's square however it is cut; what passes share is the rest.
+    """
+    timing = engine.timing
+    most = engine.max_num_batched_tokens
+    if engine.batching is not Batching.VLLM:
+        most = max(most, lengths.longest_prompt)
+    token_ms = min(line(timing.prompt_step, timing.prompt_ms, n) / n for n in _sizes(most))
+    prompt_ms = token_ms * lengths.prompt_tokens + timing.prompt_square_ms * lengths.prompt_squares
+    return timing.stages * 1000.0 / prompt_ms
+
+
+def decode_rate(engine: Engine, lengths: Lengths, tpot_ms: float = math.inf) -> float:
+    """Requests per second that decode at the best batch, in passes of at most `tpot_ms`.
+
+    Without `tpot_ms` it is a bound. With it, it is where the mean pass takes just that long, near
+    which attainment falls.
+    """
+    if lengths.decode_passes == 0:
+        return math.inf
+    timing = engine.timing
+    in_memory = engine.kv_capacity_tokens / max(lengths.decode_context, 1.0)
+    most = max(int(min(engine.max_num_seqs, in_memory) / timing.stages), 1)
+    rows = np.array(_sizes(most))
+    passes = _decode_ms(timing, rows, lengths.decode_context)
+    rates = np.where(passes <= tpot_ms, rows / passes, 0.0)
+    return timing.stages * 1000.0 * float(rates.max()) / lengths.decode_passes
+
+
+def unloaded_attainment(engine: Engine, trace: Trace, ttft_ms: float, tpot_ms: float) -> float:
+    """Share of requests that would meet both targets if each had the instance to itself.
+
+    A bound: company never makes a request faster. Infinite targets leave a phase out.
+    """
+    met = np.ones(len(trace), dtype=np.bool_)
+    if math.isfinite(ttft_ms):
+        met &= _alone_ms(engine, trace.prompt_tokens) <= ttft_ms
+    if math.isfinite(tpot_ms):
+        mean_context = trace.prompt_tokens + (trace.output_tokens - 1) / 2
+        alone = _decode_ms(engine.timing, np.ones(len(trace), dtype=np.int64), mean_context)
+        met &= (alone <= tpot_ms) | (trace.output_tokens == 1)
+    return float(met.mean())
+
+
+def _alone_ms(engine: Engine, prompt_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    timing = engine.timing
+    lengths = np.unique(prompt_tokens)
+    whole = np.array([timing.prefill_ms([int(length)]) for length in lengths])
+    alone: NDArray[np.float64] = whole[np.searchsorted(lengths, prompt_tokens)]
+    return alone
+
+
+def _decode_ms(
+    timing: Timing, rows: NDArray[np.int64], context: float | NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Passes of so many requests, each with `context` tokens, hops between stages included."""
+    context_ms = np.array(timing.decode_context_ms)[
+        np.minimum(rows, len(timing.decode_context_ms) - 1)
+    ]
+    fixed = np.array([line(1.0, timing.decode_ms, int(row)) for row in rows])
+    hops = (timing.stages - 1) * (timing.hop_ms + timing.hop_token_ms * rows)
+    passes: NDArray[np.float64] = fixed + context_ms * rows * context + hops
+    return passes
+
+
+def _sizes(most: int) -> list[int]:
+    """1 to `most`, ever more coarsely; both ends are there."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] + max(1, sizes[-1] // 16), most))
+    return sizes

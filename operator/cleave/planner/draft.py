@@ -1,0 +1,171 @@
+"""A plan before it is predicted: groups of instances, and the fleet that simulates them.
+
+The search makes, changes and compares drafts. What is hard: a large plan, or one whose prefill and
+decode instances must stay together, is made of alike cells; one cell is simulated at its share of
+the rate. Requests that may choose among all cells are never served worse.
+"""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from cleave.api.planning import Objective
+from cleave.api.role import Role
+from cleave.perf.kv_transfer import kv_transfer
+from cleave.perf.link import Link, slower
+from cleave.planner.candidates import Instance
+from cleave.planner.plan import PlannedPool
+from cleave.planner.problem import Problem
+from cleave.simulator.fleet import Fleet, Pool, Transfer
+
+_ROLES = tuple(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Instances that are alike and have one role."""
+
+    role: Role
+    instance: Instance
+    replicas: int
+
+    @property
+    def gpus(self) -> int:
+        """Of all replicas."""
+        return self.replicas * self.instance.candidate.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Groups, at most one per role, in the order prefill, decode, mixed."""
+
+    groups: tuple[Group, ...]
+    copies: int = 1
+    """Cells that are alike; `groups` is one of them."""
+    is_in_node: bool = False
+    """The same pipeline stage of all instances of a cell lies in one node (Algorithm 2)."""
+
+    @property
+    def gpus(self) -> int:
+        """Of all cells."""
+        return self.copies * sum(group.gpus for group in self.groups)
+
+    @property
+    def cost_per_hour(self) -> float:
+        """Of all cells."""
+        return self._sum(Objective.COST)
+
+    @property
+    def power_watts(self) -> float:
+        """Provisioned, of all cells."""
+        return self._sum(Objective.POWER)
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether prefill has instances of its own."""
+        return self.replicas(Role.PREFILL) > 0
+
+    def resources(self, objective: Objective) -> float:
+        """What all cells take of what the objective counts."""
+        return self._sum(objective)
+
+    def replicas(self, role: Role) -> int:
+        """Instances of a role in one cell."""
+        return sum(group.replicas for group in self.groups if group.role is role)
+
+    def changed(self, changes: dict[Role, int]) -> "Draft":
+        """With so many more (or, negative, fewer) instances per role; roles left empty vanish."""
+        counted = (
+            replace(group, replicas=group.replicas + changes.get(group.role, 0))
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(group for group in counted if group.replicas > 0))
+
+    def joined(self, group: Group) -> "Draft":
+        """With one more group, or more replicas of the one of its role."""
+        if self.replicas(group.role):
+            return self.changed({group.role: group.replicas})
+        groups = sorted((*self.groups, group), key=lambda each: _ROLES.index(each.role))
+        return replace(self, groups=tuple(groups))
+
+    def copied(self, copies: int) -> "Draft":
+        """So many cells of it."""
+        return replace(self, copies=copies)
+
+    def _sum(self, objective: Objective) -> float:
+        return self.copies * sum(
+            group.replicas * group.instance.candidate.resources(objective) for group in self.groups
+        )
+
+
+def cell_fleet(problem: Problem, draft: Draft) -> Fleet:
+    """One cell, as the simulator takes it; it serves the rate divided by `draft.copies`."""
+    policies = problem.policies
+    return Fleet(
+        prefill=_pools(draft, Role.PREFILL),
+        decode=_pools(draft, Role.DECODE),
+        mixed=_pools(draft, Role.MIXED),
+        transfer=transfer(problem, draft),
+        dispatch_ms=policies.dispatch_ms,
+        first_token_by_decode=policies.first_token_by_decode,
+    )
+
+
+def transfer(problem: Problem, draft: Draft) -> Transfer:
+    """Moving KV from prefill to decode instances after the prompt, as vLLM's engines pull it.
+
+    Nothing without both.
+    """
+    sizes = [_size(draft, role) for role in (Role.PREFILL, Role.DECODE) if draft.replicas(role)]
+    if len(sizes) < 2:
+        return Transfer()
+    moved = kv_transfer(problem.shape, link(draft), sizes[0], sizes[1], compute_token_ms=0.0)
+    return Transfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms)
+
+
+def link(draft: Draft) -> Link:
+    """That of the node when a draft says so or when one node holds all of it."""
+    supplies = list({group.instance.candidate.supply for group in draft.groups})
+    first = supplies[0]
+    if len(supplies) == 1 and (draft.is_in_node or draft.gpus <= first.gpus_per_node):
+        return first.node_link
+    return reduce(slower, [supply.network_link for supply in supplies])
+
+
+def planned_pools(draft: Draft) -> tuple[PlannedPool, ...]:
+    """The pools of all cells, as the answer lists them."""
+    return tuple(
+        PlannedPool(
+            role=group.role,
+            replicas=group.replicas * draft.copies,
+            parallelism=group.instance.candidate.parallelism,
+            gpu=group.instance.candidate.supply.gpu,
+            batching=group.instance.batching.name,
+            max_num_seqs=group.instance.max_num_seqs,
+            max_num_batched_tokens=group.instance.max_num_batched_tokens,
+        )
+        for group in draft.groups
+    )
+
+
+def describe(draft: Draft) -> str:
+    """In words: `2 prefill (TP 2) + 1 decode (TP 1, PP 2)`."""
+    return " + ".join(
+        f"{group.replicas * draft.copies} {group.role} ({_spread(group.instance)})"
+        for group in draft.groups
+    )
+
+
+def _spread(instance: Instance) -> str:
+    size = instance.candidate.parallelism
+    return f"TP {size.tensor}" + (f", PP {size.pipeline}" if size.pipeline > 1 else "")
+
+
+def _pools(draft: Draft, role: Role) -> tuple[Pool, ...]:
+    return tuple(
+        Pool(group.instance.engine, group.replicas) for group in draft.groups if group.role is role
+    )
+
+
+def _size(draft: Draft, role: Role) -> tuple[int, int]:
+    size = next(g for g in draft.groups if g.role is role).instance.candidate.parallelism
+    return size.tensor, size.pipeline

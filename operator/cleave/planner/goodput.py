@@ -1,0 +1,206 @@
+"""The highest rate that a fleet serves within its SLO, and how sure that is.
+
+DistServe, section 4.1: binary search over simulation trials. What is hard: trials are samples. All
+trials of one search serve the same requests, only closer together, so that attainment falls with
+the rate as smoothly as it can; where it rises again all the same, the lowest crossing counts and
+the answer says so. How far another sample would have moved the answer is measured with other
+seeds (`confirm`).
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from cleave.planner import capacity
+from cleave.planner.trials import Span, Targets, Trials
+from cleave.simulator.fleet import Engine, Fleet
+from cleave.simulator.run import Prepared, prepare
+from cleave.simulator.trace import Trace
+
+TOLERANCE = 0.01
+"""Relative width of the last bracket."""
+_T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+"""Student's t for a two-sided 95 % interval, by number of samples."""
+_SAMPLE_SLACK = 0.02
+"""The sample looked at first is not the one that a trial counts."""
+_WIDEN = 1.15
+"""First step away from a guess."""
+_BELOW, _ABOVE = (0.5, 0.8, 0.95), (1.05, 1.2, 1.5)
+"""Where attainment must be met and missed, as factors on the goodput."""
+_EDGE = 0.3
+"""Closest that a trial comes to an end of its bracket, as a share of the bracket."""
+_NEGLIGIBLE = 1 / 256
+"""Below this share of what the passes allow, goodput is 0."""
+_MOST_STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Of one fleet, in req/s."""
+
+    rate: float
+    """Highest rate found at which the goal is met; 0: at none."""
+    attainment: float
+    """Share of requests in time at that rate."""
+    is_monotone: bool = True
+    """False: some tried rate above one that failed was met again."""
+    interval: tuple[float, float] | None = None
+    """95 % confidence interval, where other seeds have been tried."""
+
+
+def find(
+    trials: Trials,
+    fleet: Fleet,
+    targets: Targets,
+    at_least: float = 0.0,
+    tolerance: float = TOLERANCE,
+) -> Goodput:
+    """Bisection around where the passes alone say that the targets end.
+
+    With `at_least`, a fleet that fails at this rate is given up after one trial (goodput 0): the
+    caller has a better one.
+    """
+    lengths = trials.lengths()
+    upper = capacity.fleet_rate(fleet, lengths)
+    if upper <= at_least or not could_hold(trials, fleet, targets):
+        return Goodput(0.0, 0.0)
+    guess = max(capacity.likely_rate(fleet, lengths, targets.tpot_ms), at_least * _WIDEN)
+    bisection = _Bisection.around(trials, fleet, targets, min(guess, upper), tolerance)
+    if at_least > 0 and not bisection.holds(at_least):
+        return Goodput(0.0, bisection.tried[at_least])
+    return bisection.run(at_least, guess)
+
+
+def near(
+    trials: Trials, fleet: Fleet, targets: Targets, rate: float, tolerance: float = TOLERANCE
+) -> Goodput:
+    """The same, sought around a rate that is probably close."""
+    if rate <= 0:
+        return find(trials, fleet, targets, tolerance=tolerance)
+    return _Bisection.around(trials, fleet, targets, rate, tolerance).run(0.0, rate, 1.04)
+
+
+def confirm(
+    trials: Trials, fleet: Fleet, targets: Targets, first: Goodput, seeds: int = 5
+) -> Goodput:
+    """Mean over `seeds` independent samples, with Student's 95 % interval of that mean.
+
+    Also tries rates away from the first answer, for an attainment that is not monotone.
+    """
+    others = [trials.reseeded(trials.seed + number) for number in range(1, seeds + 1)]
+    found = [near(each, fleet, targets, first.rate) for each in others]
+    rates = [each.rate for each in found]
+    mean = statistics.fmean(rates)
+    half = _T_95[seeds] * statistics.stdev(rates) / math.sqrt(seeds)
+    return replace(
+        first,
+        rate=mean,
+        attainment=statistics.fmean(each.attainment for each in found),
+        is_monotone=first.is_monotone
+        and all(each.is_monotone for each in found)
+        and _falls(trials, fleet, targets, mean),
+        interval=(max(mean - half, 0.0), mean + half),
+    )
+
+
+def could_hold(trials: Trials, fleet: Fleet, targets: Targets) -> bool:
+    """Whether requests that have an instance to themselves meet the targets often enough."""
+    sample = trials.sample()
+    prefill, decode = targets.prefill_only, targets.decode_only
+    return _best_alone(
+        sample, prefill, [pool.engine for pool in (*fleet.prefill, *fleet.mixed)]
+    ) and _best_alone(sample, decode, [pool.engine for pool in (*fleet.decode, *fleet.mixed)])
+
+
+def _best_alone(sample: Trace, targets: Targets, engines: list[Engine]) -> bool:
+    shares = [
+        capacity.unloaded_attainment(engine, sample, targets.ttft_ms, targets.tpot_ms)
+        for engine in engines
+    ]
+    return max(shares, default=1.0) >= targets.attainment - _SAMPLE_SLACK
+
+
+def _falls(trials: Trials, fleet: Fleet, targets: Targets, rate: float) -> bool:
+    """Whether attainment is met at lower rates and missed at higher ones."""
+    span = trials.span(rate, targets)
+
+    def holds(factor: float) -> bool:
+        shares = trials.shares(fleet, rate * factor, targets, span)
+        return shares.both >= targets.attainment
+
+    return rate == 0 or (all(map(holds, _BELOW)) and not any(map(holds, _ABOVE)))
+
+
+@dataclass(slots=True)
+class _Bisection:
+    """One search; remembers what was tried."""
+
+    trials: Trials
+    prepared: Prepared
+    targets: Targets
+    span: Span
+    upper: float
+    """No rate above it holds for ever; a trial would not always see that."""
+    tolerance: float
+    tried: dict[float, float] = field(default_factory=dict)
+    """Rate -> attainment."""
+
+    @classmethod
+    def around(
+        cls, trials: Trials, fleet: Fleet, targets: Targets, rate: float, tolerance: float
+    ) -> Self:
+        """One length of trace for all trials, right for `rate`."""
+        span = trials.span(rate, targets)
+        upper = capacity.fleet_rate(fleet, trials.lengths(span.total))
+        return cls(trials, prepare(fleet), targets, span, upper, tolerance)
+
+    def run(self, low: float, guess: float, widen: float = _WIDEN) -> Goodput:
+        """`low` holds or is 0; away from `guess` in growing steps until there is a bracket."""
+        rate = max(min(guess, self.upper * (1 - self.tolerance)), low)
+        if self.holds(rate):
+            while self.holds(high := rate * widen) and len(self.tried) < _MOST_STEPS:
+                rate, widen = high, widen * widen
+            return self._narrow(rate, high)
+        high = rate
+        while (rate := high / widen) > max(low, self.upper * _NEGLIGIBLE):
+            if self.holds(rate):
+                return self._narrow(rate, high)
+            high, widen = rate, widen * widen
+        return self._narrow(low, high)
+
+    def holds(self, rate: float) -> bool:
+        """Whether the goal is met at `rate`."""
+        if rate > self.upper:
+            return False
+        if rate not in self.tried:
+            shares = self.trials.shares(self.prepared, rate, self.targets, self.span)
+            self.tried[rate] = shares.both
+        return self.tried[rate] >= self.targets.attainment
+
+    def _narrow(self, low: float, high: float) -> Goodput:
+        """`low` holds or is 0; `high` fails."""
+        high = min(high, self.upper)
+        while low > 0 and high - low > self.tolerance * high:
+            middle = self._between(low, high)
+            if self.holds(middle):
+                low = middle
+            else:
+                high = middle
+        return self._found(low)
+
+    def _between(self, low: float, high: float) -> float:
+        """Where a straight line through both attainments meets the goal, not too near an end."""
+        goal = self.targets.attainment
+        above, below = self.tried[low] - goal, goal - self.tried.get(high, 0.0)
+        # Near the flat top of the curve the line says little; halving keeps the pace.
+        part = above / (above + below) if above + below > 0 else 0.5
+        return low + (high - low) * min(max(part, _EDGE), 1 - _EDGE)
+
+    def _found(self, rate: float) -> Goodput:
+        met = [self.tried[each] >= self.targets.attainment for each in sorted(self.tried)]
+        return Goodput(
+            rate=rate,
+            attainment=self.tried.get(rate, 0.0),
+            is_monotone=met == sorted(met, reverse=True),
+        )

@@ -1,0 +1,80 @@
+"""Algorithm 2: prefill and decode instances whose equal pipeline stages share a node.
+
+DistServe, section 4.2, for networks too slow for KV: stages of both phases that hold the same
+layers lie in one node, so that KV moves over the node's own links only. Both phases have the same
+number of stages; inside a node, tensor parallel sizes and counts are free.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cleave.api.role import Role
+from cleave.planner import packing, rating
+from cleave.planner.candidates import Candidate, decode_instance, prefill_instance
+from cleave.planner.draft import Draft, Group, cell_fleet
+from cleave.planner.problem import Problem
+from cleave.planner.rating import Rated
+from cleave.planner.trials import Targets, Trials
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Most instances of each phase whose segments share a node; the paper's search has one each."""
+
+    prefill: int = 1
+    decode: int = 1
+
+
+ANY = Replicas(prefill=1 << 10, decode=1 << 10)
+"""As many as a node has room for."""
+
+
+def optimise(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    most: Replicas = ANY,
+    tick: Callable[[], None] = lambda: None,
+) -> Rated | None:
+    """The intra-node configuration with most goodput per resource; both phases simulated jointly.
+
+    The bound of a pair is that of its slower phase: with one queue in front of the other, neither
+    phase serves more than it could alone.
+    """
+    entries = [
+        rating.bounded(trials, draft, cell_fleet(problem, draft))
+        for draft in configurations(problem, found, most)
+    ]
+    return rating.best(
+        trials, entries, targets, lambda draft: draft.resources(problem.planning.objective), tick
+    )
+
+
+def configurations(problem: Problem, found: Sequence[Candidate], most: Replicas) -> list[Draft]:
+    """get_intra_node_configs for every number of stages."""
+    drafts = [
+        draft
+        for prefill in found
+        for decode in found
+        if prefill.supply == decode.supply
+        and prefill.parallelism.pipeline == decode.parallelism.pipeline
+        for draft in _counts(problem, prefill, decode, most)
+    ]
+    return [draft for draft in drafts if packing.fits(problem, draft)]
+
+
+def _counts(problem: Problem, prefill: Candidate, decode: Candidate, most: Replicas) -> list[Draft]:
+    room = prefill.supply.gpus_per_node
+    first, second = prefill.parallelism.tensor, decode.parallelism.tensor
+    return [
+        Draft(
+            (
+                Group(Role.PREFILL, prefill_instance(problem, prefill), n),
+                Group(Role.DECODE, decode_instance(problem, decode), m),
+            ),
+            is_in_node=True,
+        )
+        for n in range(1, min(most.prefill, (room - second) // first) + 1)
+        for m in range(1, min(most.decode, (room - n * first) // second) + 1)
+    ]

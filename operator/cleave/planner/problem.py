@@ -1,0 +1,85 @@
+"""What is to be planned: a model, its traffic and targets, and the GPUs that there are.
+
+Made by hand (tests, benchmarks, notebooks) or by `cleave.planner.asking` from a deployment and a
+cluster. Values only; every part of the search takes a `Problem`.
+"""
+
+from dataclasses import dataclass
+
+from cleave.api.deployment import Slo
+from cleave.api.planning import Planning
+from cleave.perf.estimate import Estimator
+from cleave.perf.link import Link
+from cleave.perf.model import ModelShape
+from cleave.planner.workload import Demand
+from cleave.simulator.fleet import Batching
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Nodes that are alike."""
+
+    gpu: str
+    """Kind of GPU, as the estimator knows it."""
+    num_nodes: int
+    gpus_per_node: int
+    max_gpus: int
+    """Most GPUs that a plan may take of these nodes."""
+    node_link: Link
+    """Between two GPUs of one node."""
+    network_link: Link
+    """Between two GPUs of unlike nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """How the engines batch. The defaults are those of the engines that Cleave runs."""
+
+    prefill: Batching = Batching.VLLM
+    decode: Batching = Batching.VLLM
+    mixed: tuple[Batching, ...] = (Batching.VLLM,)
+    """Tried one by one; Vidur's search tries several (section 6)."""
+    first_token_by_decode: bool = True
+    """False: as the DistServe paper counts."""
+    dispatch_ms: float = 0.0
+    """Client to instance, as in `simulator.fleet.Fleet`."""
+    kv_block_size: int = 16
+
+
+PAPER = Policies(
+    prefill=Batching.PREFILL_FIRST,
+    mixed=(Batching.PREFILL_FIRST,),
+    first_token_by_decode=False,
+)
+"""What DistServe (OSDI'24) and the vLLM that it was compared with did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question to the planner."""
+
+    demand: Demand
+    slo: Slo
+    supplies: tuple[Supply, ...]
+    shape: ModelShape
+    """The model; what its hand-offs weigh."""
+    estimator: Estimator
+    planning: Planning = Planning()  # noqa: RUF009 - a frozen value
+    policies: Policies = Policies()
+    max_nodes_per_instance: int = 4
+    """Algorithm 1's node limit N."""
+    seed: int = 0
+    notes: tuple[str, ...] = ()
+    """What whoever asks has to say of the workload or the model; passed on with the answer."""
+
+    @property
+    def max_gpus(self) -> int:
+        """Most GPUs of the whole plan."""
+        there = sum(supply.max_gpus for supply in self.supplies)
+        limit = self.planning.max_gpus
+        return there if limit is None else min(there, limit)
+
+    @property
+    def rate(self) -> float:
+        """Requests per second to plan for."""
+        return self.demand.rate

@@ -1,0 +1,87 @@
+"""Mean TTFT of a prefill instance by formula: a check on the simulator where queues are simple.
+
+DistServe, section 3.1, Eq. 1-3: Poisson arrivals, prompts of one length, first come first served
+and one at a time (M/D/1). Times in milliseconds, rates in requests per second. The search compares
+them with its simulations and says so when they disagree.
+"""
+
+import math
+
+from cleave.simulator.trace import Trace
+
+_ALIKE = 0.02
+"""Coefficient of variation up to which prompts count as being of one length."""
+_POISSON = (0.9, 1.1)
+"""Coefficient of variation of gaps that count as Poisson's."""
+
+
+class QueueingError(ValueError):
+    """The queue never settles, or the formula does not apply."""
+
+
+def mean_ttft_ms(rate: float, prefill_ms: float) -> float:
+    """Eq. 1: D + R D^2 / (2 (1 - R D)). Raises QueueingError from R D = 1 on."""
+    return prefill_ms + _wait_ms(rate, prefill_ms)
+
+
+def mean_ttft_inter_op_ms(rate: float, prefill_ms: float, stages: int = 2) -> float:
+    """Eq. 2, D + R D^2 / (4 (2 - R D)); with s stages D + R D^2 / (2 s (s - R D)).
+
+    A request takes D through all stages; the queue moves at the pace of one, D / s.
+    """
+    return prefill_ms + _wait_ms(rate, prefill_ms / stages)
+
+
+def mean_ttft_intra_op_ms(rate: float, prefill_ms: float, speedup: float) -> float:
+    """Eq. 3: D / K + R D^2 / (2 K (K - R D)), with the speed-up 1 < K < tensor parallel size."""
+    if not speedup > 0:
+        raise QueueingError(f"speedup {speedup:g}: must be above 0")
+    return mean_ttft_ms(rate, prefill_ms / speedup)
+
+
+def crossing_rate(prefill_ms: float, speedup: float) -> float:
+    """Rate in req/s from which two-way inter-op beats two-way intra-op in mean TTFT.
+
+    Found by bisection on Eq. 2 and 3; infinite: intra-op is ahead as long as its queue settles.
+    Below a speed-up of 1, inter-op is ahead from the start.
+    """
+    if speedup <= 1:
+        return 0.0
+    low, high = 0.0, min(speedup, 2.0) * 1000.0 / prefill_ms * (1 - 1e-9)
+    if not _is_inter_op_ahead(high, prefill_ms, speedup):
+        return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _is_inter_op_ahead(middle, prefill_ms, speedup):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def applies(trace: Trace) -> bool:
+    """Whether prompts are alike and arrivals look like Poisson's; few requests never do."""
+    if len(trace) < 100:
+        return False
+    prompts, gaps = trace.prompt_tokens, trace.arrival_ms[1:] - trace.arrival_ms[:-1]
+    least, most = _POISSON
+    is_alike = float(prompts.std()) <= _ALIKE * float(prompts.mean())
+    return is_alike and least <= float(gaps.std()) / float(gaps.mean()) <= most
+
+
+def _is_inter_op_ahead(rate: float, prefill_ms: float, speedup: float) -> bool:
+    return mean_ttft_inter_op_ms(rate, prefill_ms) < mean_ttft_intra_op_ms(
+        rate, prefill_ms, speedup
+    )
+
+
+def _wait_ms(rate: float, service_ms: float) -> float:
+    """Mean wait in M/D/1: R D^2 / (2 (1 - R D))."""
+    per_ms = rate / 1000.0
+    load = per_ms * service_ms
+    if not 0 <= load < 1:
+        raise QueueingError(
+            f"rate {rate:g} req/s: {service_ms:g} ms each keep the instance busy {load:.0%} of the "
+            "time; the queue settles below 100 % only"
+        )
+    return per_ms * service_ms**2 / (2 * (1 - load))
