@@ -102,10 +102,10 @@ async def measure(client: Client, facts: EngineFacts, settings: Settings, show: 
             await _run(client, shot, rng, taken[shot])
             done += 1
     merged: Taken = defaultdict(list)
-    for samples in taken.values():
-        for what, found in samples.items():
-            merged[what] += found
-    return merged
+    for shot, samples in taken.items():
+        for what in _usual(shot, samples):
+            merged[what] += samples[what]
+    return dict(merged)
 
 
 async def look_around(
@@ -181,6 +181,13 @@ async def _until_idle(client: Client) -> None:
         if asyncio.get_running_loop().time() > deadline:
             raise ProfilingError(f"{client.url} is busy with other requests; take its traffic away")
         await asyncio.sleep(_IDLE_PERIOD_S)
+
+
+def _usual(shot: Shot, samples: Taken) -> list[What]:
+    """What to keep of a shot; of a batch that fell apart now and then, the size seen most often."""
+    if isinstance(shot, BatchShot) and samples:
+        return [max(samples, key=lambda what: len(samples[what]))]
+    return list(samples)
 
 
 def _scatters(taken: Taken, settings: Settings) -> bool:
