@@ -120,6 +120,14 @@ class Engine(Shape):
         """Whether `args` hold this flag, in any of the spellings that the engine takes."""
         return any(_flag(arg) == flag for arg in self.args)
 
+    def value_of(self, flag: str) -> str | None:
+        """What follows the flag in `args`, the last time it is there; None: nothing does."""
+        found = None
+        for arg, following in zip(self.args, [*self.args[1:], None], strict=False):
+            if _flag(arg) == flag:
+                found = arg.partition("=")[2] if "=" in arg else following
+        return found
+
 
 class Toleration(Shape):
     """A taint that the workers may be scheduled onto, as in a pod."""

@@ -15,7 +15,9 @@ from cleave.cli.demo import demo
 from cleave.cli.down import down
 from cleave.cli.gateway import FORWARDED, gateway
 from cleave.cli.logs import logs
+from cleave.cli.plan import plan
 from cleave.cli.profile import profile
+from cleave.cli.simulate import simulate
 from cleave.cli.status import status
 from cleave.cli.up import up
 from cleave.cli.validate import validate
@@ -27,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, up, status, logs, down, validate, profile, workload):
+for command in (demo, plan, simulate, up, status, logs, down, validate, profile, workload):
     app.command()(command)
 app.command(context_settings=FORWARDED)(gateway)
 

@@ -11,9 +11,10 @@ import typer
 
 from cleave.cli.faults import told
 from cleave.cli.names import complete_running
+from cleave.cli.tables import plain_table, print_whole
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
+    from rich.console import Console
     from rich.table import Table
 
     from cleave.local.instances import Row
@@ -123,30 +124,21 @@ def _watch_table(name: str | None) -> None:
 
 
 def show(console: "Console", found: Sequence[dict[str, Any]]) -> None:
-    """Print the table in its full width: a narrow terminal wraps lines, cells stay whole."""
-    if not found:
+    """Print the table in its full width."""
+    if found:
+        print_whole(console, table(found))
+    else:
         console.print("nothing is up on this machine")
-        return
-    drawn = table(found)
-    console.width = max(console.width, console.measure(drawn, options=_unbounded(console)).maximum)
-    console.print(drawn)
-
-
-def _unbounded(console: "Console") -> "ConsoleOptions":
-    return console.options.update(max_width=1000)
 
 
 def table(found: Sequence[dict[str, Any]]) -> "Table":
     """The rows of all deployments in one table."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for heading in ("INSTANCE", "ROLE", "STATE", "ENGINE"):
-        drawn.add_column(heading, no_wrap=True)
-    for heading in ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
+    drawn = plain_table(
+        ("INSTANCE", "ROLE", "STATE", "ENGINE"),
+        ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"),
+    )
     drawn.add_column("URL", no_wrap=True)
     for row in (row for deployment in found for row in deployment["instances"]):
         state = Text(row["state"], style=_STYLES.get(row["state"], "red"))

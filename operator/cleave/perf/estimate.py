@@ -39,3 +39,8 @@ class Estimator(Protocol):
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
         """None: the model does not fit, cannot be split so, or nothing is known about it."""
+
+    def why_not(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> str | None:
+        """The reason in one sentence why `estimate` has no answer; None: it has one."""

@@ -1,0 +1,116 @@
+"""The planner's answer on a terminal: a verdict, ranked plans, and how they were found."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from cleave.cli.tables import plain_table, print_whole
+from cleave.planner.plan import Answer, Percentiles, Plan, Verdict
+from cleave.planner.words import (
+    VERDICTS,
+    milliseconds,
+    number,
+    percent,
+    plan_label,
+    pool_sentence,
+    power,
+    trust_sentence,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_STYLES = {
+    Verdict.DISAGGREGATE: "bold green",
+    Verdict.COLOCATE: "bold magenta",
+    Verdict.INFEASIBLE: "bold red",
+}
+
+
+def show(console: "Console", answer: Answer, *, top: int, wide: bool) -> None:
+    """Print verdict, table, reason, runner-up and warnings; cells are never cut."""
+    from rich.text import Text
+
+    verdict = Text.assemble((VERDICTS[answer.verdict], _STYLES[answer.verdict]))
+    if answer.selected:
+        told = " and ".join(pool_sentence(pool) for pool in answer.selected.pools)
+        verdict.append(f": {told}")
+    elif nearest := answer.nearest_slo:
+        verdict.append(
+            f": nearest SLO that holds is TTFT {milliseconds(nearest.ttft_ms)}, TPOT "
+            f"{milliseconds(nearest.tpot_ms)}, with {nearest.plan}"
+        )
+    console.print(verdict, soft_wrap=True)
+    console.print(answer.reason, markup=False, highlight=False, soft_wrap=True)
+    if plans := ranked(answer)[:top]:
+        print_whole(console, table(plans, answer.selected, wide=wide))
+    console.print(answer.what_would_change, markup=False, highlight=False, soft_wrap=True)
+    for warning in answer.warnings:
+        console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def ranked(answer: Answer) -> tuple[Plan, ...]:
+    """All plans of the answer, best first."""
+    return ((answer.selected,) if answer.selected else ()) + answer.alternatives
+
+
+def table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> "Table":
+    """One row per plan; goodput in req/s, TTFT and TPOT as P50/P90/P99 in ms."""
+    figures = ("GPUS", "GOODPUT", "PER GPU", "ATTAINED", "TTFT MS", "TPOT MS", "PRICE/H")
+    drawn = plain_table(("PLAN",), (*figures, *(("POWER", "95 %", "LIMITS") if wide else ())))
+    for heading in ("FOUND BY", "TRUST") if wide else ("TRUST",):
+        drawn.add_column(heading, no_wrap=True)
+    for plan in plans:
+        style = "bold" if plan is selected else None
+        drawn.add_row(*_cells(plan, selected, wide=wide), style=style)
+    return drawn
+
+
+def explain(console: "Console", answer: Answer) -> None:
+    """Print how the answer was found and what it rests on."""
+    from rich.table import Table
+
+    facts = Table.grid(padding=(0, 2))
+    for name, value in _facts(answer):
+        facts.add_row(name, value)
+    console.print(facts, highlight=False)
+
+
+def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
+    yield "candidates", f"{answer.num_candidates:,} ways to spread an instance or a plan over GPUs"
+    yield "simulated", f"{answer.num_simulated_requests:,} requests in {answer.elapsed_s:.2f} s"
+    sources = dict.fromkeys(trust_sentence(plan.prediction.trust) for plan in ranked(answer))
+    for source in sources:
+        yield "latency", source
+    for plan in ranked(answer)[:1]:
+        low, high = plan.prediction.goodput_interval
+        yield "goodput", f"{number(low)} to {number(high)} req/s with 95 % confidence"
+        for pool in plan.pools:
+            seqs, tokens = pool.max_num_seqs, pool.max_num_batched_tokens
+            limits = f"at most {seqs} requests and {tokens} tokens in a pass"
+            yield str(pool.role), f"batching {pool.batching}, {limits}"
+
+
+def _cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[str]:
+    seen = plan.prediction
+    yield f"{'*' if plan is selected else ' '} {plan_label(plan)}"
+    yield str(plan.gpus)
+    yield number(seen.goodput)
+    yield number(plan.goodput_per_gpu)
+    yield percent(seen.attainment)
+    yield _percentiles(seen.ttft_ms)
+    yield _percentiles(seen.tpot_ms)
+    yield number(seen.cost_per_hour)
+    if wide:
+        yield power(seen.power_watts)
+        yield "{}-{}".format(*map(number, seen.goodput_interval))
+        limits = [f"{p.max_num_seqs or '-'}/{p.max_num_batched_tokens or '-'}" for p in plan.pools]
+        yield " ".join(limits)
+        yield plan.algorithm
+        yield trust_sentence(seen.trust)
+    else:
+        yield f"{seen.trust.basis}"
+
+
+def _percentiles(latency: Percentiles) -> str:
+    return "/".join(number(value) for value in (latency.p50, latency.p90, latency.p99))

@@ -1,0 +1,33 @@
+"""Tables on a terminal, in their full width: a narrow one wraps lines, cells stay whole."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_UNBOUNDED = 1000
+
+
+def plain_table(texts: Sequence[str], figures: Sequence[str]) -> "Table":
+    """A table with a line under its headings: left-aligned texts, then right-aligned figures."""
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for heading in texts:
+        drawn.add_column(heading, no_wrap=True)
+    for heading in figures:
+        drawn.add_column(heading, no_wrap=True, justify="right")
+    return drawn
+
+
+def print_whole(console: "Console", drawn: "Table") -> None:
+    """Print a table as wide as it is."""
+    unbounded = console.options.update(max_width=_UNBOUNDED)
+    needed = console.measure(drawn, options=unbounded).maximum
+    width = console.width
+    console.width = max(width, needed)
+    console.print(drawn)
+    console.width = width

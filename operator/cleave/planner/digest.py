@@ -1,0 +1,143 @@
+"""A simulation in figures: what `cleave simulate` prints. Pure."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave.api.deployment import Slo
+from cleave.api.role import Role
+from cleave.planner.plan import Percentiles
+from cleave.simulator.breakdown import Stage, stage_ms, stage_shares
+from cleave.simulator.fleet import Fleet, Pool
+from cleave.simulator.outcome import Fate, Outcome, Times
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLoad:
+    """What one instance did over the whole simulation."""
+
+    name: str
+    """Role and number: `prefill-0`."""
+    busy: float
+    """Share of the time with a pass running."""
+    passes: int
+    mean_batch: float
+    """Decoding requests per pass that had any; nan without such passes."""
+    kv_usage: float
+    """Share of its KV memory in use, mean over the time."""
+    kv_peak: float
+    """Most of it at once."""
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage of requests' lives."""
+
+    stage: Stage
+    mean_ms: float
+    share: float
+    """Of the time of all requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """One simulation."""
+
+    rate: float
+    num_requests: int
+    num_too_long: int
+    """Requests whose KV fits no instance."""
+    num_unfinished: int
+    """Requests that waited for ever."""
+    attainment: float
+    ttft_attainment: float
+    """Share that meets the TTFT target alone."""
+    tpot_attainment: float
+    throughput: float
+    """Output tokens per second of simulated time."""
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles
+    latency_ms: Percentiles
+    """Arrival to end."""
+    stages: tuple[StageTime, ...]
+    instances: tuple[InstanceLoad, ...]
+
+
+def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo) -> Digest:
+    """The figures of one outcome. Requests that never end are the slowest."""
+    seconds = outcome.instances.duration_ms / 1000
+    tokens = float(np.sum(outcome.instances.decode_tokens))
+    return Digest(
+        rate=rate,
+        num_requests=len(outcome.arrival_ms),
+        num_too_long=int(np.count_nonzero(outcome.fate == Fate.TOO_LONG)),
+        num_unfinished=int(np.count_nonzero(outcome.fate == Fate.UNFINISHED)),
+        attainment=outcome.attainment(slo.ttft_ms, slo.tpot_ms),
+        ttft_attainment=outcome.attainment(slo.ttft_ms, math.inf),
+        tpot_attainment=outcome.attainment(math.inf, slo.tpot_ms),
+        throughput=tokens / seconds if seconds else 0.0,
+        ttft_ms=percentiles(outcome.ttft_ms),
+        tpot_ms=percentiles(outcome.tpot_ms),
+        latency_ms=percentiles(outcome.end_ms - outcome.arrival_ms),
+        stages=tuple(_stages(outcome)),
+        instances=tuple(_instances(outcome, fleet)),
+    )
+
+
+def percentiles(values: Times) -> Percentiles:
+    """P50, P90 and P99; nan counts as infinitely late."""
+    whole = np.where(np.isnan(values), np.inf, values)
+    p50, p90, p99 = np.quantile(whole, (0.5, 0.9, 0.99), method="higher")
+    return Percentiles(float(p50), float(p90), float(p99))
+
+
+def instance_names(fleet: Fleet) -> list[str]:
+    """Role and number of every instance, in the order in which outcomes number them."""
+    return [
+        f"{role}-{number}"
+        for role, pools in _by_role(fleet)
+        for number in range(sum(pool.replicas for pool in pools))
+    ]
+
+
+def _by_role(fleet: Fleet) -> tuple[tuple[Role, tuple[Pool, ...]], ...]:
+    return (
+        (Role.PREFILL, fleet.prefill),
+        (Role.DECODE, fleet.decode),
+        (Role.MIXED, fleet.mixed),
+    )
+
+
+def _stages(outcome: Outcome) -> Iterator[StageTime]:
+    shares = stage_shares(outcome)
+    ended = ~np.isnan(outcome.end_ms)
+    for stage, ms in stage_ms(outcome).items():
+        mean = float(np.nanmean(ms[ended])) if np.any(ended) else math.nan
+        yield StageTime(stage, mean, shares[stage])
+
+
+def _instances(outcome: Outcome, fleet: Fleet) -> Iterator[InstanceLoad]:
+    seen = outcome.instances
+    capacity = np.array(
+        [
+            pool.engine.kv_capacity_tokens
+            for _, pools in _by_role(fleet)
+            for pool in pools
+            for _ in range(pool.replicas)
+        ]
+    )
+    duration_ms = seen.duration_ms or math.inf
+    usage = seen.kv_token_ms / (capacity * duration_ms)
+    for place, name in enumerate(instance_names(fleet)):
+        yield InstanceLoad(
+            name=name,
+            busy=float(seen.busy_ms[place]) / duration_ms,
+            passes=int(seen.passes[place]),
+            mean_batch=float(seen.mean_batch[place]),
+            kv_usage=float(usage[place]),
+            kv_peak=float(seen.kv_peak_tokens[place] / capacity[place]),
+            preemptions=int(seen.num_preemptions[place]),
+        )

@@ -1,0 +1,110 @@
+"""The question to the planner where engines are emulated: no GPUs, one latency profile for all.
+
+Called by `cleave up`, `cleave plan` and `cleave simulate`. An emulated engine has the profile's
+times whatever its parallelism, so instances are counted and nothing is split; an instance counts
+as one GPU.
+"""
+
+from pathlib import Path
+
+from cleave.api.deployment import LLMDeployment
+from cleave.perf import latency, model, pipeline
+from cleave.perf.estimate import Estimate
+from cleave.perf.link import Link, LinkKind
+from cleave.perf.model import ModelShape
+from cleave.perf.trust import Basis, Trust
+from cleave.planner import workload
+from cleave.planner.placement import PlanError
+from cleave.planner.problem import Problem, Supply
+
+MAX_INSTANCES = 16
+"""Where spec.planning.maxGPUs says nothing."""
+KIND = "emulated"
+_DEFAULT_SHAPE = "opt-13b"
+"""The emulated engine gives a model that it does not know the KV of this one."""
+_TRANSFER_GB_PER_S = 25.0
+_TRANSFER_LATENCY_US = 1000.0
+"""The emulated engine's own defaults: 200 Gbit/s and 1 ms."""
+
+
+class ProfileEstimator:
+    """Implements `cleave.perf.estimate.Estimator` with one profile for unsplit instances."""
+
+    def __init__(self, profile: latency.Profile, shape: ModelShape, time_scale: float) -> None:
+        timing = pipeline.scaled(profile.timing, prompt=time_scale, decode=time_scale)
+        self._estimate = Estimate(
+            timing=timing,
+            kv_capacity_tokens=profile.kv_capacity_tokens,
+            prefill_saturation_tokens=pipeline.prefill_saturation_tokens(
+                timing, shape.max_model_len
+            ),
+            max_model_len=shape.max_model_len,
+            kv_bytes_per_token=shape.kv_bytes_per_token,
+            flops_per_token=shape.flops_per_token,
+            power_watts=0.0,
+            cost_per_hour=0.0,
+            trust=Trust(Basis.MEASURED, f"the emulated engine's own profile {profile.name}", 0.0),
+        )
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        """None: split instances are not asked for."""
+        whole = (gpu, tensor_parallel_size, pipeline_parallel_size) == (KIND, 1, 1)
+        return self._estimate if whole else None
+
+    def why_not(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> str | None:
+        """The reason in one sentence why `estimate` has no answer; None: it has one."""
+        if self.estimate(gpu, tensor_parallel_size, pipeline_parallel_size) is not None:
+            return None
+        return "emulated instances are planned without parallelism; their profile has its own"
+
+
+def problem(deployment: LLMDeployment, folder: Path = Path(), seed: int = 0) -> Problem:
+    """How many prefill, decode and mixed instances; `folder` is where a relative trace lies.
+
+    Raises PlanError when the deployment states no workload or names an unknown profile.
+    """
+    spec = deployment.spec
+    emulation = spec.engine.emulation
+    if spec.workload is None:
+        raise PlanError(["spec.workload: is needed to plan from; state rate and lengths"])
+    try:
+        profile = latency.load(emulation.latency)
+        demand = workload.from_spec(spec.workload, folder)
+    except latency.UnknownProfileError as error:
+        raise PlanError([f"spec.engine.emulated.latency: {error}"]) from error
+    except workload.DemandError as error:
+        raise PlanError([f"spec.workload: {error}"]) from error
+    shape = _shape(deployment)
+    instances = spec.planning.max_gpus or MAX_INSTANCES
+    link = _link(emulation.time_scale)
+    return Problem(
+        demand=demand.limited(spec.model.max_model_len or shape.max_model_len),
+        slo=spec.slo,
+        supplies=(Supply(KIND, 1, instances, instances, link, link),),
+        shape=shape,
+        # The kinds of GPU that a deployment allows say nothing about engines without one.
+        planning=spec.planning.model_copy(update={"gpus": []}),
+        estimator=ProfileEstimator(profile, shape, emulation.time_scale),
+        seed=seed,
+    )
+
+
+def _shape(deployment: LLMDeployment) -> ModelShape:
+    try:
+        return model.load(deployment.spec.model.locator)
+    except model.UnknownModelError:
+        return model.load(_DEFAULT_SHAPE)
+
+
+def _link(time_scale: float) -> Link:
+    """One whose effective bandwidth and start are those of the emulated hand-off."""
+    nominal = Link(LinkKind.INFINIBAND, 1.0)
+    return Link(
+        LinkKind.INFINIBAND,
+        _TRANSFER_GB_PER_S / nominal.effective_gb_per_s / time_scale,
+        _TRANSFER_LATENCY_US * time_scale - nominal.start_ms * 1e3,
+    )

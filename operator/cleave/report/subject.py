@@ -1,0 +1,50 @@
+"""What was asked, as the page tells it. Pure."""
+
+from cleave.api.deployment import LLMDeployment
+from cleave.planner.bench import Bench
+from cleave.planner.problem import Problem
+from cleave.planner.words import number
+from cleave.report.layout import NodeShape
+from cleave.report.study import Subject
+
+_LEAST_REQUESTS = 1000
+_MOST_REQUESTS = 20_000
+_DURATION_S = 120.0
+"""Simulated time of one point on the page, as far as the numbers of requests allow."""
+
+
+def subject(deployment: LLMDeployment, problem: Problem) -> Subject:
+    """The deployment and the problem that was made of it."""
+    return Subject(
+        deployment=deployment.name,
+        model=deployment.spec.model.name,
+        slo=problem.slo,
+        rate=problem.rate,
+        traffic=_traffic(deployment, problem),
+        nodes=tuple(
+            NodeShape(supply.gpu, supply.num_nodes, supply.gpus_per_node)
+            for supply in problem.supplies
+        ),
+        max_gpus=problem.max_gpus,
+        seed=problem.seed,
+    )
+
+
+def bench(problem: Problem) -> Bench:
+    """Serves the problem's requests, as many as a point of the page deserves."""
+    wanted = int(problem.rate * _DURATION_S)
+    return Bench(problem, min(max(wanted, _LEAST_REQUESTS), _MOST_REQUESTS))
+
+
+def _traffic(deployment: LLMDeployment, problem: Problem) -> str:
+    demand, spec = problem.demand, deployment.spec.workload
+    lengths = (
+        f"prompts of {number(demand.mean_prompt_tokens)} and answers of "
+        f"{number(demand.mean_output_tokens)} tokens on average"
+    )
+    if spec is not None and spec.trace is not None:
+        return f"{lengths}, from {spec.trace.path}"
+    burstiness = spec.burstiness if spec is not None else 1.0
+    if burstiness == 1.0:
+        return f"{lengths}, Poisson arrivals"
+    return f"{lengths}, gaps between arrivals with a variation of {burstiness:g}"
