@@ -59,7 +59,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Times of one tensor parallel size, pipeline stages already cut."""
+    """Times of one tensor parallel size."""
 
     timing: Timing
     trust: Trust
@@ -83,6 +83,7 @@ class ModelEstimator:
         self._reserve = reserve
         self._max_model_len = min(max_model_len or shape.max_model_len, shape.max_model_len)
         self._known: dict[tuple[str, int, int], Estimate | None] = {}
+        self._in_one_piece: dict[tuple[str, int], _Source] = {}
 
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
@@ -114,7 +115,7 @@ class ModelEstimator:
 
     def _estimate(self, gpu: str, tensor: int, stages: int) -> Estimate:
         machine = self.machines[gpu]
-        source = next(self._sources(machine, tensor, stages))
+        source = self._source(machine, tensor, stages)
         timing = source.timing
         if machine.gpu.prompt_slowdown != 1.0 and source.trust.basis is not Basis.ROOFLINE:
             # The roofline has it in the GPU's FLOPs; whoever measured had no cap.
@@ -138,38 +139,41 @@ class ModelEstimator:
             trust=source.trust,
         )
 
-    def _sources(self, machine: Machine, tensor: int, stages: int) -> Iterator[_Source]:
-        """Best first; the last one always has an answer."""
-        hop = machine.link(tensor * stages)
-        here = [each for each in self._profiles if _is_on(each.device, machine.gpu)]
-        for each in here:
+    def _source(self, machine: Machine, tensor: int, stages: int) -> _Source:
+        for each in self._on(machine.gpu):
             sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
             if each.prefill and sizes == (tensor, stages):
+                return _Source(measured.to_timing(each), measured.trust(each))
+        key = (machine.gpu.name, tensor)
+        if key not in self._in_one_piece:
+            self._in_one_piece[key] = next(self._sources_in_one_piece(machine, tensor))
+        whole = self._in_one_piece[key]
+        hop = machine.link(tensor * stages)
+        return _Source(pipeline.cut(whole.timing, self.shape, stages, hop), whole.trust)
+
+    def _sources_in_one_piece(self, machine: Machine, tensor: int) -> Iterator[_Source]:
+        """Without pipeline stages, best first; the last one always has an answer."""
+        for each in self._on(machine.gpu):
+            sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
+            if each.prefill and sizes == (tensor, 1):
                 yield _Source(measured.to_timing(each), measured.trust(each))
-        for each in here:
-            if each.prefill and (each.tensor_parallel_size, each.pipeline_parallel_size) == (
-                tensor,
-                1,
-            ):
-                whole = measured.to_timing(each)
-                yield self._cut(whole, stages, hop, measured.trust(each))
         for published in (_distserve, _splitwise):
             if (source := published(self.shape, machine.gpu, tensor)) is not None:
-                yield self._cut(source.timing, stages, hop, source.trust)
-        for each in here:
-            operators = each.operators
-            if operators and tensor in operator_profile.tensor_parallel_sizes(operators):
+                yield source
+        for each in self._on(machine.gpu):
+            found = each.operators
+            if found and tensor in operator_profile.tensor_parallel_sizes(found):
                 text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
                 trust = Trust(Basis.MEASURED, text, None)
-                yield self._cut(operator_profile.to_timing(operators, tensor), stages, hop, trust)
+                yield _Source(operator_profile.to_timing(found, tensor), trust)
         roofline = Roofline(self.shape, machine.gpu, tensor, machine.link(tensor)).timing()
         text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
         is_a100 = machine.gpu.name.startswith("A100")
         error = _ROOFLINE_ERROR_A100 if is_a100 else _ROOFLINE_ERROR
-        yield self._cut(roofline, stages, hop, Trust(Basis.ROOFLINE, text, error))
+        yield _Source(roofline, Trust(Basis.ROOFLINE, text, error))
 
-    def _cut(self, timing: Timing, stages: int, hop: Link, trust: Trust) -> _Source:
-        return _Source(pipeline.cut(timing, self.shape, stages, hop), trust)
+    def _on(self, gpu: Gpu) -> list[MeasuredProfile]:
+        return [each for each in self._profiles if _is_on(each.device, gpu)]
 
     def _measured_capacity(self, gpu: Gpu, tensor: int, stages: int) -> int | None:
         for each in self._profiles:
