@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV hand-off")
     emulation = parser.add_argument_group("emulation")
     add = emulation.add_argument
-    add("--latency", help="profile of the latency model, ENGINE/MODEL/tpN")
+    add("--latency", help="latency profile: ENGINE/MODEL/tpN, or a file of cleave profile")
     add("--time-scale", type=float, default=1.0, help="0.1 is ten times faster")
     add("--kv-bandwidth-gbps", type=float, default=200.0, help="gigabits per second")
     add("--kv-latency-ms", type=float, default=1.0)
