@@ -36,10 +36,10 @@ from cleave.perf.timing import Timing
 from cleave.perf.trust import Basis, Trust
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
-_ROOFLINE_ERROR_A100 = 0.11
+ROOFLINE_ERROR_A100 = 0.11
 """Mean absolute percentage error of prefill on the worst of DistServe's seven fits, which are
 A100's; decode is within it too (benchmarks/calibration)."""
-_ROOFLINE_ERROR = 0.19
+ROOFLINE_ERROR = 0.19
 """The same over Splitwise's four H100 runs up to 2,048 tokens. Other GPUs were never compared."""
 
 
@@ -169,7 +169,7 @@ class ModelEstimator:
         roofline = Roofline(self.shape, machine.gpu, tensor, machine.link(tensor)).timing()
         text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
         is_a100 = machine.gpu.name.startswith("A100")
-        error = _ROOFLINE_ERROR_A100 if is_a100 else _ROOFLINE_ERROR
+        error = ROOFLINE_ERROR_A100 if is_a100 else ROOFLINE_ERROR
         yield _Source(roofline, Trust(Basis.ROOFLINE, text, error))
 
     def _on(self, gpu: Gpu) -> list[MeasuredProfile]:
