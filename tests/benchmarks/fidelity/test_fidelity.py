@@ -1,0 +1,168 @@
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from cleave.profiling.client import Client
+from cleave.simulator.run import simulate
+from cleave.simulator.trace import Trace
+
+Import = Callable[[str], ModuleType]
+
+
+def trace(num: int = 4) -> Trace:
+    return Trace(
+        np.arange(num) * 100.0, np.full(num, 50, dtype=np.int64), np.full(num, 5, dtype=np.int64)
+    )
+
+
+class Said:
+    """An outcome as far as it is compared."""
+
+    def __init__(self, ttft_ms: list[float], tpot_ms: list[float]) -> None:
+        self.ttft_ms = np.array(ttft_ms)
+        self.tpot_ms = np.array(tpot_ms)
+        self.normalised_latency_ms = (self.ttft_ms + 4 * self.tpot_ms) / 5
+
+
+def seen(load: ModuleType, ttft_ms: list[float], tpot_ms: list[float], *faults: str) -> object:
+    first = np.array(ttft_ms)
+    return load.Seen(first, first + 4 * np.array(tpot_ms), np.zeros(len(first)), faults)
+
+
+def test_equal_sides_differ_in_nothing(module: Import) -> None:
+    compare, load = module("compare"), module("load")
+    times = [100.0, 200.0, 300.0, 400.0], [10.0, 20.0, 30.0, 40.0]
+    found = compare.compare(
+        0.5, trace(), seen(load, *times), Said(*times), compare.Slo(250.0, 100.0)
+    )
+    assert found.attainment == (0.5, 0.5)
+    assert (found.points, found.worst_points, found.failed) == (0.0, 0.0, 0)
+    assert found.error("ttft_ms", 50) == found.error("normalised_ms", 95) == pytest.approx(0.0)
+
+
+def test_errors_are_the_simulators(module: Import) -> None:
+    compare, load = module("compare"), module("load")
+    found = compare.compare(
+        0.5,
+        trace(),
+        seen(load, [100.0] * 4, [10.0] * 4),
+        Said([110.0] * 4, [9.0] * 4),
+        compare.Slo(105.0, 100.0),
+    )
+    assert found.attainment == (1.0, 0.0)
+    assert found.points == -100
+    assert found.error("ttft_ms", 50) == pytest.approx(0.1)
+    assert found.error("tpot_ms", 95) == pytest.approx(-0.1)
+
+
+def test_a_failed_request_meets_no_target_and_spoils_no_percentile(module: Import) -> None:
+    compare, load = module("compare"), module("load")
+    nan = float("nan")
+    found = compare.compare(
+        0.5,
+        trace(),
+        seen(load, [100.0, nan, 100.0, 100.0], [10.0] * 4, "request 1: gone"),
+        Said([100.0] * 4, [10.0] * 4),
+        compare.Slo(1000.0, 1000.0),
+    )
+    assert found.attainment == (0.75, 1.0)
+    assert found.failed == 1
+    assert found.percentiles["ttft_ms"]["p50"] == (100.0, 100.0)
+
+
+def test_lengths_are_scaled_and_what_is_too_long_is_left_out(
+    module: Import, tmp_path: Path
+) -> None:
+    arrivals = module("arrivals")
+    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    rows += [
+        f"2023-11-16 18:15:{i:02d}.0000000,{tokens},40" for i, tokens in enumerate((1, 400, 4000))
+    ]
+    (tmp_path / arrivals.FILE).write_text("\n".join(rows) + "\n")
+    lengths = arrivals.read_lengths(tmp_path, 0.25, 500)
+    assert lengths.prompt_tokens.tolist() == [1, 100]
+    assert lengths.output_tokens.tolist() == [10, 10]
+
+
+def test_another_rate_is_the_same_requests_stretched(module: Import) -> None:
+    arrivals = module("arrivals")
+    lengths = arrivals.Lengths(np.arange(1, 50), np.arange(51, 100))
+    slow, fast = (arrivals.draw_trace(lengths, rate, 30, seed=3) for rate in (1.0, 4.0))
+    assert slow.prompt_tokens.tolist() == fast.prompt_tokens.tolist()
+    assert slow.arrival_ms == pytest.approx(4 * fast.arrival_ms)
+    assert fast.arrival_ms[0] == 0
+
+
+def test_a_kept_load_comes_back_as_it_was(module: Import, tmp_path: Path) -> None:
+    kept, load = module("kept"), module("load")
+    file = tmp_path / "load.npz"
+    before = seen(load, [1.0, float("nan")], [2.0, 3.0], "request 1: gone")
+    kept.keep(file, trace(2), before)
+    came, after = kept.recall(file)
+    assert came.prompt_tokens.tolist() == [50, 50]
+    np.testing.assert_equal(after.end_ms, before.end_ms)
+    assert after.faults == ("request 1: gone",)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_way_and_the_transfer_are_what_an_idle_fleet_takes_beyond_its_twin(
+    module: Import,
+) -> None:
+    idle, emulated, stage, subject = (
+        module(name) for name in ("idle", "emulated", "stage", "subject")
+    )
+    from cleave.perf import latency
+    from cleave.simulator.fleet import Engine, Transfer
+
+    engine = Engine(latency.load(emulated.PROFILE).timing, 60_000)
+    case = stage.Case(prefill=1, decode=1)
+    truth = subject.make_fleet(case, engine, Transfer(latency_ms=3.0, token_ms=0.01), 2.5)
+    tokens = np.array([16, 512, 1024])
+    alone = Trace(np.arange(3) * 1e6, tokens, np.full(3, 2))
+    times = dict(zip(tokens.tolist(), simulate(truth, alone).ttft_ms.tolist(), strict=True))
+    assert idle.calibrate_dispatch(truth, times) == pytest.approx(2.5)
+    found = idle.calibrate_transfer(truth, times)
+    assert found.latency_ms == pytest.approx(3.0)
+    assert found.token_ms == pytest.approx(0.01)
+
+
+async def test_load_is_offered_when_it_is_due_whatever_fails(module: Import) -> None:
+    load = module("load")
+    heads: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(loop.time())
+        head = await reader.readuntil(b"\r\n\r\n")
+        (size,) = (int(x.split(b":")[1]) for x in head.split(b"\r\n") if b"Content-Length" in x)
+        body = json.loads(await reader.readexactly(size))
+        if len(heads) == 2:
+            writer.close()
+            return
+        event = b'data: {"choices":[{"text":"x"}]}\n\n'
+        usage = b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\n' % body["max_tokens"]
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + event * body["max_tokens"] + usage)
+        writer.write(b"data: [DONE]\n\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    offered = await load.offer(Client(f"http://{host}:{port}", "m"), trace(), 0.5, seed=1)
+    server.close()
+    await server.wait_closed()
+    assert len(heads) == 4
+    assert len(offered.faults) == 1
+    assert np.isfinite(offered.end_ms).tolist() == [True, False, True, True]
+    assert (offered.lag_ms[[0, 2, 3]] >= 0).all()
+
+
+def test_only_the_cases_asked_for_are_run(module: Import) -> None:
+    run = module("run")
+    options = run.parse_arguments(["emulated", "--cases", "1P1D,2M"])
+    assert [each.case.name for each in run.choose_subjects(options)] == ["1P1D", "2M"]
+    assert len(run.choose_subjects(run.parse_arguments(["vllm"]))) == 2
