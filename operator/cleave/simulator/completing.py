@@ -42,21 +42,23 @@ def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
     """Each member has made `passes` tokens."""
     slot, inst = slot_at(state, s), instance_at(state, i)
     batch = slot.batch
+    blocks = 0
     if passes > 1:
         blocks = count_growth(state, inst, s, slot.steps + 1, slot.steps + passes)
         earlier = passes * (passes - 1) / 2
         squares = earlier * (2 * passes - 1) / 3
         inst.kv_area += batch * (slot.first * earlier + slot.change * squares)
-        hold(inst, now, blocks, batch * passes)
-    else:
-        hold(inst, now, 0, batch)
+    hold(inst, now, blocks, batch * passes)
     slot.steps += passes
     slot.context += batch * passes
     inst.decode_passes += passes
     inst.decode_tokens += batch * passes
-    while slot.batch > 0 and key_at(state, s * state.heap_size + 0).value >> 32 <= slot.steps:
-        r = key_at(state, s * state.heap_size + 0).value & 0xFFFFFFFF
-        heap_remove(state, s, slot.batch, 0)
+    while slot.batch > 0:
+        key = key_at(state, s * state.heap_size).value
+        if key >> 32 > slot.steps:
+            break
+        heap_remove(state, s, slot.batch, key)
+        r = key & 0xFFFFFFFF
         tokens = remove_member(state, i, s, r)
         hold(inst, now, -count_blocks(inst, tokens), -tokens)
         inst.running -= 1

@@ -36,6 +36,9 @@ from cleave.simulator.rows import (
 )
 
 
+_UNLIMITED = 1 << 60
+
+
 def form(state: State, i: int, s: int, now: float) -> bool:
     """Gather and start the next pass of slot `s` of instance `i`; False: there is nothing to do."""
     inst, slot = instance_at(state, i), slot_at(state, s)
@@ -48,6 +51,7 @@ def form(state: State, i: int, s: int, now: float) -> bool:
     slot.rows = 0
     slot.contexts = 0
     slot.prompts = NONE
+    slot.decodes = 0
     if inst.batching == Batching.VLLM:
         sufficed = _gather_chunks(state, i, s, now, begin)
     else:
@@ -106,27 +110,27 @@ def _gather_whole(state: State, i: int, s: int, now: float, begin: float) -> boo
     inst, slot = instance_at(state, i), slot_at(state, s)
     policy = inst.batching
     if policy == Batching.PREFILL_FIRST or policy == Batching.LIGHTLLM:
-        _admit_prompts(state, i, s, now, begin, inst.max_tokens)
+        _admit_prompts(state, i, s, now, begin)
         if slot.tokens > 0:
             return True
-    was_empty = slot.batch == 0
     sufficed = _grow(state, i, s, now)
-    if policy == Batching.FASTER_TRANSFORMER and not was_empty:
+    if slot.rows > 0 and (policy == Batching.FASTER_TRANSFORMER or not sufficed):
         return sufficed
     while inst.running < inst.max_seqs and _join_loaded(state, i, s):
         pass
-    if slot.rows > 0 and not sufficed:
-        return False
     if policy != Batching.PREFILL_FIRST and policy != Batching.LIGHTLLM:
-        _admit_prompts(state, i, s, now, begin, 1 << 60)
+        _admit_prompts(state, i, s, now, begin)
         while inst.running < inst.max_seqs and _join_loaded(state, i, s):
             pass
     return sufficed
 
 
-def _admit_prompts(state: State, i: int, s: int, now: float, begin: float, limit: int) -> None:
-    """Take waiting whole prompts into the pass while their sum stays within `limit`."""
+def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> None:
+    """Take waiting whole prompts into the pass, as many as the policy joins."""
     inst, slot = instance_at(state, i), slot_at(state, s)
+    limit = inst.max_tokens
+    if inst.batching != Batching.PREFILL_FIRST and inst.batching != Batching.LIGHTLLM:
+        limit = _UNLIMITED
     while inst.running < inst.max_seqs:
         queue = find_waiting(state, i)
         if queue == NONE:
@@ -312,10 +316,9 @@ def _grow(state: State, i: int, s: int, now: float) -> bool:
         if slot.steps % inst.block == find_phase(state, i, r):
             need -= 1
         _preempt(state, i, s, r, now)
-    slot.decodes = 0
     if slot.batch > 0:
         slot.decodes = 1
-        hold(inst, now, need, 0)
+        inst.free -= need
     slot.rows = slot.batch
     slot.contexts = slot.context
     return sufficed
@@ -324,10 +327,7 @@ def _grow(state: State, i: int, s: int, now: float) -> bool:
 def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
     """Drop a member's KV; it waits before all others and is computed again."""
     inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
-    at = 0
-    while key_at(state, s * state.heap_size + at).value & 0xFFFFFFFF != r:
-        at += 1
-    heap_remove(state, s, slot.batch, at)
+    heap_remove(state, s, slot.batch, request.end_step << 32 | r)
     if slot.fresh == r:
         slot.fresh = request.next
     tokens = remove_member(state, i, s, r)

@@ -78,7 +78,7 @@ STATE = _dtype(
     "dispatch_ms latency token overlapped_token now",
     "dispatch overlap_from is_shared first_by_decode has_prefill has_decode random turn "
     "entry decoder num_pulls events max_events "
-    "num_requests num_instances num_leaves heap_size max_block max_stages "
+    "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block max_stages "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
     # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,
     # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,

@@ -153,9 +153,12 @@ def heap_push(state: State, s: int, size: int, key: int) -> None:
     key_at(state, top + at).value = key
 
 
-def heap_remove(state: State, s: int, size: int, at: int) -> None:
-    """Remove the key at place `at` from the heap of slot `s`, which has `size`."""
+def heap_remove(state: State, s: int, size: int, gone: int) -> None:
+    """Remove the key `gone` from the heap of slot `s`, which has `size`."""
     top = s * state.heap_size
+    at = 0
+    while key_at(state, top + at).value != gone:
+        at += 1
     last = size - 1
     key = key_at(state, top + last).value
     while at > 0 and key_at(state, top + ((at - 1) >> 1)).value > key:

@@ -23,11 +23,10 @@ def run_events(rows: Records) -> None:
     """Serve all requests; `rows` holds one STATE."""
     state = rows[0]
     count = state.num_requests
-    arrived = 0
-    delivered = 0
     hand_offs = 2 * state.num_instances
     while state.events < state.max_events:
         state.events += 1
+        arrived, delivered = state.num_arrived, state.num_delivered
         arrival = request_at(state, arrived).arrival if arrived < count else math.inf
         delivery = math.inf
         if delivered < arrived:
@@ -48,10 +47,10 @@ def run_events(rows: Records) -> None:
         state.now = now
         if arrival == now:
             place(state, arrived)
-            arrived += 1
+            state.num_arrived += 1
         elif delivery == now:
             _deliver(state, delivered, now)
-            delivered += 1
+            state.num_delivered += 1
         elif hand_off == now:
             _hand_off(state, now)
         else:
