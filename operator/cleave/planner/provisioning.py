@@ -1,0 +1,346 @@
+"""Which machines, and how many: clusters of prompt and token machines under one budget.
+
+Splitwise, sections IV-D and VI: kinds of machines for prompt and token pools (AA, HH, HA, HHcap are
+pairs of two kinds, a power-capped one among them) and their numbers, for most throughput under
+equal power or cost, or least cost or power for a throughput; nine slowdowns have to hold. What is
+hard: every point of the plane is a simulation. More machines never serve worse, so the cheapest
+point that holds is found along the edge of the region that does, and rates are only sought where
+no bound and no single trial rules a split out. Unlike in Splitwise's own simulator, machines keep
+their role: there is no mixed pool that takes overflow.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+
+from cleave.perf.estimate import Estimate
+from cleave.perf.timing import Timing
+from cleave.planner import capacity, slowdown
+from cleave.planner.slowdown import TABLE_VI, Alone, Slowdowns
+from cleave.planner.trials import Span, Trials
+from cleave.planner.workload import Demand
+from cleave.simulator.fleet import Batching, Engine, Fleet, Pool, Transfer
+
+PROMPT_BATCH_TOKENS = 2048
+"""Prompts are batched up to here (Splitwise, section IV-B); throughput falls beyond (fig. 6a)."""
+
+_TOLERANCE = 0.01
+"""Relative width of the last bracket of a rate."""
+_TRIAL_S = 60.0
+_MIN_REQUESTS = 1000
+_SLACK = 1.05
+"""A sample's requests may be a little lighter than its mean lengths say."""
+
+
+class ProvisioningError(ValueError):
+    """The question has no budget, no rate or no machines; one line."""
+
+
+class Goal(StrEnum):
+    """What the best cluster has most or least of."""
+
+    THROUGHPUT = "Throughput"
+    """Highest rate within a budget of power, cost or machines."""
+    COST = "Cost"
+    """Lowest cost at a rate."""
+    POWER = "Power"
+    """Lowest provisioned power at a rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind: an instance of the model on all its GPUs."""
+
+    name: str
+    estimate: Estimate
+    """Its passes, memory, cost and power; a power cap is in them."""
+
+    def engine(self, batching: Batching, max_num_batched_tokens: int) -> Engine:
+        """For the simulator."""
+        return Engine(
+            self.estimate.timing,
+            self.estimate.kv_capacity_tokens,
+            batching=batching,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Kinds of machines for both pools."""
+
+    name: str
+    prompt: Machine
+    token: Machine | None
+    """None: all machines are mixed, Splitwise's baselines."""
+    transfer: Transfer = Transfer()  # noqa: RUF009 - a frozen value
+
+    def fleet(self, num_prompt: int, num_token: int) -> Fleet:
+        """So many machines of each; the prompt machine makes the first token, as in Splitwise."""
+        if self.token is None:
+            # Splitwise's mixed continuous batching: whole prompts join the decoding requests.
+            mixed = self.prompt.engine(Batching.ORCA_PAGED, PROMPT_BATCH_TOKENS)
+            return Fleet(mixed=(Pool(mixed, num_prompt),))
+        prompt = self.prompt.engine(Batching.PREFILL_FIRST, PROMPT_BATCH_TOKENS)
+        token = self.token.engine(Batching.VLLM, PROMPT_BATCH_TOKENS)
+        return Fleet(
+            prefill=(Pool(prompt, num_prompt),),
+            decode=(Pool(token, num_token),),
+            transfer=self.transfer,
+            first_token_by_decode=False,
+        )
+
+    def cost_per_hour(self, num_prompt: int, num_token: int) -> float:
+        """Of all machines."""
+        token = self.token.estimate.cost_per_hour if self.token else 0.0
+        return num_prompt * self.prompt.estimate.cost_per_hour + num_token * token
+
+    def power_watts(self, num_prompt: int, num_token: int) -> float:
+        """Provisioned, all machines."""
+        token = self.token.estimate.power_watts if self.token else 0.0
+        return num_prompt * self.prompt.estimate.power_watts + num_token * token
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to provision for."""
+
+    demand: Demand
+    pairs: tuple[Pair, ...]
+    reference: Timing
+    """The machine whose uncontended latency is slowdown 1 (Splitwise: DGX-A100)."""
+    goal: Goal
+    rate: float | None = None
+    """Iso-throughput, in req/s: needed for the goals COST and POWER."""
+    max_cost_per_hour: float | None = None
+    """Iso-cost."""
+    max_power_watts: float | None = None
+    """Iso-power."""
+    max_machines: int = 128
+    """Of each kind."""
+    limits: Slowdowns = TABLE_VI
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """One cluster."""
+
+    name: str
+    """Of its pair."""
+    num_prompt: int
+    """Mixed machines where there are no token machines."""
+    num_token: int
+    rate: float
+    """Highest rate that holds, or the one that was asked for."""
+    cost_per_hour: float
+    power_watts: float
+    slowdowns: Slowdowns
+    """At that rate."""
+
+    @property
+    def machines(self) -> int:
+        """All of them: the space that the cluster takes."""
+        return self.num_prompt + self.num_token
+
+
+def provision(
+    question: Question, progress: Callable[[int, int, str], None] | None = None
+) -> tuple[Design, ...]:
+    """The best cluster of each pair that has one, best first.
+
+    `progress` is told (done, total, what). Raises ProvisioningError.
+    """
+    _check(question)
+    found = []
+    for done, pair in enumerate(question.pairs):
+        if progress is not None:
+            progress(done, len(question.pairs), pair.name)
+        search = Search(question, pair)
+        found.append(
+            search.most_throughput() if question.goal is Goal.THROUGHPUT else search.least()
+        )
+    return tuple(sorted((each for each in found if each), key=lambda each: _rank(question, each)))
+
+
+@dataclass(slots=True)
+class Search:
+    """All simulations for one pair."""
+
+    question: Question
+    pair: Pair
+    num_trials: int = 0
+    trials: Trials = field(init=False)
+    _alone: dict[int, Alone] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.trials = Trials(self.question.demand, self.question.seed)
+
+    def least(self) -> Design | None:
+        """Cheapest cluster that holds the rate; None: none of at most `max_machines` does.
+
+        For each number of prompt machines the fewest token machines, as long as that may still be
+        cheaper: a trial per number, and a bisection where it is.
+        """
+        rate = self.question.rate or 0.0
+        first_prompt, first_token = self._fewest(rate)
+        most = self.question.max_machines
+        best: tuple[int, int] | None = None
+        for prompts in range(first_prompt, most + 1):
+            tokens = self._most_tokens(prompts, first_token, best)
+            if tokens is None:
+                if best is not None:
+                    break
+                continue
+            if not self.holds(prompts, tokens, rate):
+                continue
+            best = prompts, self._fewest_tokens(prompts, first_token, tokens, rate)
+        return self._design(*best, rate) if best is not None else None
+
+    def most_throughput(self) -> Design | None:
+        """Cluster within the budget that holds the highest rate; None: none holds any.
+
+        Splits are tried from the highest bound down; one that fails a little above the best rate so
+        far is given up after that trial.
+        """
+        best: tuple[float, int, int] | None = None
+        for bound, prompts, tokens in sorted(self.splits(), reverse=True):
+            floor = best[0] * (1 + _TOLERANCE) if best else 0.0
+            if bound <= floor:
+                break
+            if floor and not self.holds(prompts, tokens, floor):
+                continue
+            rate = self.highest(prompts, tokens, floor, bound * _SLACK)
+            if rate:
+                best = rate, prompts, tokens
+        return self._design(best[1], best[2], best[0]) if best is not None else None
+
+    def holds(self, prompts: int, tokens: int, rate: float) -> bool:
+        """Whether all slowdowns stay within their limits."""
+        if self.bound(prompts, tokens) * _SLACK < rate:
+            return False
+        return self.slowdowns(prompts, tokens, rate).within(self.question.limits)
+
+    def bound(self, prompts: int, tokens: int) -> float:
+        """A rate that no simulation exceeds by more than the sample's luck."""
+        return capacity.fleet_rate(self.pair.fleet(prompts, tokens), self.trials.lengths())
+
+    def slowdowns(self, prompts: int, tokens: int, rate: float) -> Slowdowns:
+        """Of one simulated cluster."""
+        self.num_trials += 1
+        counted = max(_MIN_REQUESTS, math.ceil(rate * _TRIAL_S))
+        span = Span(ramp=math.ceil(rate * self._life_s()), counted=counted)
+        outcome = self.trials.serve(self.pair.fleet(prompts, tokens), rate, span)
+        return slowdown.measure(outcome, self._reference(span.total), span.window)
+
+    def _life_s(self) -> float:
+        """Mean life of a request within the limits: how long a cluster takes to fill."""
+        reference = self._reference(_MIN_REQUESTS)
+        return float(reference.e2e_ms.mean()) / 1000 * self.question.limits.e2e.p90
+
+    def _reference(self, num: int) -> Alone:
+        known = self._alone.get(num)
+        if known is None:
+            known = slowdown.alone(self.question.reference, self.trials.trace(num, 1.0))
+            self._alone[num] = known
+        return known
+
+    def _fewest(self, rate: float) -> tuple[int, int]:
+        """Machines of each kind below which the passes alone take too long."""
+        lengths = self.trials.lengths()
+        fleet = self.pair.fleet(1, 1)
+        if fleet.mixed:
+            return max(1, math.ceil(rate / _SLACK / self.bound(1, 0))), 0
+        prompts = capacity.prefill_rate(fleet.prefill[0].engine, lengths) * _SLACK
+        tokens = capacity.decode_rate(fleet.decode[0].engine, lengths) * _SLACK
+        return max(1, math.ceil(rate / prompts)), max(1, math.ceil(rate / tokens))
+
+    def _weight(self, prompts: int, tokens: int) -> float:
+        if self.question.goal is Goal.POWER:
+            return self.pair.power_watts(prompts, tokens)
+        return self.pair.cost_per_hour(prompts, tokens)
+
+    def _most_tokens(self, prompts: int, fewest: int, best: tuple[int, int] | None) -> int | None:
+        """Token machines that are still within the budgets and cheaper than `best`; None: none."""
+        most = 0 if self.pair.token is None else self.question.max_machines
+        below = self._weight(*best) if best is not None else math.inf
+        for tokens in range(most, fewest - 1, -1):
+            if self._weight(prompts, tokens) < below and self._affordable(prompts, tokens):
+                return tokens
+        return None
+
+    def _fewest_tokens(self, prompts: int, low: int, high: int, rate: float) -> int:
+        """Bisection; `high` holds."""
+        while low < high:
+            middle = (low + high) // 2
+            if self.holds(prompts, middle, rate):
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    def _affordable(self, prompts: int, tokens: int) -> bool:
+        cost, power = self.question.max_cost_per_hour, self.question.max_power_watts
+        return (cost is None or self.pair.cost_per_hour(prompts, tokens) <= cost) and (
+            power is None or self.pair.power_watts(prompts, tokens) <= power
+        )
+
+    def splits(self) -> Iterator[tuple[float, int, int]]:
+        """(bound on the rate, prompt machines, token machines) that use the budget up."""
+        most = self.question.max_machines
+        if self.pair.token is None:
+            mixed = (n for n in range(most, 0, -1) if self._affordable(n, 0))
+            yield from ((self.bound(n, 0), n, 0) for n in islice(mixed, 1))
+            return
+        for prompts in range(1, most + 1):
+            tokens = self._most_tokens(prompts, 1, None)
+            if tokens is None:
+                return
+            yield self.bound(prompts, tokens), prompts, tokens
+
+    def highest(self, prompts: int, tokens: int, low: float, high: float) -> float:
+        """Bisection on the rate; `low` holds or is 0."""
+        while high - low > _TOLERANCE * high:
+            middle = (low + high) / 2
+            if self.holds(prompts, tokens, middle):
+                low = middle
+            else:
+                high = middle
+            if high < 1e-3:
+                return 0.0
+        return low
+
+    def _design(self, prompts: int, tokens: int, rate: float) -> Design:
+        return Design(
+            self.pair.name,
+            prompts,
+            tokens,
+            rate,
+            self.pair.cost_per_hour(prompts, tokens),
+            self.pair.power_watts(prompts, tokens),
+            self.slowdowns(prompts, tokens, rate),
+        )
+
+
+def _rank(question: Question, design: Design) -> tuple[float, float]:
+    if question.goal is Goal.THROUGHPUT:
+        return -design.rate, design.cost_per_hour
+    if question.goal is Goal.COST:
+        return design.cost_per_hour, design.power_watts
+    return design.power_watts, design.cost_per_hour
+
+
+def _check(question: Question) -> None:
+    if not question.pairs:
+        raise ProvisioningError("pairs: state at least one pair of machine kinds")
+    budgets = (question.max_cost_per_hour, question.max_power_watts)
+    if question.goal is Goal.THROUGHPUT and budgets == (None, None):
+        raise ProvisioningError("goal Throughput: state max_power_watts or max_cost_per_hour")
+    if question.goal is not Goal.THROUGHPUT and question.rate is None:
+        raise ProvisioningError(f"goal {question.goal}: state the rate to hold")
+    for name in ("rate", "max_cost_per_hour", "max_power_watts", "max_machines"):
+        value = getattr(question, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ProvisioningError(f"{name} {value:g}: must be above 0")
