@@ -11,7 +11,7 @@ from cleave.cli.main import app
 from cleave.local import state
 from cleave.local.state import Snapshot
 
-COMMANDS = ("demo", "up", "status", "logs", "down", "validate", "gateway")
+COMMANDS = ("demo", "up", "status", "logs", "down", "validate", "profile", "gateway")
 HEAVY = ("grpc", "pydantic", "kubernetes", "numpy", "httpx", "torch", "yaml")
 
 

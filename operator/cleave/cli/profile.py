@@ -3,8 +3,6 @@
 import asyncio
 import datetime
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cleave.cli.bar import progress_bar
 from cleave.cli.faults import BAD_INPUT, FAILED, fail
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from cleave.perf.profile import MeasuredProfile
     from cleave.profiling.engine import EngineFacts
-    from cleave.profiling.rounds import Settings, Show, Taken
+    from cleave.profiling.rounds import Settings, Taken
 
 _LOCAL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])([:/]|$)")
 
@@ -127,36 +126,8 @@ async def _measure(
 
     client = Client(url)
     facts = await inspect(client, model)
-    with _progress() as show:
+    with progress_bar("a look") as show:
         return facts, await measure(replace(client, model=facts.model), facts, settings, show)
-
-
-@contextmanager
-def _progress() -> Iterator["Show"]:
-    """A bar on standard error where that is a terminal, silence elsewhere."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=what)
-
-        yield show
 
 
 def _to_profile(
