@@ -59,13 +59,16 @@ def demo(
 
     from cleave.api.engine import EngineType
     from cleave.local import node, planning
+    from cleave.planner.placement import plan
 
     with told():
         emulated = engine is EngineName.EMULATED
         planning.must_be_installed(EngineType.EMULATED if emulated else EngineType.VLLM)
         machine = node.inspect()
         deployment = emulated_deployment(model) if emulated else vllm_deployment(model)
-        job = planning.plan_job(deployment, machine, port, allow_shared_cores=allow_shared_cores)
+        job = planning.plan_job(
+            deployment, plan(deployment), machine, port, allow_shared_cores=allow_shared_cores
+        )
         console = Console(highlight=False)
         _introduce(console, job, emulated=emulated, tiny=model is None)
         answered = asyncio.run(_run(job, console, prompt, once=once, timeout_s=timeout))

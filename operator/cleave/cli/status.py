@@ -71,6 +71,7 @@ async def collect(name: str | None) -> list[dict[str, Any]]:
         {
             "deployment": snapshot.deployment,
             "url": snapshot.url,
+            "plan": snapshot.plan or None,
             "instances": [asdict(row) for row in found],
         }
         for snapshot, found in zip(snapshots, rows, strict=True)
@@ -125,10 +126,23 @@ def _watch_table(name: str | None) -> None:
 
 def show(console: "Console", found: Sequence[dict[str, Any]]) -> None:
     """Print the table in its full width."""
-    if found:
-        print_whole(console, table(found))
-    else:
+    if not found:
         console.print("nothing is up on this machine")
+        return
+    print_whole(console, table(found))
+    for deployment in found:
+        if plan := deployment["plan"]:
+            line = f"{deployment['deployment']}: {_in_words(plan)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _in_words(plan: dict[str, Any]) -> str:
+    """Why this placement, and what it is expected to do where that was predicted."""
+    seen = plan.get("predicted")
+    if seen is None:
+        return str(plan["reason"])
+    expected = f"{seen['goodput']:.3g} req/s within the SLO"
+    return f"{plan['verdict'].lower()}, {expected} predicted. {plan['reason']}"
 
 
 def table(found: Sequence[dict[str, Any]]) -> "Table":

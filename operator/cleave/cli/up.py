@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.faults import load_deployment, told
+from cleave.cli.bar import progress_bar
+from cleave.cli.faults import BAD_INPUT, fail, load_deployment, told
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cleave.api.deployment import LLMDeployment
     from cleave.local.job import Job
+    from cleave.planner.placement import Placement
 
 File = Annotated[
     Path, typer.Option("--file", "-f", help="Manifest with an LLMDeployment.", show_default=False)
@@ -34,12 +37,20 @@ def up(
         bool, typer.Option("--dry-run", help="Print the pods as YAML and start nothing.")
     ] = False,
     allow_shared_cores: SharedCores = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="Plan vLLM for the machines in this YAML file.", show_default=False),
+    ] = None,
 ) -> None:
     """Bring a deployment up on this machine, without a cluster.
+
+    A workload without a placement is planned: for emulated engines from their latency profile, at
+    most spec.planning.maxGPUs of them; for vLLM with --cluster.
 
     Example: cleave up -f examples/emulated.yaml -d
     """
     deployment = load_deployment(file)
+    placement = _place(deployment, file, cluster)
     from rich.console import Console
 
     from cleave.local import node
@@ -48,11 +59,26 @@ def up(
     with told():
         if not dry_run:
             must_be_installed(deployment.spec.engine.type)
-        job = plan_job(deployment, node.inspect(), port, allow_shared_cores=allow_shared_cores)
+        job = plan_job(
+            deployment, placement, node.inspect(), port, allow_shared_cores=allow_shared_cores
+        )
         if dry_run:
             _print_pods(job)
         else:
             asyncio.run(_up(job, Console(), timeout, detach))
+
+
+def _place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
+    from cleave.api.manifest import ManifestError, load_cluster
+    from cleave.local.placing import place
+    from cleave.planner.placement import PlanError
+
+    try:
+        machines = load_cluster(cluster) if cluster else None
+        with told(), progress_bar("planning") as tick:
+            return place(deployment, file.parent, machines, tick)
+    except (ManifestError, PlanError) as error:
+        fail(error.faults, BAD_INPUT)
 
 
 async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) -> None:

@@ -3,7 +3,8 @@
 Made by `planning`, run by the supervisor; left in the state folder when that is another process.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,8 @@ class Job:
     node: Node
     pods: tuple[Manifest, ...]
     allow_shared_cores: bool = False
+    plan: dict[str, Any] = field(default_factory=dict)
+    """The placement and what it is expected to do, as in `status.plan`."""
 
     @property
     def url(self) -> str:

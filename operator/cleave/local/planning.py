@@ -14,10 +14,10 @@ from cleave.local.errors import UpError
 from cleave.local.job import Job
 from cleave.local.network import HOST_IP
 from cleave.local.node import Node
-from cleave.planner.placement import plan
+from cleave.planner.placement import Placement
 from cleave.pods.gateway import gateway_pod
 from cleave.pods.labels import Manifest
-from cleave.pods.pool import pools
+from cleave.pods.pool import pools, selected_plan
 from cleave.pods.resources import Device
 from cleave.pods.worker import worker_pod
 
@@ -34,12 +34,19 @@ _NUMA = "libnuma.so.1"
 """No wheel brings it; without it vLLM on CPU fails half a minute later with an unrelated error."""
 
 
-def plan_job(deployment: LLMDeployment, node: Node, port: int, *, allow_shared_cores: bool) -> Job:
-    """The pods of `deployment` on `node`, the gateway on `port` of 127.0.0.1."""
+def plan_job(
+    deployment: LLMDeployment,
+    placement: Placement,
+    node: Node,
+    port: int,
+    *,
+    allow_shared_cores: bool,
+) -> Job:
+    """The pods of `placement` on `node`, the gateway on `port` of 127.0.0.1."""
     device: Device = "gpu" if node.gpus else "cpu"
     workers = [
         worker_pod(pool, ordinal, device=device)
-        for pool in pools(deployment, plan(deployment))
+        for pool in pools(deployment, placement)
         for ordinal in range(pool.spec.replicas)
     ]
     return Job(
@@ -49,6 +56,7 @@ def plan_job(deployment: LLMDeployment, node: Node, port: int, *, allow_shared_c
         node=node,
         pods=(*workers, _on_host(gateway_pod(deployment, host=HOST_IP, port=port))),
         allow_shared_cores=allow_shared_cores,
+        plan=selected_plan(deployment, placement).model_dump(mode="json", exclude_none=True),
     )
 
 

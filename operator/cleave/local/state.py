@@ -11,8 +11,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -54,6 +55,8 @@ class Snapshot:
     fault: str = ""
     """Why the supervisor gives up; empty while all is well."""
     stopping: bool = False
+    plan: dict[str, Any] = field(default_factory=dict)
+    """The placement in force, as in `status.plan`; empty before the supervisor runs."""
 
 
 def root() -> Path:

@@ -116,6 +116,7 @@ class Supervisor:
                 pods=tuple(view(spec, facts) for spec, facts in observed),
                 fault=self._fault,
                 stopping=self._stopping.is_set(),
+                plan=self._job.plan,
             )
         )
 

@@ -1,0 +1,65 @@
+"""How many instances of which role come up here: stated by hand, planned, or the smallest pair.
+
+Called by `cleave up`. A deployment with a workload is planned: with emulated engines from their
+latency profile, with real ones for the machines of a cluster file.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import EngineType
+from cleave.local.errors import UpError
+from cleave.planner.placement import Placement, plan
+from cleave.planner.plan import Answer
+from cleave.planner.problem import Problem
+from cleave.planner.words import milliseconds
+
+Tick = Callable[[int, int, str], None]
+
+
+def place(
+    deployment: LLMDeployment,
+    folder: Path = Path(),
+    cluster: Cluster | None = None,
+    tick: Tick | None = None,
+) -> Placement:
+    """The placement of `deployment`; `folder` is where a relative trace lies.
+
+    Raises PlanError when something stated is wrong, UpError when no plan holds the targets.
+    """
+    question = _question(deployment, folder, cluster)
+    if question is None:
+        return plan(deployment)
+    # Compiled simulations take a moment to load; what is stated by hand comes up without them.
+    from cleave.planner import search
+
+    return _chosen(search.plan(question, tick))
+
+
+def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) -> Problem | None:
+    """What to ask the planner; None: nothing."""
+    spec = deployment.spec
+    if spec.placement is not None or spec.workload is None:
+        return None
+    from cleave.planner import asking, emulated
+
+    if spec.engine.type is EngineType.EMULATED:
+        return emulated.problem(deployment, folder)
+    return asking.problem(deployment, cluster, folder) if cluster is not None else None
+
+
+def _chosen(answer: Answer) -> Placement:
+    if answer.selected is not None:
+        return Placement(answer.selected.pools, answer.reason, answer)
+    nearest = answer.nearest_slo
+    rescue = (
+        f"; the nearest SLO that holds is TTFT {milliseconds(nearest.ttft_ms)}, TPOT "
+        f"{milliseconds(nearest.tpot_ms)}"
+        if nearest
+        else ""
+    )
+    raise UpError(
+        [f"infeasible: {answer.reason}{rescue}; spec.placement.manual brings it up all the same"]
+    )

@@ -1,0 +1,119 @@
+"""`cleave simulate`: figures of a stated placement."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cleave.cli.main import app
+
+MANIFEST = """\
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: facebook/opt-13b
+  slo: {ttftMs: 400, tpotMs: 40}
+  workload: {rate: 4, promptTokens: {mean: 300, p90: 600}, outputTokens: {mean: 60, p90: 120}}
+  placement: {manual: [{role: prefill, replicas: 2}, {role: decode, maxNumSeqs: 64}]}
+  engine: {type: Emulated}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "sim.yaml"
+    path.write_text(MANIFEST)
+    return path
+
+
+def run(cli: CliRunner, file: Path, *options: str):
+    return cli.invoke(app, ["simulate", "-f", str(file), "--requests", "400", *options])
+
+
+def test_the_table_tells_attainment_latencies_stages_and_instances(cli, file) -> None:
+    done = run(cli, file)
+    assert done.exit_code == 0
+    assert "400 requests at 4.00 req/s: " in done.stdout
+    for text in ("TTFT", "TPOT", "KV transfer", "prefill-1", "decode-0"):
+        assert text in done.stdout
+
+
+def test_json_holds_what_csv_adds_up_to(cli, file) -> None:
+    (figures,) = json.loads(run(cli, file, "-o", "json").stdout)
+    rows = list(csv.DictReader(io.StringIO(run(cli, file, "-o", "csv").stdout)))
+    assert len(rows) == 400
+    met = [float(row["ttft_ms"]) <= 400 and float(row["tpot_ms"]) <= 40 for row in rows]
+    assert figures["attainment"] == pytest.approx(sum(met) / 400)
+    assert {row["prefill_instance"] for row in rows} == {"prefill-0", "prefill-1"}
+    first = rows[0]
+    stages = ("prefill_queue_ms", "prefill_ms", "transfer_ms", "decode_queue_ms", "decode_ms")
+    whole = float(first["end_ms"]) - float(first["arrival_ms"])
+    assert sum(float(first[name]) for name in stages) == pytest.approx(whole, abs=0.01)
+
+
+def test_several_rates_are_a_line_each_and_more_load_is_never_better(cli, file) -> None:
+    found = json.loads(run(cli, file, "--rates", "1,8,40", "-o", "json").stdout)
+    assert [each["rate"] for each in found] == [1, 8, 40]
+    shares = [each["attainment"] for each in found]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.9 > shares[-1]
+    assert run(cli, file, "--rates", "1,8").stdout.count(" ms ") >= 12
+
+
+def test_the_seed_decides_and_the_same_one_repeats(cli, file) -> None:
+    first, again, other = (run(cli, file, "-o", "csv", "--seed", s).stdout for s in "112")
+    assert first == again != other
+
+
+def test_the_question_may_differ_from_the_file(cli, file) -> None:
+    (strict,) = json.loads(run(cli, file, "-o", "json", "--slo-ttft", "1").stdout)
+    assert strict["ttft_attainment"] == 0
+    (quick,) = json.loads(run(cli, file, "-o", "json", "--rate", "9").stdout)
+    assert quick["rate"] == 9
+
+
+def test_a_trace_takes_the_place_of_stated_lengths(cli, file, tmp_path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = [f"{i * 0.5},{100 + i},{10 + i}" for i in range(20)]
+    trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *lines]) + "\n")
+    done = run(cli, file, "-o", "csv", "--trace", str(trace), "--requests", "20")
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [int(row["output_tokens"]) for row in rows] == [10 + i for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (("--rates", "1,x"), "--rates 1,x: must be numbers with commas between"),
+        (("--rates", "0"), "--rates 0: every rate must be above 0"),
+        (("--rates", "1,2", "-o", "csv"), "--rates with -o csv: state one rate"),
+        (("--rate", "-3"), "spec.workload.rate: must be > 0"),
+        (("--trace", "/absent.csv"), "spec.workload: "),
+        (("--cluster", "/absent.yaml"), "/absent.yaml: No such file or directory"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(cli, file, options, fault) -> None:
+    done = run(cli, file, *options)
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 2
+    assert line.startswith(f"error: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("type: Emulated", "type: vLLM", "--cluster: is needed"),
+        ("{role: decode, ", "{role: decode, parallelism: {tensor: 2}, ", "spec.placement.manual:"),
+        ("type: Emulated", "type: Emulated, args: [--max-num-seqs=x]", "spec.engine.args: "),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(cli, file, old, new, fault) -> None:
+    file.write_text(MANIFEST.replace(old, new))
+    done = run(cli, file)
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 2
+    assert line.startswith(f"error: {fault}")

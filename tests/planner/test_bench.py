@@ -1,0 +1,92 @@
+"""Simulating pools that somebody has chosen."""
+
+from dataclasses import replace
+
+import pytest
+
+from cleave.api.engine import Engine
+from cleave.api.manifest import validate
+from cleave.api.role import Parallelism, Role
+from cleave.planner import emulated
+from cleave.planner.bench import Bench, fleet, limited
+from cleave.planner.digest import digest, instance_names
+from cleave.planner.placement import PlanError
+from cleave.planner.plan import PlannedPool
+
+
+@pytest.fixture
+def problem():
+    return emulated.problem(
+        validate(
+            {
+                "apiVersion": "cleave.dev/v1alpha1",
+                "kind": "LLMDeployment",
+                "metadata": {"name": "chat"},
+                "spec": {
+                    "model": "facebook/opt-13b",
+                    "slo": {"ttftMs": 400, "tpotMs": 40},
+                    "engine": {"type": "Emulated"},
+                    "workload": {
+                        "rate": 4,
+                        "promptTokens": {"mean": 300, "p90": 600},
+                        "outputTokens": {"mean": 60, "p90": 120},
+                    },
+                },
+            }
+        )
+    )
+
+
+PAIR = (PlannedPool(Role.DECODE, 1), PlannedPool(Role.PREFILL, 2))
+
+
+def test_instances_are_numbered_prefill_first(problem) -> None:
+    assert instance_names(fleet(problem, PAIR)) == ["prefill-0", "prefill-1", "decode-0"]
+
+
+def test_pools_without_limits_have_the_engines_defaults(problem) -> None:
+    made = fleet(problem, PAIR)
+    engine = made.prefill[0].engine
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (256, 2048)
+    stated = fleet(problem, [replace(PAIR[0], max_num_seqs=7, max_num_batched_tokens=99)])
+    engine = stated.decode[0].engine
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (7, 99)
+
+
+def test_what_the_engines_arguments_state_comes_first() -> None:
+    pools = (PlannedPool(Role.MIXED, 1, max_num_seqs=64, max_num_batched_tokens=512),)
+    (pool,) = limited(pools, Engine(args=["--max_num_seqs=8", "--max-num-seqs", "16"]))
+    assert (pool.max_num_seqs, pool.max_num_batched_tokens) == (16, 512)
+    assert limited(pools, Engine()) == pools
+
+
+@pytest.mark.parametrize("args", [["--max-num-seqs", "many"], ["--max-num-seqs=0"]])
+def test_a_limit_that_is_no_number_is_one_line(args) -> None:
+    with pytest.raises(PlanError, match=r"^spec.engine.args: --max-num-seqs .*whole number"):
+        limited((), Engine(args=args))
+
+
+def test_parallelism_that_the_model_does_not_take_is_one_line(problem) -> None:
+    with pytest.raises(PlanError, match=r"^spec.placement.manual: decode: ") as refused:
+        fleet(problem, [PlannedPool(Role.DECODE, 1, Parallelism(tensor=3))])
+    assert len(refused.value.faults) == 1
+
+
+def test_a_digest_agrees_with_its_outcome(problem) -> None:
+    served = fleet(problem, PAIR)
+    outcome = Bench(problem, 500).run(served, 4.0)
+    found = digest(outcome, served, 4.0, problem.slo)
+    assert found.attainment == outcome.attainment(400, 40)
+    assert found.attainment <= min(found.ttft_attainment, found.tpot_attainment)
+    assert sum(stage.share for stage in found.stages) == pytest.approx(1)
+    assert found.latency_ms.p50 <= found.latency_ms.p90 <= found.latency_ms.p99
+    assert all(0 < each.busy <= 1 for each in found.instances)
+    assert [each.name for each in found.instances] == instance_names(served)
+    assert (found.num_too_long, found.num_unfinished) == (0, 0)
+
+
+def test_the_same_seed_serves_the_same_requests_at_every_rate(problem) -> None:
+    bench = Bench(problem, 200)
+    slow, fast = (bench.run(fleet(problem, PAIR), rate) for rate in (1.0, 8.0))
+    assert (slow.output_tokens == fast.output_tokens).all()
+    assert slow.arrival_ms == pytest.approx(8 * fast.arrival_ms)
