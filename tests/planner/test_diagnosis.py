@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.planner import workload
-from cleave.planner.diagnosis import Diagnosis, diagnose, fit
+from cleave.planner.diagnosis import Diagnosis, diagnose, fit, remarks
 from cleave.planner.workload import Demand, DemandError, Drawn, Independent, LogNormal
 from cleave.simulator.trace import Trace
 
@@ -104,6 +104,15 @@ def test_requests_without_arrivals_are_described_by_their_lengths() -> None:
     assert fit(at_once, rate=3.0).rate == 3
     with pytest.raises(DemandError, match="rate: the requests have no arrival times"):
         fit(at_once)
+
+
+def test_a_plan_is_told_what_was_cut_and_what_its_recording_lacks() -> None:
+    demand = workload.from_trace(drawn(200))
+    assert len(remarks(demand, 100_000)) == 1
+    cut, few = remarks(demand, 1000)
+    assert cut.endswith("of the requests are longer than the model's 1,000 tokens and were cut")
+    assert few.startswith("only 200 requests")
+    assert remarks(workload.fixed(10, 10, 1.0), 100) == ()
 
 
 @given(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api import workload as api
-from cleave.planner.workload import MAX_P90_TO_MEAN, DemandError, LogNormal
+from cleave.planner.workload import MAX_P90_TO_MEAN, Demand, DemandError, LogNormal, Replay
 from cleave.simulator.trace import Trace
 
 THRESHOLDS = (512, 2048, 8192, 32768)
