@@ -103,6 +103,21 @@ def diagnose(trace: Trace) -> Diagnosis:
     )
 
 
+def remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
+    """What to say of a demand beside a plan for a model of that length, a sentence each."""
+    said = []
+    cut = demand.share_longer_than(max_model_len)
+    if cut > 0:
+        said.append(
+            f"{cut:.1%} of the requests are longer than the model's {max_model_len:,} tokens and "
+            "were cut"
+        )
+    if isinstance(demand.source, Replay):
+        trace = demand.source.trace
+        said += _notes(trace, _arrivals(trace))
+    return tuple(said)
+
+
 def fit(trace: Trace, rate: float | None = None, burstiness: float | None = None) -> api.Workload:
     """The traffic as `spec.workload` states it, with log-normal lengths and gamma gaps.
 
