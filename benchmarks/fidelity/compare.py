@@ -38,7 +38,7 @@ class Comparison:
     """Measure -> p50 ... -> measured, simulated; over requests that both finished."""
     failed: int
     lag_p99_ms: float
-    """Of the load generator."""
+    """Of the load generator, in milliseconds of the trace."""
 
     @property
     def points(self) -> float:

@@ -22,15 +22,27 @@ class Seen:
     """What clients saw, one entry per request, in milliseconds of the trace; nan: it failed."""
 
     first_token_ms: Times
-    """Since the request was due, so that a late generator cannot flatter the server."""
+    """Since the request was due."""
     end_ms: Times
     lag_ms: Times
-    """By which the generator itself sent late, in milliseconds of this machine."""
+    """By which the generator itself sent late."""
     faults: tuple[str, ...]
 
     def tpot_ms(self, trace: Trace) -> Times:
         """(end - first token) / (output tokens - 1); 0 for a single token."""
         return (self.end_ms - self.first_token_ms) / np.maximum(trace.output_tokens - 1, 1)
+
+
+def as_sent(trace: Trace, seen: Seen) -> tuple[Trace, Seen]:
+    """Both with the arrivals as the fleet had them: when requests left, not when they were due."""
+    lag_ms = np.nan_to_num(seen.lag_ms)
+    order = np.argsort(trace.arrival_ms + lag_ms, kind="stable")
+    arrival_ms = (trace.arrival_ms + lag_ms)[order]
+    sent = Trace(arrival_ms, trace.prompt_tokens[order], trace.output_tokens[order])
+    first_ms, end_ms = (
+        times[order] - lag_ms[order] for times in (seen.first_token_ms, seen.end_ms)
+    )
+    return sent, Seen(first_ms, end_ms, seen.lag_ms[order], seen.faults)
 
 
 async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> Seen:
@@ -49,8 +61,8 @@ async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> S
         except ProfilingError as error:
             faults.append(f"request {index}: {error}")
             return
-        first_s, end_s = answer.token_s[0] - due_s, answer.token_s[-1] - due_s
-        times[:, index] = first_s / time_scale, end_s / time_scale, answer.sent_s - due_s
+        times[:, index] = answer.token_s[0], answer.token_s[-1], answer.sent_s
+        times[:, index] -= due_s
 
     async with asyncio.TaskGroup() as group:
         for index, arrival_ms in enumerate(trace.arrival_ms):
@@ -58,5 +70,5 @@ async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> S
             # A little early, so that making the prompt and connecting do not count.
             await asyncio.sleep(max(0.0, due_s - loop.time() - START_S / 2))
             group.create_task(send(index, due_s))
-    first_ms, end_ms, lag_ms = times * 1e3
+    first_ms, end_ms, lag_ms = times * 1e3 / time_scale
     return Seen(first_ms, end_ms, lag_ms, tuple(faults))

@@ -78,5 +78,5 @@ def find_doubts(report: Report) -> list[str]:
         lag_ms = max(each.lag_p99_ms for each in comparisons)
         if failed:
             doubts.append(f"{case}: {failed} requests failed and count as missed")
-        doubts.append(f"{case}: the generator sent up to {lag_ms:.1f} ms late (p99, worst load)")
+        doubts.append(f"{case}: the generator sent {lag_ms:.1f} ms late at worst (p99)")
     return doubts

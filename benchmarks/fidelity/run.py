@@ -20,7 +20,7 @@ from compare import Comparison, Slo, compare
 from emulated import CASES as EMULATED_CASES
 from emulated import Emulated
 from kept import keep, recall
-from load import offer
+from load import as_sent, offer
 from report import Report, describe_machine, print_report
 from stage import StageError, deployed
 from subject import Subject
@@ -94,7 +94,7 @@ def serve(
 def judge(fleet: Fleet, slo: Slo, files: dict[float, Path]) -> Iterator[Comparison]:
     """Simulate every kept load and compare."""
     for share, file in files.items():
-        trace, seen = recall(file)
+        trace, seen = as_sent(*recall(file))
         yield compare(share, trace, seen, simulate(fleet, trace), slo)
 
 

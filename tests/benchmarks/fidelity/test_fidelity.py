@@ -89,6 +89,17 @@ def test_lengths_are_scaled_and_what_is_too_long_is_left_out(
     assert lengths.output_tokens.tolist() == [10, 10]
 
 
+def test_arrivals_are_taken_as_they_were_sent(module: Import) -> None:
+    load = module("load")
+    planned = Trace(np.array([0.0, 10.0]), np.array([5, 6]), np.array([7, 8]))
+    late = load.Seen(np.array([130.0, 40.0]), np.array([230.0, 50.0]), np.array([30.0, 0.0]), ())
+    sent, seen = load.as_sent(planned, late)
+    assert sent.arrival_ms.tolist() == [10.0, 30.0]
+    assert sent.prompt_tokens.tolist() == [6, 5]
+    assert seen.first_token_ms.tolist() == [40.0, 100.0]
+    assert seen.end_ms.tolist() == [50.0, 200.0]
+
+
 def test_another_rate_is_the_same_requests_stretched(module: Import) -> None:
     arrivals = module("arrivals")
     lengths = arrivals.Lengths(np.arange(1, 50), np.arange(51, 100))
