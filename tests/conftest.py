@@ -39,7 +39,7 @@ def made_plan(goodput: float, *pools: PlannedPool, algorithm: str = "Algorithm 1
         power_watts=400.0 * gpus,
         trust=TRUST,
     )
-    return Plan(pools, seen, algorithm, goodput / gpus)
+    return Plan(pools, seen, algorithm, min(goodput, 5.0) / gpus)
 
 
 def overloaded(plan: Plan) -> Plan:

@@ -22,12 +22,22 @@ def test_at_the_asked_slo_a_plan_has_the_goodput_of_the_answer(made) -> None:
     assert start.goodput == pytest.approx(made.sweeps[start.plan].plan.prediction.goodput)
 
 
-def test_the_point_is_the_best_goodput_per_gpu_that_carries_the_rate(made) -> None:
+def test_the_point_takes_the_fewest_gpus_that_carry_the_rate(made) -> None:
     points = what_if(made)
     start = points.at(*points.start)
-    best = max(sweep.plan.goodput_per_gpu for sweep in made.sweeps)
-    assert start.goodput * start.copies / start.gpus == pytest.approx(best)
+    able = [s.plan.gpus for s in made.sweeps if s.plan.prediction.goodput >= 5.0]
+    assert start.gpus == min(able)
     assert start.goodput * start.copies >= 5.0
+
+
+def test_where_price_is_the_objective_the_cheapest_is_the_best(made) -> None:
+    dear = {0: 100.0, 1: 200.0, 2: 1.0}
+    sweeps = tuple(
+        replace(s, plan=replace(s.plan, score=min(s.plan.prediction.goodput, 5.0) / dear[i]))
+        for i, s in enumerate(made.sweeps[:3])
+    )
+    priced = what_if(replace(made, sweeps=sweeps))
+    assert priced.at(*priced.start).plan == 2
 
 
 def test_more_traffic_never_needs_fewer_copies_of_a_plan(made) -> None:
@@ -39,12 +49,12 @@ def test_more_traffic_never_needs_fewer_copies_of_a_plan(made) -> None:
         assert point.gpus == point.copies * made.sweeps[point.plan].plan.gpus
 
 
-def test_a_relaxed_target_never_lowers_the_best_goodput_per_gpu(made) -> None:
+def test_a_relaxed_target_never_takes_more_gpus(made) -> None:
     points = what_if(made)
     rate, ttft, _ = points.start
     row = [points.at(rate, ttft, tpot) for tpot in range(len(SCALES))]
-    worth = [p.goodput * p.copies / p.gpus if p.plan >= 0 else 0.0 for p in row]
-    assert worth == sorted(worth)
+    taken = [point.gpus if point.plan >= 0 else 10**6 for point in row]
+    assert taken == sorted(taken, reverse=True)
 
 
 def test_what_needs_more_gpus_than_there_are_is_no_point(made) -> None:

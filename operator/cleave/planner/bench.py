@@ -4,6 +4,7 @@ Called by `cleave simulate` and the report; the search simulates its own drafts.
 run are those of one seed, so plans and rates can be compared.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -29,8 +30,10 @@ class Bench:
     num_requests: int = 2000
 
     def serve(self, plan: Plan, rate: float) -> Outcome:
-        """The plan at `rate` req/s."""
-        return self.run(fleet(self.problem, plan.pools, plan.algorithm), rate)
+        """The plan at `rate` req/s; where instances stay together, one cell at its share."""
+        cells = _cells(plan)
+        pools = [replace(pool, replicas=pool.replicas // cells) for pool in plan.pools]
+        return self.run(fleet(self.problem, pools, plan.algorithm), rate / cells)
 
     def run(self, served: Fleet, rate: float) -> Outcome:
         """Any fleet at `rate` req/s."""
@@ -73,6 +76,13 @@ def _limit(engine: Engine, flag: str) -> int | None:
     if not value.isdecimal() or int(value) < 1:
         raise PlanError([f"spec.engine.args: {flag} {value}: must be a whole number above 0"])
     return int(value)
+
+
+def _cells(plan: Plan) -> int:
+    """Alike groups of prefill and decode instances that hand over among themselves alone."""
+    if not plan.algorithm.startswith(_IN_NODE):
+        return 1
+    return math.gcd(*(pool.replicas for pool in plan.pools))
 
 
 def _instance(problem: Problem, pool: PlannedPool) -> Instance:

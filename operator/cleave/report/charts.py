@@ -147,7 +147,7 @@ def stages(study: Study) -> Chart:
         (f"{number(study.subject.rate)} req/s, {plan_label(other.plan)}", other.stages)
         for other in study.latencies[1:]
     ]
-    figure = _figure("share of the time of all requests", "")
+    figure = _figure("share of all time", "")
     for stage in Stage:
         figure.add_bar(
             y=[name for name, _ in bars],
@@ -157,7 +157,7 @@ def stages(study: Study) -> Chart:
             marker={"color": _STAGE_COLOURS[stage], "line": {"width": 0}},
             hovertemplate="%{y}<br>" + str(stage) + ": %{x:.2%}<extra></extra>",
         )
-    figure.update_layout(barmode="stack", bargap=0.35, legend={"traceorder": "normal"})
+    figure.update_layout(barmode="stack", bargap=0.35, height=360, legend={"traceorder": "normal"})
     figure.update_xaxes(tickformat=".0%", range=[0, 1])
     figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False)
     asked = study.latencies[0].stages
@@ -225,7 +225,7 @@ def tradeoff(study: Study, metric: str) -> Chart:
     within = sum(value <= target for value in late)
     return Chart(
         f"tradeoff-{metric}",
-        f"Worth against {name}",
+        f"Goodput per {'price' if priced else 'GPU'} against {name}",
         f"At {number(study.subject.rate)} req/s {within} of {len(plans)} plans have their P90 "
         f"{name} within {milliseconds(target)}, the shaded side.",
         figure,

@@ -5,6 +5,7 @@ of one stage share a node; under DistServe's Algorithm 2 the same stage of prefi
 one too, because KV moves between them over NVLink only.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,8 +91,8 @@ def _groups(plan: Plan) -> Iterator[tuple[Segment, ...]]:
 
 
 def _pairs(prefill: PlannedPool, decode: PlannedPool) -> Iterator[tuple[Segment, ...]]:
-    """The same stage of the instances that work together; P and D counts may be unlike."""
-    units = min(prefill.replicas, decode.replicas)
+    """The same stage of the instances that work together: alike cells, as small as they can be."""
+    units = math.gcd(prefill.replicas, decode.replicas)
     for unit in range(units):
         members = [
             (pool, instance)

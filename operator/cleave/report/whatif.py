@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cleave.planner.plan import Plan
 from cleave.report.study import SCALES, Study, Sweep, goodput
 
 RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
@@ -16,7 +17,7 @@ RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The best plan at one rate and one SLO."""
+    """The best plan at one rate and one SLO, by the objective that was asked for."""
 
     plan: int
     """Its place among the study's sweeps; -1: none holds this SLO within the GPUs there are."""
@@ -67,15 +68,26 @@ def what_if(study: Study) -> WhatIf:
 
 
 def _best(study: Study, goodputs: Sequence[float], rate: float) -> Point:
-    """The highest goodput per GPU among the plans that carry `rate`; among equals fewer GPUs."""
+    """Least of what the objective counts that carries `rate`; among equals the most goodput."""
+    sweeps = study.sweeps
     found = [
         Point(index, most, copies, copies * sweep.plan.gpus)
-        for index, (sweep, most) in enumerate(zip(study.sweeps, goodputs, strict=True))
+        for index, (sweep, most) in enumerate(zip(sweeps, goodputs, strict=True))
         if most > 0
         and (copies := math.ceil(rate / most)) * sweep.plan.gpus <= study.subject.max_gpus
     ]
-    nothing = Point(plan=-1, goodput=0.0, copies=0, gpus=0)
-    return max(found, key=lambda p: (p.goodput * p.copies / p.gpus, -p.gpus), default=nothing)
+
+    def rank(point: Point) -> tuple[float, float]:
+        taken = point.copies * _resources(sweeps[point.plan].plan, study.subject.rate)
+        return taken, -point.goodput * point.copies
+
+    return min(found, key=rank, default=Point(plan=-1, goodput=0.0, copies=0, gpus=0))
+
+
+def _resources(plan: Plan, rate: float) -> float:
+    """GPUs, price or watts of one copy: `score` is what it serves of the asked rate by these."""
+    served = min(plan.prediction.goodput, rate)
+    return served / plan.score if served and plan.score else float(plan.gpus)
 
 
 def _goodputs(sweep: Sweep, goal: float) -> list[list[float]]:
