@@ -68,7 +68,7 @@ def find(
     guess = max(capacity.likely_rate(fleet, lengths, targets.tpot_ms), at_least * _WIDEN)
     bisection = _Bisection.around(trials, fleet, targets, min(guess, upper), tolerance)
     if at_least > 0 and not bisection.holds(at_least):
-        return Goodput(0.0, bisection.tried[at_least])
+        return Goodput(0.0, bisection.tried.get(at_least, 0.0))
     return bisection.run(at_least, guess)
 
 
