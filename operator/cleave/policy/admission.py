@@ -45,13 +45,16 @@ def find_peak(held: NDArray[np.int64], left: NDArray[np.int64]) -> int:
     Each pass adds a token to every request, and one that ends frees all of its own; so the peak is
     just before some request ends. Two arrays of equal length, sorted here by `left` in place.
     """
-    for end in range(1, len(left)):
-        tokens, rest = held[end], left[end]
-        place = end
-        while place > 0 and left[place - 1] < rest:
-            held[place], left[place] = held[place - 1], left[place - 1]
-            place -= 1
-        held[place], left[place] = tokens, rest
+    gap = len(left) // 2
+    while gap > 0:
+        for end in range(gap, len(left)):
+            tokens, rest = held[end], left[end]
+            place = end
+            while place >= gap and left[place - gap] < rest:
+                held[place], left[place] = held[place - gap], left[place - gap]
+                place -= gap
+            held[place], left[place] = tokens, rest
+        gap //= 2
     peak = 0
     total = 0
     for index in range(len(left)):

@@ -5,6 +5,7 @@ import math
 from cleave.simulator.layout import MIXED, NONE, PREFILL, State
 from cleave.simulator.lists import add_member, heap_remove, push, remove_member
 from cleave.simulator.memory import count_blocks, count_growth, hold
+from cleave.simulator.passes import cut_leap, keep_last_pass, sum_passes
 from cleave.simulator.routing import close_prompt, close_resident
 from cleave.simulator.rows import instance_at, key_at, request_at, slot_at
 
@@ -27,11 +28,36 @@ def complete(state: State, i: int, s: int, now: float) -> None:
         r = following
 
 
+def interrupt(state: State, i: int, s: int, now: float) -> None:
+    """Something else may start beside the leap of slot `s`: end it with the pass under way."""
+    slot, inst = slot_at(state, s), instance_at(state, i)
+    cut_leap(slot, now)
+    if inst.stages == 1:
+        return
+    passes = slot.passes - 1
+    if passes > 0:
+        _account(state, i, s, passes, now)
+    keep_last_pass(state, i, s)
+
+
+def _account(state: State, i: int, s: int, passes: int, now: float) -> None:
+    """The first `passes` of a leap are over: others have to see what memory they took."""
+    slot, inst = slot_at(state, s), instance_at(state, i)
+    slot.passes = passes
+    inst.busy += find_busy_ms(state, i, s)
+    inst.passes += passes
+    held_ms = now - slot.begin - sum_passes(slot, passes)
+    _advance(state, i, s, passes, now)
+    inst.kv_area += slot.batch * passes * held_ms
+    inst.free -= count_growth(state, inst, s, slot.steps, slot.steps + 1)
+    slot.passes = passes + 1
+
+
 def find_busy_ms(state: State, i: int, s: int) -> float:
     """How long the first stage was busy with the passes of slot `s`."""
     slot, inst = slot_at(state, s), instance_at(state, i)
     passes = slot.passes
-    ms = passes * slot.first + slot.change * (passes * (passes - 1) / 2)
+    ms = sum_passes(slot, passes)
     if inst.stages > 1:
         hop = inst.hop + inst.hop_token * (slot.tokens + slot.rows)
         ms = (ms - passes * (inst.stages - 1) * hop) / inst.stages + passes * hop

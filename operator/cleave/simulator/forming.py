@@ -8,7 +8,7 @@ token budget.
 
 import math
 
-from cleave.policy.admission import find_peak, may_join
+from cleave.policy.admission import Admission, find_peak, may_join
 from cleave.policy.batching import cut_chunk, joins_prompts
 from cleave.simulator.fleet import Batching
 from cleave.simulator.layout import NONE, PREFILL, Record, State
@@ -16,6 +16,7 @@ from cleave.simulator.lists import (
     add_member,
     find_phase,
     find_waiting,
+    has_waiting,
     heap_remove,
     pop,
     push,
@@ -34,7 +35,7 @@ from cleave.simulator.rows import (
     slot_at,
     stage_at,
 )
-
+from cleave.simulator.waking import alert
 
 _UNLIMITED = 1 << 60
 
@@ -58,8 +59,17 @@ def form(state: State, i: int, s: int, now: float) -> bool:
         sufficed = _gather_whole(state, i, s, now, begin)
     if slot.rows + slot.tokens == 0:
         return False
-    start_pass(state, i, s, begin, slot.prompts == NONE and inst.partial == NONE and sufficed)
+    is_alone = slot.prompts == NONE and inst.partial == NONE and sufficed
+    start_pass(state, i, s, begin, is_alone and not _may_let_in(state, i))
     return True
+
+
+def _may_let_in(state: State, i: int) -> bool:
+    """Whether somebody waits who may join although nothing but time has passed."""
+    inst = instance_at(state, i)
+    if inst.admission != Admission.RESERVE_DYNAMIC and inst.batching != Batching.LIGHTLLM:
+        return False
+    return has_waiting(state, i)
 
 
 def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
@@ -202,6 +212,7 @@ def end_pull(state: State, r: int, now: float) -> None:
     if request.prefill != NONE:
         source = instance_at(state, request.prefill)
         hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
+        alert(state, request.prefill, now)
     push(state, state.num_instances + request.decode, r)
 
 
@@ -240,8 +251,12 @@ def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, be
     inst.prompt_tokens += count
     request.computed = end
     if end == request.todo:
-        request.next = slot.prompts
-        slot.prompts = r
+        request.next = NONE
+        if slot.prompts == NONE:
+            slot.prompts = r
+        else:
+            request_at(state, slot.last_prompt).next = r
+        slot.last_prompt = r
     else:
         inst.partial = r
 
@@ -265,7 +280,7 @@ def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
     left = request.output - request.made
     if inst.batching == Batching.LIGHTLLM:
         return _find_future_peak(state, s, held, left) <= inst.blocks * inst.block
-    if inst.admission == 0:
+    if inst.admission == Admission.GREEDY:
         return True
     shortest = (
         (key_at(state, s * state.heap_size + 0).value >> 32) - slot.steps if slot.batch else left

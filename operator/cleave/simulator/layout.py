@@ -46,10 +46,10 @@ SLOT = _dtype(
     "begin finish first change",
     # batch, context: members and the sum of their contexts in the next decode pass; steps: decode
     # passes done; passes: in flight (0: idle); decodes: whether members take part; oldest,
-    # youngest: members; prompts: those that end in the pass; fresh: members that have not decoded;
+    # youngest: members; prompts: those that end in the pass, and the last of them; fresh: members that have not decoded;
     # next: slot that started after it; tokens, squares, rows, contexts: what the pass computes.
     "batch context steps passes decodes oldest youngest prompts fresh next "
-    "tokens squares rows contexts",
+    "last_prompt tokens squares rows contexts",
 )
 """One micro-batch of an instance; as many as it has pipeline stages."""
 
@@ -68,7 +68,7 @@ INSTANCE = _dtype(
 )
 """One instance."""
 
-PULL = _dtype("time", "request")
+PULL = _dtype("time", "order request")
 """A transfer that is under way; a heap by time."""
 
 NUMBER = _dtype("", "value")
@@ -77,7 +77,7 @@ TIME = _dtype("value", "")
 STATE = _dtype(
     "dispatch_ms latency token overlapped_token now",
     "dispatch overlap_from is_shared first_by_decode has_prefill has_decode random turn "
-    "entry decoder num_pulls events max_events "
+    "entry decoder num_pulls pull_order events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block max_stages "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
     # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,

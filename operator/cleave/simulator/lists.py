@@ -70,6 +70,13 @@ def find_waiting(state: State, i: int) -> int:
     return NONE
 
 
+def has_waiting(state: State, i: int) -> bool:
+    """Whether anybody waits whom instance `i` could take, now or later."""
+    central = 2 * state.num_instances + 1
+    waiting: int = queue_at(state, i).size
+    return waiting + queue_at(state, central).size + queue_at(state, central + 1).size > 0
+
+
 def _is_next(state: State, i: int, number: int) -> bool:
     """Whether the first in a central queue could be served by instance `i`."""
     return queue_at(state, number).size > 0 and fits(state, i, queue_at(state, number).head)
@@ -179,34 +186,45 @@ def push_pull(state: State, time: float, r: int) -> None:
     """Note when the transfer of request `r` ends."""
     at = state.num_pulls
     state.num_pulls += 1
-    while at > 0 and pull_at(state, (at - 1) >> 1).time > time:
-        _move_pull(state, (at - 1) >> 1, at)
-        at = (at - 1) >> 1
+    state.pull_order += 1
     pull = pull_at(state, at)
     pull.time = time
+    pull.order = state.pull_order
     pull.request = r
+    while at > 0 and _ends_before(state, at, (at - 1) >> 1):
+        _swap_pulls(state, at, (at - 1) >> 1)
+        at = (at - 1) >> 1
 
 
 def pop_pull(state: State) -> int:
     """The request whose transfer ends first, which is no longer under way."""
     first: int = pull_at(state, 0).request
     state.num_pulls -= 1
-    last = state.num_pulls
-    time = pull_at(state, last).time
+    count = state.num_pulls
+    _swap_pulls(state, 0, count)
     at = 0
-    while 2 * at + 1 < last:
+    while 2 * at + 1 < count:
         child = 2 * at + 1
-        if child + 1 < last and pull_at(state, child + 1).time < pull_at(state, child).time:
+        if child + 1 < count and _ends_before(state, child + 1, child):
             child += 1
-        if pull_at(state, child).time >= time:
+        if not _ends_before(state, child, at):
             break
-        _move_pull(state, child, at)
+        _swap_pulls(state, child, at)
         at = child
-    _move_pull(state, last, at)
     return first
 
 
-def _move_pull(state: State, source: int, target: int) -> None:
-    pull, other = pull_at(state, target), pull_at(state, source)
-    pull.time = other.time
-    pull.request = other.request
+def _ends_before(state: State, one: int, other: int) -> bool:
+    """Whether one transfer ends before another; of those that end together, the first started."""
+    first, second = pull_at(state, one), pull_at(state, other)
+    ends: bool = first.time < second.time
+    if first.time == second.time:
+        ends = first.order < second.order
+    return ends
+
+
+def _swap_pulls(state: State, one: int, other: int) -> None:
+    first, second = pull_at(state, one), pull_at(state, other)
+    first.time, second.time = second.time, first.time
+    first.order, second.order = second.order, first.order
+    first.request, second.request = second.request, first.request

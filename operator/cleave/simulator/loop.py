@@ -12,11 +12,11 @@ from cleave.simulator.completing import complete
 from cleave.simulator.fleet import Dispatch
 from cleave.simulator.forming import end_pull, form
 from cleave.simulator.layout import DECODE, NONE, PREFILL, Records, State
-from cleave.simulator.lists import pop, pop_pull, push
+from cleave.simulator.lists import has_waiting, pop, pop_pull, push
 from cleave.simulator.outcome import Fate
-from cleave.simulator.passes import cut_leap
 from cleave.simulator.routing import place
 from cleave.simulator.rows import instance_at, node_at, pull_at, queue_at, request_at, slot_at
+from cleave.simulator.waking import alert, set_next
 
 
 def run_events(rows: Records) -> None:
@@ -56,10 +56,7 @@ def run_events(rows: Records) -> None:
         else:
             r = pop_pull(state)
             end_pull(state, r, now)
-            request = request_at(state, r)
-            if request.prefill != NONE:
-                _alert(state, request.prefill, now)
-            _alert(state, request.decode, now)
+            alert(state, request_at(state, r).decode, now)
     for r in range(count):
         if math.isnan(request_at(state, r).end) and request_at(state, r).fate == Fate.SERVED:
             request_at(state, r).fate = Fate.UNFINISHED
@@ -88,7 +85,7 @@ def _deliver(state: State, r: int, now: float) -> None:
         return
     i = request.prefill if request.prefill != NONE else request.decode
     push(state, i, r)
-    _alert(state, i, now)
+    alert(state, i, now)
 
 
 def _find_hand_off_ms(state: State) -> float:
@@ -105,7 +102,7 @@ def _hand_off(state: State, now: float) -> None:
         _announce(state, DECODE, now)
         return
     push(state, request_at(state, r).decode, r)
-    _alert(state, request_at(state, r).decode, now)
+    alert(state, request_at(state, r).decode, now)
 
 
 def _announce(state: State, role: int, now: float) -> None:
@@ -114,17 +111,7 @@ def _announce(state: State, role: int, now: float) -> None:
         if (role == PREFILL and instance_at(state, i).role != DECODE) or (
             role == DECODE and instance_at(state, i).role != PREFILL
         ):
-            _alert(state, i, now)
-
-
-def _alert(state: State, i: int, now: float) -> None:
-    """Something new is at instance `i`: it looks as soon as its micro-batches allow."""
-    inst = instance_at(state, i)
-    if inst.in_flight == 1 and slot_at(state, inst.oldest).passes > 1:
-        cut_leap(state, i, inst.oldest, now)
-    if inst.in_flight < inst.stages:
-        inst.wake = now
-    _set_next(state, i)
+            alert(state, i, now)
 
 
 def _step(state: State, i: int, now: float) -> None:
@@ -146,39 +133,14 @@ def _step(state: State, i: int, now: float) -> None:
                 s += 1
             if not form(state, i, s, now):
                 break
-    _set_next(state, i)
+    set_next(state, i)
 
 
 def _has_work(state: State, i: int) -> bool:
     """Whether anything waits that a further micro-batch could take."""
-    num_instances = state.num_instances
-    if queue_at(state, i).size > 0 or queue_at(state, num_instances + i).size > 0:
+    if queue_at(state, state.num_instances + i).size > 0:
         return True
-    if instance_at(state, i).partial != NONE:
-        return True
-    return (
-        queue_at(state, 2 * num_instances + 1).size + queue_at(state, 2 * num_instances + 2).size
-        > 0
-    )
-
-
-def _set_next(state: State, i: int) -> None:
-    """Note when instance `i` acts next, and play its matches of the tournament again."""
-    inst = instance_at(state, i)
-    following = inst.wake
-    if inst.in_flight > 0:
-        following = min(following, slot_at(state, inst.oldest).finish)
-    inst.next = following
-    at = (state.num_leaves + i) // 2
-    while at > 0:
-        left, right = node_at(state, 2 * at).value, node_at(state, 2 * at + 1).value
-        winner = left
-        if left == NONE or (
-            right != NONE and instance_at(state, right).next < instance_at(state, left).next
-        ):
-            winner = right
-        node_at(state, at).value = winner
-        at //= 2
+    return instance_at(state, i).partial != NONE or has_waiting(state, i)
 
 
 def _end_at_once(state: State, r: int) -> None:

@@ -71,9 +71,8 @@ def sum_passes(slot: Record, passes: int) -> float:
     return passes * slot.first + slot.change * (passes * (passes - 1) / 2)
 
 
-def cut_leap(state: State, i: int, s: int, now: float) -> None:
-    """End the leap of slot `s` with the pass that is under way at `now`."""
-    inst, slot = instance_at(state, i), slot_at(state, s)
+def cut_leap(slot: Record, now: float) -> None:
+    """End the leap of a slot with the pass that is under way at `now`."""
     elapsed = now - slot.begin
     half = slot.first - slot.change / 2
     root = half * half + 2 * slot.change * elapsed
@@ -87,15 +86,20 @@ def cut_leap(state: State, i: int, s: int, now: float) -> None:
         passes += 1
     slot.passes = passes
     slot.finish = slot.begin + sum_passes(slot, passes)
-    if inst.stages > 1:
-        # The other stages are free again behind the pass under way.
-        last = slot.first + slot.change * (passes - 1)
-        hop = _find_hop_ms(inst, slot)
-        stage = (last - (inst.stages - 1) * hop) / inst.stages
-        free = slot.begin + sum_passes(slot, passes - 1)
-        for place in range(inst.stages):
-            free += stage + (hop if place < inst.stages - 1 else 0.0)
-            stage_at(state, i * state.max_stages + place).value = free
+
+
+def keep_last_pass(state: State, i: int, s: int) -> None:
+    """All passes of a leap but the last have been accounted for: that one alone is under way."""
+    inst, slot = instance_at(state, i), slot_at(state, s)
+    before = slot.passes - 1
+    slot.begin += sum_passes(slot, before)
+    slot.first += slot.change * before
+    slot.change = 0.0
+    slot.passes = 1
+    slot.rows = slot.batch
+    slot.contexts = slot.context
+    # The stages behind it are free for others.
+    slot.finish = _walk(state, i, slot) if inst.stages > 1 else slot.finish
 
 
 def _walk(state: State, i: int, slot: Record) -> float:

@@ -1,0 +1,586 @@
+"""A slow simulator that makes every pass and moves every block, to compare the fast one with.
+
+Written from the contract (fleet.py, outcome.py) and the emulated engine's scheduler, without leaps,
+arrays or links; nothing is shared with the fast one but the latency model.
+"""
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from cleave.perf.timing import Chunk
+from cleave.policy.dispatch import RECENCY
+from cleave.simulator.fleet import Admission, Batching, Dispatch, Engine, Fleet, Order
+from cleave.simulator.trace import Trace
+
+NAN = math.nan
+ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(5)
+
+
+@dataclass(eq=False)
+class Request:
+    number: int
+    arrival: float
+    prompt: int
+    output: int
+    made: int = 0
+    computed: int = 0
+    blocks: int = 0
+    kv: int = 0
+    remote: bool = False
+    prefill: "Instance | None" = None
+    decode: "Instance | None" = None
+    preemptions: int = 0
+    refused: bool = False
+    prefill_start: float = NAN
+    prefill_end: float = NAN
+    transfer_start: float = NAN
+    transfer_end: float = NAN
+    decode_start: float = NAN
+    first_token: float = NAN
+    end: float = NAN
+
+    @property
+    def todo(self) -> int:
+        return self.prompt + self.made
+
+    @property
+    def left(self) -> int:
+        return self.output - self.made
+
+
+@dataclass(eq=False)
+class Slot:
+    members: list[Request] = field(default_factory=list)
+    prompts: list[Request] = field(default_factory=list)
+    in_flight: bool = False
+    decoding: list[Request] = field(default_factory=list)
+    finish: float = NAN
+
+
+class Instance:
+    def __init__(self, number: int, role: str, engine: Engine, longest: int) -> None:
+        self.number, self.role, self.engine = number, role, engine
+        self.size = engine.kv_block_size
+        self.total = self.free = engine.kv_capacity_tokens // self.size
+        self.reserve = 0
+        if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
+            self.reserve = math.ceil((engine.max_model_len or longest) / self.size)
+        self.waiting: deque[Request] = deque()
+        self.sorted = 0
+        self.loaded: deque[Request] = deque()
+        self.partial: Request | None = None
+        self.running = 0
+        self.slots = [Slot() for _ in range(engine.timing.stages)]
+        self.flight: deque[Slot] = deque()
+        self.stage_free = [0.0] * engine.timing.stages
+        self.link = 0.0
+        self.prompt_book = self.resident_book = self.turn = 0
+        self.busy = self.area = self.kv_at = 0.0
+        self.kv = self.peak = self.passes = self.decode_passes = 0
+        self.prompt_tokens = self.decode_tokens = self.preemptions = self.batch_peak = 0
+        self.intervals: list[tuple[float, float]] = []
+
+    def count(self, tokens: int) -> int:
+        return self.reserve or math.ceil(tokens / self.size)
+
+    def fits(self, request: Request) -> bool:
+        tokens = request.prompt if self.role == "prefill" else request.prompt + request.output - 1
+        blocks = math.ceil(tokens / self.size)
+        if self.reserve and not blocks <= self.reserve <= self.total:
+            return False
+        return blocks <= self.total
+
+    def take(self, request: Request, tokens: int, now: float) -> None:
+        """Blocks so that `request` can hold `tokens`."""
+        blocks = self.count(tokens) - request.blocks
+        if blocks > 0:
+            self.free -= blocks
+            request.blocks += blocks
+        assert self.free >= 0
+
+    def keep(self, request: Request, tokens: int, now: float) -> None:
+        """`request` holds `tokens` of KV from now on."""
+        self.area += self.kv * (now - self.kv_at)
+        self.kv_at = now
+        self.kv += tokens - request.kv
+        request.kv = tokens
+        self.peak = max(self.peak, self.kv)
+
+    def drop(self, request: Request, now: float) -> None:
+        self.free += request.blocks
+        request.blocks = 0
+        self.keep(request, 0, now)
+
+
+class Reference:
+    def __init__(self, fleet: Fleet, trace: Trace) -> None:
+        self.fleet = fleet
+        self.requests = [
+            Request(n, float(a), int(p), int(o))
+            for n, (a, p, o) in enumerate(
+                zip(trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, strict=True)
+            )
+        ]
+        longest = max(r.prompt + r.output for r in self.requests)
+        self.instances = [
+            Instance(0, role, pool.engine, longest)
+            for role, pools in (
+                ("prefill", fleet.prefill),
+                ("decode", fleet.decode),
+                ("mixed", fleet.mixed),
+            )
+            for pool in pools
+            for _ in range(pool.replicas)
+        ]
+        for number, instance in enumerate(self.instances):
+            instance.number = number
+        self.events: list[tuple[float, int, int, object]] = []
+        self.sequence = 0
+        self.turn = 0
+        self.turns = {"prefill": 0, "decode": 0}
+        self.prompts: deque[Request] = deque()
+        self.hand_offs: deque[Request] = deque()
+        self.now = 0.0
+
+    def run(self) -> "Reference":
+        for request in self.requests:
+            self.at(request.arrival, ARRIVE, request)
+        while self.events:
+            now, kind, _, what = heapq.heappop(self.events)
+            self.now = now
+            if kind == ARRIVE:
+                self.arrive(what)
+            elif kind == DELIVER:
+                self.deliver(what)
+            elif kind == HAND_OFF:
+                self.offer(what)
+            elif kind == PULLED:
+                self.pulled(what)
+                self.alert(what.decode)
+            else:
+                self.step(what)
+        return self
+
+    def at(self, time: float, kind: int, what: object) -> None:
+        self.sequence += 1
+        order = what.number if kind == PASS else self.sequence
+        heapq.heappush(self.events, (time, kind, order * 1_000_000 + self.sequence, what))
+
+    # --- routing ---
+
+    def of(self, *roles: str) -> list[Instance]:
+        return [i for i in self.instances if i.role in roles]
+
+    def arrive(self, request: Request) -> None:
+        late = self.fleet.dispatch is Dispatch.LATE
+        if late:
+            mixed = any(i.fits(request) for i in self.of("mixed"))
+            first = not self.of("prefill", "mixed") or any(
+                i.fits(request) for i in self.of("prefill", "mixed")
+            )
+            second = not self.of("decode", "mixed") or any(
+                i.fits(request) for i in self.of("decode", "mixed")
+            )
+            request.refused = not (mixed or (first and second))
+        else:
+            first, second = self.choose(request)
+            chosen = [i for i in (first, second) if i]
+            request.refused = not all(i.fits(request) for i in chosen)
+            if not request.refused:
+                self.turn += 1
+                request.prefill, request.decode = first, second
+                for i in chosen:
+                    i.turn = self.turn
+                if first or self.of("prefill", "mixed"):
+                    (first or second).prompt_book += request.prompt
+                if second:
+                    second.resident_book += request.prompt + request.output
+        if not request.refused:
+            self.at(self.now + self.fleet.dispatch_ms, DELIVER, request)
+
+    def choose(self, request: Request) -> tuple[Instance | None, Instance | None]:
+        entries, decoders = self.of("prefill", "mixed"), self.of("decode", "mixed")
+        if self.fleet.dispatch is Dispatch.ROUND_ROBIN:
+            first = self.take_turn("prefill", entries) if entries else None
+            if first and first.role == "mixed":
+                return None, first
+            return first, self.take_turn("decode", decoders) if decoders else None
+
+        def total(i: Instance) -> float:
+            return i.prompt_book + i.resident_book + i.turn * RECENCY
+
+        prefills, mixed = self.of("prefill"), self.of("mixed")
+        best = min(prefills, key=lambda i: i.prompt_book + i.turn * RECENCY, default=None)
+        decode = min(decoders, key=total, default=None)
+        whole = min(mixed, key=total, default=None)
+        if not decoders or not entries:
+            return best, decode
+        if best is None:
+            return None, whole
+        if whole and whole.prompt_book < best.prompt_book + best.turn * RECENCY - 1.0:
+            return None, whole
+        return best, decode
+
+    def take_turn(self, use: str, some: list[Instance]) -> Instance:
+        numbers = [i.number for i in some]
+        while self.turns[use] % len(self.instances) not in numbers:
+            self.turns[use] += 1
+        chosen = self.instances[self.turns[use] % len(self.instances)]
+        self.turns[use] += 1
+        return chosen
+
+    def deliver(self, request: Request) -> None:
+        if not self.of("prefill", "mixed"):
+            request.prefill_end = request.arrival
+            request.remote = True
+            if not self.fleet.first_token_by_decode:
+                request.made = 1
+                request.first_token = request.arrival
+                if request.output == 1:
+                    self.finish(request, request.arrival)
+                    return
+        if self.fleet.dispatch is Dispatch.LATE:
+            (self.hand_offs if request.remote else self.prompts).append(request)
+            self.announce(request.remote)
+            return
+        instance = request.prefill or request.decode
+        instance.waiting.append(request)
+        self.alert(instance)
+
+    def offer(self, request: Request) -> None:
+        if self.fleet.dispatch is Dispatch.LATE:
+            self.hand_offs.append(request)
+            self.announce(True)
+        else:
+            request.decode.waiting.append(request)
+            self.alert(request.decode)
+
+    def announce(self, remote: bool) -> None:
+        for i in self.instances:
+            if i.role != ("prefill" if remote else "decode"):
+                self.alert(i)
+
+    def alert(self, instance: Instance) -> None:
+        if len(instance.flight) < len(instance.slots):
+            self.at(self.now, PASS, instance)
+
+    # --- transfers ---
+
+    def pull(self, instance: Instance, request: Request) -> None:
+        instance.take(request_kv := request, request.todo, self.now)
+        instance.keep(request_kv, request.todo - 1, self.now)
+        transfer, source = self.fleet.transfer, request.prefill
+        request.transfer_start = end = self.now
+        if source:
+            tokens = math.ceil(request.prompt / source.size) * source.size
+            per_token = transfer.token_ms
+            if request.prompt >= transfer.overlap_from_tokens:
+                per_token = max(per_token - transfer.overlapped_token_ms, 0)
+            if transfer.is_shared:
+                request.transfer_start = max(self.now, source.link)
+            end = request.transfer_start + transfer.latency_ms + tokens * per_token
+            source.link = end
+        if end > self.now:
+            self.at(end, PULLED, request)
+        else:
+            self.pulled(request)
+
+    def pulled(self, request: Request) -> None:
+        request.transfer_end = self.now
+        request.remote = False
+        source = request.prefill
+        if source:
+            source.free += request.held_blocks
+            source.area += source.kv * (self.now - source.kv_at)
+            source.kv_at = self.now
+            source.kv -= request.prompt
+            self.alert(source)
+        request.decode.loaded.append(request)
+
+    # --- passes ---
+
+    def step(self, instance: Instance) -> None:
+        ended = instance.flight and instance.flight[0].finish <= self.now
+        if ended:
+            slot = instance.flight.popleft()
+            self.complete(instance, slot)
+            self.form(instance, slot)
+        if len(instance.slots) > 1 or not ended:
+            while len(instance.flight) < len(instance.slots) and self.has_work(instance):
+                slot = next(s for s in instance.slots if not s.in_flight)
+                if not self.form(instance, slot):
+                    break
+
+    def has_work(self, i: Instance) -> bool:
+        central = self.prompts or self.hand_offs
+        return bool(i.waiting or i.loaded or i.partial or central)
+
+    def head(self, i: Instance) -> tuple[deque[Request], Request] | None:
+        if i.waiting:
+            engine = i.engine
+            if engine.order is not Order.FCFS and not i.sorted and i.role != "decode":
+                i.sorted = min(engine.prefill_sched_batch, len(i.waiting))
+                some = [i.waiting.popleft() for _ in range(i.sorted)]
+                sign = 1 if engine.order is Order.SJF else -1
+                i.waiting.extendleft(reversed(sorted(some, key=lambda r: sign * r.todo)))
+            return i.waiting, i.waiting[0]
+        if i.role != "prefill" and self.hand_offs and i.fits(self.hand_offs[0]):
+            return self.hand_offs, self.hand_offs[0]
+        if i.role != "decode" and self.prompts and i.fits(self.prompts[0]):
+            return self.prompts, self.prompts[0]
+        return None
+
+    def pop(self, i: Instance, queue: deque[Request]) -> Request:
+        request = queue.popleft()
+        if queue is i.waiting:
+            i.sorted = max(i.sorted - 1, 0)
+        if i.role == "prefill":
+            request.prefill = i
+        else:
+            request.decode = i
+        return request
+
+    def form(self, i: Instance, slot: Slot) -> bool:
+        begin = max(self.now, i.stage_free[0]) if len(i.slots) > 1 else self.now
+        self.begin = begin
+        self.chunks: list[Chunk] = []
+        self.singles: list[int] = []
+        slot.decoding, slot.prompts = [], []
+        vllm = i.engine.batching is Batching.VLLM
+        (self.gather_chunks if vllm else self.gather_whole)(i, slot)
+        contexts = [r.todo for r in slot.decoding] + self.singles
+        if not contexts and not self.chunks:
+            return False
+        self.start(i, slot, contexts)
+        return True
+
+    def start(self, i: Instance, slot: Slot, contexts: list[int]) -> None:
+        timing = i.engine.timing
+        ms = timing.iteration_ms(self.chunks, len(contexts), sum(contexts))
+        tokens = sum(c.end - c.start for c in self.chunks) + len(contexts)
+        hop = timing.hop_ms + timing.hop_token_ms * tokens if timing.stages > 1 else 0.0
+        stage = (ms - (timing.stages - 1) * hop) / timing.stages
+        at = self.begin
+        for place in range(timing.stages):
+            last = place == timing.stages - 1
+            at = max(at, i.stage_free[place]) + stage + (0 if last else hop)
+            i.stage_free[place] = at
+        slot.finish = at
+        slot.in_flight = True
+        i.flight.append(slot)
+        i.busy += stage + (hop if timing.stages > 1 else 0)
+        i.intervals.append((self.begin, at))
+        i.passes += 1
+        i.batch_peak = max(i.batch_peak, len(contexts))
+        for request in slot.decoding:
+            if math.isnan(request.decode_start):
+                request.decode_start = self.begin
+        self.at(at, PASS, i)
+
+    def tokens(self, slot: Slot) -> int:
+        return sum(c.end - c.start for c in self.chunks) + len(self.singles) + len(slot.decoding)
+
+    def grow(self, i: Instance, slot: Slot) -> bool:
+        sufficed = True
+        for request in list(slot.members):
+            if request not in slot.members:
+                continue
+            missing = i.count(request.todo) - request.blocks
+            while missing > i.free and request in slot.members:
+                sufficed = False
+                self.preempt(i, i.partial or slot.members[-1], slot)
+            if request in slot.members:
+                i.take(request, request.todo, self.now)
+                slot.decoding.append(request)
+        return sufficed
+
+    def gather_chunks(self, i: Instance, slot: Slot) -> None:
+        engine = i.engine
+        sufficed = self.grow(i, slot)
+        if i.partial and self.tokens(slot) < engine.max_num_batched_tokens:
+            request = i.partial
+            budget = engine.max_num_batched_tokens - self.tokens(slot)
+            count = min(request.todo - request.computed, budget)
+            if i.count(request.computed + count) - request.blocks > i.free:
+                self.preempt(i, request, slot)
+                sufficed = False
+            else:
+                i.partial = None
+                self.compute(i, slot, request, count)
+        if not sufficed and self.tokens(slot):
+            return
+        while self.tokens(slot) < engine.max_num_batched_tokens and i.running < engine.max_num_seqs:
+            if i.loaded:
+                self.join(i, slot)
+                continue
+            found = self.head(i)
+            if not found:
+                break
+            queue, request = found
+            budget = engine.max_num_batched_tokens - self.tokens(slot)
+            count = request.todo if request.remote else min(request.todo, budget)
+            if not self.has_room(i, slot, request, count):
+                break
+            self.pop(i, queue)
+            if request.remote:
+                self.pull(i, request)
+            else:
+                i.running += 1
+                self.compute(i, slot, request, count)
+
+    def gather_whole(self, i: Instance, slot: Slot) -> None:
+        policy = i.engine.batching
+        first = policy in (Batching.PREFILL_FIRST, Batching.LIGHTLLM)
+        if first:
+            self.admit_prompts(i, slot)
+            if self.chunks:
+                return
+        sufficed = self.grow(i, slot)
+        if slot.decoding and (policy is Batching.FASTER_TRANSFORMER or not sufficed):
+            return
+        while i.loaded and i.running < i.engine.max_num_seqs:
+            self.join(i, slot)
+        if not first:
+            self.admit_prompts(i, slot)
+            while i.loaded and i.running < i.engine.max_num_seqs:
+                self.join(i, slot)
+
+    def admit_prompts(self, i: Instance, slot: Slot) -> None:
+        engine = i.engine
+        limited = engine.batching in (Batching.PREFILL_FIRST, Batching.LIGHTLLM)
+        while i.running < engine.max_num_seqs:
+            found = self.head(i)
+            if not found:
+                break
+            queue, request = found
+            together = sum(c.end for c in self.chunks) + request.todo
+            too_many = limited and self.chunks and together > engine.max_num_batched_tokens
+            if not request.remote and too_many:
+                break
+            if not self.has_room(i, slot, request, request.todo):
+                break
+            self.pop(i, queue)
+            if request.remote:
+                self.pull(i, request)
+            else:
+                i.running += 1
+                self.compute(i, slot, request, request.todo)
+
+    def has_room(self, i: Instance, slot: Slot, request: Request, tokens: int) -> bool:
+        if i.count(tokens) > i.free:
+            return False
+        if i.role == "prefill":
+            return True
+        if i.engine.batching is Batching.LIGHTLLM:
+            others = [(r.todo, r.left) for r in slot.members + slot.prompts]
+            return find_peak([*others, (request.todo, request.left)]) <= i.total * i.size
+        free = i.free * i.size
+        if i.engine.admission is Admission.RESERVE_STATIC:
+            return request.prompt + request.output - 1 <= free
+        if i.engine.admission is Admission.RESERVE_DYNAMIC:
+            steps = min([request.left - 1, *(r.left for r in slot.members)])
+            return request.todo + (len(slot.members) + 1) * steps <= free
+        return True
+
+    def join(self, i: Instance, slot: Slot) -> None:
+        request = i.loaded.popleft()
+        i.running += 1
+        slot.members.append(request)
+        slot.decoding.append(request)
+
+    def compute(self, i: Instance, slot: Slot, request: Request, count: int) -> None:
+        start, end = request.computed, request.computed + count
+        i.take(request, end, self.now)
+        i.keep(request, end, self.now)
+        if math.isnan(request.prefill_start):
+            request.prefill_start = self.begin
+        if count == 1 and i.engine.batching is Batching.VLLM:
+            self.singles.append(end)
+        else:
+            self.chunks.append(Chunk(start, end))
+        i.prompt_tokens += count
+        request.computed = end
+        if end == request.todo:
+            slot.prompts.append(request)
+        else:
+            i.partial = request
+
+    def preempt(self, i: Instance, request: Request, slot: Slot) -> None:
+        if request is i.partial:
+            i.partial = None
+        else:
+            slot.members.remove(request)
+            assert request not in slot.decoding
+        i.drop(request, self.now)
+        request.computed = 0
+        request.preemptions += 1
+        i.preemptions += 1
+        i.running -= 1
+        i.waiting.appendleft(request)
+        i.sorted += 1
+
+    def complete(self, i: Instance, slot: Slot) -> None:
+        slot.in_flight = False
+        i.decode_passes += bool(slot.decoding)
+        for request in slot.decoding:
+            i.keep(request, request.todo, self.now)
+        for request in slot.decoding:
+            request.made += 1
+            i.decode_tokens += 1
+            if math.isnan(request.first_token):
+                request.first_token = self.now
+            if request.made == request.output:
+                slot.members.remove(request)
+                self.leave(i, request)
+        for request in slot.prompts:
+            self.end_prompt(i, slot, request)
+        slot.prompts = []
+
+    def leave(self, i: Instance, request: Request) -> None:
+        i.running -= 1
+        i.drop(request, self.now)
+        self.finish(request, self.now)
+
+    def finish(self, request: Request, now: float) -> None:
+        request.end = now
+        if request.decode and self.fleet.dispatch is not Dispatch.LATE:
+            request.decode.resident_book -= request.prompt + request.output
+
+    def end_prompt(self, i: Instance, slot: Slot, request: Request) -> None:
+        if math.isnan(request.prefill_end):
+            request.prefill_end = self.now
+            if self.fleet.dispatch is not Dispatch.LATE:
+                i.prompt_book -= request.prompt
+        if i.role == "prefill":
+            by_decode = self.of("decode", "mixed") and self.fleet.first_token_by_decode
+            if not by_decode:
+                request.made = 1
+                request.first_token = self.now
+            if request.made == request.output or not self.of("decode", "mixed"):
+                self.leave(i, request)
+                return
+            i.running -= 1
+            request.remote = True
+            request.held_blocks = request.blocks
+            request.blocks = request.kv = request.computed = 0
+            self.at(self.now + self.fleet.dispatch_ms, HAND_OFF, request)
+            return
+        request.made += 1
+        if math.isnan(request.first_token):
+            request.first_token = self.now
+        if i.role == "mixed" and math.isnan(request.transfer_start):
+            request.transfer_start = request.transfer_end = self.now
+        if request.made == request.output:
+            self.leave(i, request)
+        else:
+            slot.members.append(request)
+
+
+def find_peak(requests: list[tuple[int, int]]) -> int:
+    """The most tokens held at any step, by making every step; the last token is never written."""
+    peak = 0
+    for step in range(max(left for _, left in requests)):
+        peak = max(peak, sum(held + step for held, left in requests if step < left))
+    return peak
