@@ -39,6 +39,8 @@ class Comparison:
     failed: int
     lag_p99_ms: float
     """Of the load generator, in milliseconds of the trace."""
+    busy_share: float
+    """Of this machine's cores."""
 
     @property
     def points(self) -> float:
@@ -86,6 +88,7 @@ def compare(share: float, trace: Trace, seen: Seen, outcome: Outcome, slo: Slo) 
         },
         failed=len(seen.faults),
         lag_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)),
+        busy_share=seen.busy_share,
     )
 
 

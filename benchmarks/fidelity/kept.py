@@ -20,6 +20,7 @@ def keep(file: Path, trace: Trace, seen: Seen) -> None:
         end_ms=seen.end_ms,
         lag_ms=seen.lag_ms,
         faults=np.array(seen.faults, dtype=str),
+        busy_share=seen.busy_share,
     )
     partial.replace(file)
 
@@ -29,5 +30,6 @@ def recall(file: Path) -> tuple[Trace, Seen]:
     with np.load(file) as kept:
         trace = Trace(kept["arrival_ms"], kept["prompt_tokens"], kept["output_tokens"])
         faults = tuple(str(fault) for fault in kept["faults"])
-        seen = Seen(kept["first_token_ms"], kept["end_ms"], kept["lag_ms"], faults)
+        times = kept["first_token_ms"], kept["end_ms"], kept["lag_ms"]
+        seen = Seen(*times, faults, float(kept["busy_share"]))
     return trace, seen

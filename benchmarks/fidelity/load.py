@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ class Seen:
     lag_ms: Times
     """By which the generator itself sent late."""
     faults: tuple[str, ...]
+    busy_share: float
+    """Of this machine's cores, by all processes, while the load ran."""
 
     def tpot_ms(self, trace: Trace) -> Times:
         """(end - first token) / (output tokens - 1); 0 for a single token."""
@@ -42,7 +45,7 @@ def as_sent(trace: Trace, seen: Seen) -> tuple[Trace, Seen]:
     first_ms, end_ms = (
         times[order] - lag_ms[order] for times in (seen.first_token_ms, seen.end_ms)
     )
-    return sent, Seen(first_ms, end_ms, seen.lag_ms[order], seen.faults)
+    return sent, replace(seen, first_token_ms=first_ms, end_ms=end_ms, lag_ms=seen.lag_ms[order])
 
 
 async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> Seen:
@@ -50,6 +53,7 @@ async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> S
     loop = asyncio.get_running_loop()
     rng = random.Random(seed)
     start_s = loop.time() + START_S
+    before = read_cpu_ticks()
     times = np.full((3, len(trace)), np.nan)
     faults: list[str] = []
 
@@ -71,4 +75,13 @@ async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> S
             await asyncio.sleep(max(0.0, due_s - loop.time() - START_S / 2))
             group.create_task(send(index, due_s))
     first_ms, end_ms, lag_ms = times * 1e3 / time_scale
-    return Seen(first_ms, end_ms, lag_ms, tuple(faults))
+    busy, total = (after - then for after, then in zip(read_cpu_ticks(), before, strict=True))
+    return Seen(first_ms, end_ms, lag_ms, tuple(faults), busy / max(total, 1))
+
+
+def read_cpu_ticks() -> tuple[int, int]:
+    """(busy, all) of all cores together since the machine started."""
+    first = Path("/proc/stat").read_text().partition("\n")[0]
+    ticks = [int(word) for word in first.split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) - idle, sum(ticks)

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 110
+BUSY_SHARE = 0.85
+"""Beyond it processes wait for cores, and times are the machine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
 
 
 def find_doubts(report: Report) -> list[str]:
-    """What makes figures worth less: failed requests, a generator that was late."""
+    """What makes figures worth less: failed requests, a late generator, a busy machine."""
     doubts = []
     for case, comparisons in report.cases.items():
         failed = sum(each.failed for each in comparisons)
@@ -79,4 +81,7 @@ def find_doubts(report: Report) -> list[str]:
         if failed:
             doubts.append(f"{case}: {failed} requests failed and count as missed")
         doubts.append(f"{case}: the generator sent {lag_ms:.1f} ms late at worst (p99)")
+        busy = [f"{each.share:.0%}" for each in comparisons if each.busy_share > BUSY_SHARE]
+        if busy:
+            doubts.append(f"{case}: the machine had no core left at loads {', '.join(busy)}")
     return doubts

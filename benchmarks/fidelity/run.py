@@ -125,7 +125,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "fidelity")
     parser.add_argument("--cases", help="such as 1P1D,2M; absent: all")
     parser.add_argument("--requests", type=int, default=400, help="of each load")
-    parser.add_argument("--time-scale", type=float, default=0.5, help="of emulated engines")
+    parser.add_argument("--time-scale", type=float, default=0.25, help="of emulated engines")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="does everything work? two loads")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")

@@ -31,7 +31,7 @@ class Said:
 
 def seen(load: ModuleType, ttft_ms: list[float], tpot_ms: list[float], *faults: str) -> object:
     first = np.array(ttft_ms)
-    return load.Seen(first, first + 4 * np.array(tpot_ms), np.zeros(len(first)), faults)
+    return load.Seen(first, first + 4 * np.array(tpot_ms), np.zeros(len(first)), faults, 0.5)
 
 
 def test_equal_sides_differ_in_nothing(module: Import) -> None:
@@ -92,7 +92,9 @@ def test_lengths_are_scaled_and_what_is_too_long_is_left_out(
 def test_arrivals_are_taken_as_they_were_sent(module: Import) -> None:
     load = module("load")
     planned = Trace(np.array([0.0, 10.0]), np.array([5, 6]), np.array([7, 8]))
-    late = load.Seen(np.array([130.0, 40.0]), np.array([230.0, 50.0]), np.array([30.0, 0.0]), ())
+    late = load.Seen(
+        np.array([130.0, 40.0]), np.array([230.0, 50.0]), np.array([30.0, 0.0]), (), 0.5
+    )
     sent, seen = load.as_sent(planned, late)
     assert sent.arrival_ms.tolist() == [10.0, 30.0]
     assert sent.prompt_tokens.tolist() == [6, 5]
@@ -170,6 +172,7 @@ async def test_load_is_offered_when_it_is_due_whatever_fails(module: Import) -> 
     assert len(offered.faults) == 1
     assert np.isfinite(offered.end_ms).tolist() == [True, False, True, True]
     assert (offered.lag_ms[[0, 2, 3]] >= 0).all()
+    assert 0 <= offered.busy_share <= 1
 
 
 def test_only_the_cases_asked_for_are_run(module: Import) -> None:
