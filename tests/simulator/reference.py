@@ -340,6 +340,8 @@ class Reference:
             request.prefill = i
         else:
             request.decode = i
+        if queue is not i.waiting and queue:
+            self.announce(queue is self.hand_offs)
         return request
 
     def form(self, i: Instance, slot: Slot) -> bool:

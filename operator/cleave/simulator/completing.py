@@ -88,7 +88,7 @@ def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
         tokens = remove_member(state, i, s, r)
         hold(inst, now, -count_blocks(inst, tokens), -tokens)
         inst.running -= 1
-        _end(state, r, now)
+        end_request(state, r, now)
 
 
 def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
@@ -110,7 +110,7 @@ def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
     if request.made == request.output:
         inst.running -= 1
         hold(inst, now, -count_blocks(inst, request.computed), -request.computed)
-        _end(state, r, now)
+        end_request(state, r, now)
     else:
         add_member(state, i, s, r)
 
@@ -123,12 +123,12 @@ def _end_prefill(state: State, i: int, r: int, now: float) -> None:
         request.first_token = now
     if not state.has_decode or request.made == request.output:
         hold(inst, now, -count_blocks(inst, request.prompt), -request.prompt)
-        _end(state, r, now)
+        end_request(state, r, now)
         return
     request.is_pulled = 1
     push(state, 2 * state.num_instances, r)
 
 
-def _end(state: State, r: int, now: float) -> None:
+def end_request(state: State, r: int, now: float) -> None:
     request_at(state, r).end = now
     close_resident(state, r)

@@ -35,7 +35,7 @@ from cleave.simulator.rows import (
     slot_at,
     stage_at,
 )
-from cleave.simulator.waking import alert
+from cleave.simulator.waking import alert, announce
 
 _UNLIMITED = 1 << 60
 
@@ -108,8 +108,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     count = cut_chunk(request.todo, inst.max_tokens - slot.tokens - slot.rows)
     if not _has_room(state, i, s, r, count):
         return False
-    pop(state, queue)
-    _bind(state, i, r)
+    _pop(state, i, queue, now)
     inst.running += 1
     _take_chunk(state, i, s, r, count, now, begin)
     return True
@@ -154,8 +153,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
         count = request.todo
         if not joins_prompts(slot.tokens, count, limit) or not _has_room(state, i, s, r, count):
             break
-        pop(state, queue)
-        _bind(state, i, r)
+        _pop(state, i, queue, now)
         inst.running += 1
         _take_chunk(state, i, s, r, count, now, begin)
 
@@ -166,8 +164,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     request = request_at(state, r)
     if not _has_room(state, i, s, r, request.prompt + request.made):
         return False
-    pop(state, queue)
-    _bind(state, i, r)
+    _pop(state, i, queue, now)
     inst = instance_at(state, i)
     tokens = request.prompt + request.made
     hold(inst, now, count_blocks(inst, tokens), tokens - 1)
@@ -175,13 +172,16 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     return True
 
 
-def _bind(state: State, i: int, r: int) -> None:
-    """Note where a request that waited centrally runs."""
-    request = request_at(state, r)
+def _pop(state: State, i: int, queue: int, now: float) -> None:
+    """Instance `i` takes the first request of a queue."""
+    request = request_at(state, pop(state, queue))
     if instance_at(state, i).role == PREFILL:
         request.prefill = i
     else:
         request.decode = i
+    if queue > 2 * state.num_instances and queue_at(state, queue).size > 0:
+        # The next one may have room where this one had none.
+        announce(state, queue, now)
 
 
 def _start_pull(state: State, i: int, r: int, now: float) -> None:

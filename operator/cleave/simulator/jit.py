@@ -6,6 +6,7 @@ that they call. And numba's cache on disk notices a change in the file of the ou
 only, so the cache lies in a folder named by a hash of all sources that take part.
 """
 
+import dis
 import hashlib
 import os
 import sys
@@ -31,7 +32,7 @@ def compile_function(function: Function, given: dict[Function, Any]) -> Function
 
     def clone(inner: FunctionType, **more: bool) -> Function:
         names = dict(inner.__globals__)
-        for name in inner.__code__.co_names:
+        for name in _find_globals(inner):
             called = names.get(name)
             if isinstance(called, FunctionType) and called.__module__.startswith("cleave."):
                 if called not in clones:
@@ -65,13 +66,19 @@ def find_sources(function: Function) -> list[Path]:
             continue
         seen.add(inner)
         files.add(inner.__code__.co_filename)
-        for name in inner.__code__.co_names:
+        for name in _find_globals(inner):
             called = inner.__globals__.get(name)
             module = getattr(called, "__module__", None) or ""
             if module.startswith("cleave."):
                 files.add(str(sys.modules[module].__file__))
                 rest.append(called)  # type: ignore[arg-type]
     return [Path(file) for file in sorted(files)]
+
+
+def _find_globals(function: FunctionType) -> set[str]:
+    """Names that the function looks up in its module."""
+    code = dis.get_instructions(function)
+    return {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
 
 
 def _hash_sources(function: Function, version: str) -> str:

@@ -8,15 +8,15 @@ not started.
 
 import math
 
-from cleave.simulator.completing import complete
+from cleave.simulator.completing import complete, end_request
 from cleave.simulator.fleet import Dispatch
 from cleave.simulator.forming import end_pull, form
-from cleave.simulator.layout import DECODE, NONE, PREFILL, Records, State
+from cleave.simulator.layout import NONE, Records, State
 from cleave.simulator.lists import has_waiting, pop, pop_pull, push
 from cleave.simulator.outcome import Fate
 from cleave.simulator.routing import place
 from cleave.simulator.rows import instance_at, node_at, pull_at, queue_at, request_at, slot_at
-from cleave.simulator.waking import alert, set_next
+from cleave.simulator.waking import alert, announce, set_next
 
 
 def run_events(rows: Records) -> None:
@@ -75,13 +75,13 @@ def _deliver(state: State, r: int, now: float) -> None:
             request.made = 1
             request.first_token = request.arrival
             if request.output == 1:
-                _end_at_once(state, r)
+                end_request(state, r, request.arrival)
                 return
     if state.dispatch == Dispatch.LATE:
         hand_offs = 2 * state.num_instances + 1
         queue = hand_offs if request.is_pulled else hand_offs + 1
         push(state, queue, r)
-        _announce(state, PREFILL if queue > hand_offs else DECODE, now)
+        announce(state, queue, now)
         return
     i = request.prefill if request.prefill != NONE else request.decode
     push(state, i, r)
@@ -99,19 +99,10 @@ def _hand_off(state: State, now: float) -> None:
     r = pop(state, 2 * state.num_instances)
     if state.dispatch == Dispatch.LATE:
         push(state, 2 * state.num_instances + 1, r)
-        _announce(state, DECODE, now)
+        announce(state, 2 * state.num_instances + 1, now)
         return
     push(state, request_at(state, r).decode, r)
     alert(state, request_at(state, r).decode, now)
-
-
-def _announce(state: State, role: int, now: float) -> None:
-    """Something waits centrally: whoever can take it first does."""
-    for i in range(state.num_instances):
-        if (role == PREFILL and instance_at(state, i).role != DECODE) or (
-            role == DECODE and instance_at(state, i).role != PREFILL
-        ):
-            alert(state, i, now)
 
 
 def _step(state: State, i: int, now: float) -> None:
@@ -141,7 +132,3 @@ def _has_work(state: State, i: int) -> bool:
     if queue_at(state, state.num_instances + i).size > 0:
         return True
     return instance_at(state, i).partial != NONE or has_waiting(state, i)
-
-
-def _end_at_once(state: State, r: int) -> None:
-    request_at(state, r).end = request_at(state, r).arrival

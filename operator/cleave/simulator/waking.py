@@ -1,7 +1,7 @@
 """When each instance acts next. Compiled."""
 
 from cleave.simulator.completing import interrupt
-from cleave.simulator.layout import NONE, State
+from cleave.simulator.layout import DECODE, NONE, PREFILL, State
 from cleave.simulator.rows import instance_at, node_at, slot_at
 
 
@@ -13,6 +13,14 @@ def alert(state: State, i: int, now: float) -> None:
     if inst.in_flight < inst.stages:
         inst.wake = now
     set_next(state, i)
+
+
+def announce(state: State, queue: int, now: float) -> None:
+    """A central queue has another head: whoever can take it first does."""
+    closed = PREFILL if queue == 2 * state.num_instances + 1 else DECODE
+    for i in range(state.num_instances):
+        if instance_at(state, i).role != closed:
+            alert(state, i, now)
 
 
 def set_next(state: State, i: int) -> None:
