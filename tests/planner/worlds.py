@@ -49,6 +49,12 @@ class Fits:
             trust=Trust(Basis.FITTED, "DistServe's coefficients", 0.1),
         )
 
+    def why_not(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> str | None:
+        size = tensor_parallel_size, pipeline_parallel_size
+        return None if self.estimate(gpu, *size) else f"{self.model}: no fit for {size}"
+
 
 def a100(num_nodes: int = 4, network: Link = INFINIBAND, gpus_per_node: int = 8) -> Supply:
     return Supply("A100", num_nodes, gpus_per_node, num_nodes * gpus_per_node, NVLINK, network)

@@ -5,14 +5,14 @@ coarse to fine. Also what it costs to serve one workload with the best configura
 (Vidur, fig. 1b).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cleave.api.role import Role
 from cleave.planner import goodput, rating
 from cleave.planner.candidates import Candidate, Instance, mixed_instance
-from cleave.planner.draft import Draft, Group, cell_fleet
+from cleave.planner.draft import Draft, Group, cell_fleet, weight_in
 from cleave.planner.problem import Problem
-from cleave.planner.rating import Rated
+from cleave.planner.rating import Entry, Rated
 from cleave.planner.trials import Targets, Trials
 
 NUM_SEQS = (64, 128, 256, 512)
@@ -30,11 +30,28 @@ def optimise(
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
     """One mixed instance with most goodput per resource; None: none meets the targets."""
-    coarse = _best(problem, trials, _coarse(problem, found), targets, tick)
-    if coarse is None:
-        return None
-    fine = _best(problem, trials, _fine(coarse.draft), targets, tick)
-    return max(filter(None, (coarse, fine)), key=lambda rated: rated.per_resource)
+
+    def best(instances: Iterable[Instance]) -> Rated | None:
+        entries = _entries(problem, trials, instances)
+        return rating.best(trials, entries, targets, weight_in(problem), tick)
+
+    return _coarse_to_fine(problem, found, best)
+
+
+def fewest(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    tick: Callable[[], None] = lambda: None,
+) -> Rated | None:
+    """Instead: the instance whose replicas for the asked rate take least."""
+
+    def least(instances: Iterable[Instance]) -> Rated | None:
+        entries = _entries(problem, trials, instances)
+        return rating.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
+
+    return _coarse_to_fine(problem, found, least)
 
 
 def misconfiguration_cost(
@@ -60,25 +77,28 @@ def _coarse(problem: Problem, found: Sequence[Candidate]) -> Iterator[Instance]:
                 yield instance.limited(instance.max_num_seqs, tokens)
 
 
-def _fine(coarse: Draft) -> Iterator[Instance]:
-    instance = coarse.groups[0].instance
-    stages = instance.candidate.parallelism.pipeline
+def _fine(coarse: Instance) -> Iterator[Instance]:
+    stages = coarse.candidate.parallelism.pipeline
+    yield coarse
     for seqs in NUM_SEQS:
         for tokens in NUM_BATCHED_TOKENS:
-            tuned = instance.limited(seqs * stages, tokens)
-            if tuned != instance:
+            tuned = coarse.limited(seqs * stages, tokens)
+            if tuned != coarse:
                 yield tuned
 
 
-def _best(
+def _coarse_to_fine(
     problem: Problem,
-    trials: Trials,
-    instances: Iterator[Instance],
-    targets: Targets,
-    tick: Callable[[], None],
+    found: Sequence[Candidate],
+    choose: Callable[[Iterable[Instance]], Rated | None],
 ) -> Rated | None:
+    """Parallelism first; then the limits of a pass for it, the first choice among them."""
+    coarse = choose(_coarse(problem, found))
+    if coarse is None:
+        return None
+    return choose(_fine(coarse.draft.groups[0].instance)) or coarse
+
+
+def _entries(problem: Problem, trials: Trials, instances: Iterable[Instance]) -> list[Entry]:
     drafts = (Draft((Group(Role.MIXED, instance, 1),)) for instance in instances)
-    entries = [rating.bounded(trials, draft, cell_fleet(problem, draft)) for draft in drafts]
-    return rating.best(
-        trials, entries, targets, lambda draft: draft.resources(problem.planning.objective), tick
-    )
+    return [rating.bounded(trials, draft, cell_fleet(problem, draft)) for draft in drafts]

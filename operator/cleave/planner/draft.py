@@ -5,6 +5,7 @@ decode instances must stay together, is made of alike cells; one cell is simulat
 the rate. Requests that may choose among all cells are never served worse.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -97,6 +98,12 @@ class Draft:
         )
 
 
+def weight_in(problem: Problem) -> Callable[[Draft], float]:
+    """What a draft takes of what the objective counts."""
+    objective = problem.planning.objective
+    return lambda draft: draft.resources(objective)
+
+
 def cell_fleet(problem: Problem, draft: Draft) -> Fleet:
     """One cell, as the simulator takes it; it serves the rate divided by `draft.copies`."""
     policies = problem.policies
@@ -126,7 +133,8 @@ def link(draft: Draft) -> Link:
     """That of the node when a draft says so or when one node holds all of it."""
     supplies = list({group.instance.candidate.supply for group in draft.groups})
     first = supplies[0]
-    if len(supplies) == 1 and (draft.is_in_node or draft.gpus <= first.gpus_per_node):
+    is_small = first.num_nodes == 1 or draft.gpus <= first.gpus_per_node
+    if len(supplies) == 1 and (draft.is_in_node or is_small):
         return first.node_link
     return reduce(slower, [supply.network_link for supply in supplies])
 

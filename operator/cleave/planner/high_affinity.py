@@ -6,15 +6,16 @@ decode instance, which may then be of another kind of GPU as well.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cleave.api.role import Role
 from cleave.planner import rating
 from cleave.planner.candidates import Candidate, decode_instance, prefill_instance
-from cleave.planner.draft import Draft, Group, cell_fleet
+from cleave.planner.draft import Draft, Group, cell_fleet, weight_in
 from cleave.planner.problem import Problem
-from cleave.planner.rating import Rated
+from cleave.planner.rating import Entry, Rated
 from cleave.planner.trials import Targets, Trials
+from cleave.simulator.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +35,41 @@ def optimise(
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Phases, ...]:
     """Algorithm 1's loops, for each kind of GPU: simu_prefill and simu_decode."""
-    return tuple(
-        Phases(
-            gpu,
-            _phase(problem, trials, of_kind, Role.PREFILL, targets.prefill_only, tick),
-            _phase(problem, trials, of_kind, Role.DECODE, targets.decode_only, tick),
-        )
-        for gpu, of_kind in _by_gpu(found).items()
-    )
+
+    def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
+        entries = _entries(problem, trials, of_kind, role)
+        return rating.best(trials, entries, alone, weight_in(problem), tick)
+
+    return _phases(found, phase, targets)
 
 
-def pairs(phases: Sequence[Phases], rate: float) -> list[Draft]:
-    """Replicas for `rate`, for every pair of kinds: n = ceil(R / goodput) and likewise m."""
+def fewest(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[Phases, ...]:
+    """Instead: the instances whose replicas for the asked rate take least, phase by phase."""
+
+    def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
+        entries = _entries(problem, trials, of_kind, role)
+        return rating.fewest(trials, entries, alone, weight_in(problem), problem.rate, tick)
+
+    return _phases(found, phase, targets)
+
+
+def pairs(phases: Sequence[Phases]) -> list[tuple[Rated, Rated]]:
+    """A prefill and a decode instance, of every pair of kinds and sizes; no pair twice."""
     return [
-        replicated(one.prefill, other.decode, rate)
-        for one in phases
-        for other in phases
-        if one.prefill and other.decode
+        (prefill, decode)
+        for prefill in _distinct([each.prefill for each in phases])
+        for decode in _distinct([each.decode for each in phases])
     ]
 
 
 def replicated(prefill: Rated, decode: Rated, rate: float) -> Draft:
-    """So many instances of both that each phase holds `rate`."""
+    """So many instances of both that each phase holds `rate`: n = ceil(R / goodput)."""
     groups = [
         Group(group.role, group.instance, math.ceil(rate / rated.goodput.rate))
         for rated in (prefill, decode)
@@ -70,19 +84,35 @@ def single(problem: Problem, candidate: Candidate, role: Role) -> Draft:
     return Draft((Group(role, instantiate(problem, candidate), 1),))
 
 
-def _phase(
-    problem: Problem,
-    trials: Trials,
+def _phases(
     found: Sequence[Candidate],
-    role: Role,
+    phase: Callable[[Sequence[Candidate], Role, Targets], Rated | None],
     targets: Targets,
-    tick: Callable[[], None],
-) -> Rated | None:
-    drafts = [single(problem, candidate, role) for candidate in found]
-    entries = [rating.bounded(trials, draft, cell_fleet(problem, draft)) for draft in drafts]
-    return rating.best(
-        trials, entries, targets, lambda draft: draft.resources(problem.planning.objective), tick
+) -> tuple[Phases, ...]:
+    return tuple(
+        Phases(
+            gpu,
+            phase(of_kind, Role.PREFILL, targets.prefill_only),
+            phase(of_kind, Role.DECODE, targets.decode_only),
+        )
+        for gpu, of_kind in _by_gpu(found).items()
     )
+
+
+def _entries(
+    problem: Problem, trials: Trials, found: Sequence[Candidate], role: Role
+) -> list[Entry]:
+    drafts = [single(problem, candidate, role) for candidate in found]
+    return [rating.bounded(trials, draft, _phase_fleet(problem, draft)) for draft in drafts]
+
+
+def _phase_fleet(problem: Problem, draft: Draft) -> Fleet:
+    """Of one phase. simu_decode's requests bring their first token, so waits count in TPOT."""
+    return replace(cell_fleet(problem, draft), first_token_by_decode=False)
+
+
+def _distinct(rated: Sequence[Rated | None]) -> list[Rated]:
+    return list({each.draft: each for each in rated if each is not None}.values())
 
 
 def _by_gpu(found: Sequence[Candidate]) -> dict[str, list[Candidate]]:

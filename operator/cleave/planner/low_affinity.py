@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from cleave.api.role import Role
 from cleave.planner import packing, rating
 from cleave.planner.candidates import Candidate, decode_instance, prefill_instance
-from cleave.planner.draft import Draft, Group, cell_fleet
+from cleave.planner.draft import Draft, Group, cell_fleet, weight_in
 from cleave.planner.problem import Problem
-from cleave.planner.rating import Rated
+from cleave.planner.rating import Entry, Rated
 from cleave.planner.trials import Targets, Trials
 
 
@@ -42,13 +42,27 @@ def optimise(
     The bound of a pair is that of its slower phase: with one queue in front of the other, neither
     phase serves more than it could alone.
     """
-    entries = [
-        rating.bounded(trials, draft, cell_fleet(problem, draft))
-        for draft in configurations(problem, found, most)
-    ]
-    return rating.best(
-        trials, entries, targets, lambda draft: draft.resources(problem.planning.objective), tick
-    )
+    entries = _entries(problem, trials, found, most)
+    return rating.best(trials, entries, targets, weight_in(problem), tick)
+
+
+def fewest(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    tick: Callable[[], None] = lambda: None,
+) -> Rated | None:
+    """Instead: the configuration whose cells for the asked rate take least."""
+    entries = _entries(problem, trials, found, ANY)
+    return rating.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
+
+
+def _entries(
+    problem: Problem, trials: Trials, found: Sequence[Candidate], most: Replicas
+) -> list[Entry]:
+    drafts = configurations(problem, found, most)
+    return [rating.bounded(trials, draft, cell_fleet(problem, draft)) for draft in drafts]
 
 
 def configurations(problem: Problem, found: Sequence[Candidate], most: Replicas) -> list[Draft]:

@@ -6,6 +6,7 @@ whose bound is not above the best goodput per resource so far is skipped, and on
 that rate is given up after one simulation. What remains unrated is below the best in any case.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from cleave.planner.draft import Draft
 from cleave.planner.goodput import Goodput
 from cleave.planner.trials import Targets, Trials
 from cleave.simulator.fleet import Fleet
+from cleave.simulator.run import prepare
+
+_EQUAL = 1e-9
 
 Weigh = Callable[[Draft], float]
 """What a draft takes of what the objective counts."""
@@ -67,6 +71,70 @@ def best(
         if rated.rate / weight > to_beat:
             found = Rated(entry.draft, rated, rated.rate / weight)
     return found
+
+
+def fewest(
+    trials: Trials,
+    entries: Iterable[Entry],
+    targets: Targets,
+    weigh: Weigh,
+    rate: float,
+    tick: Callable[[], None] = lambda: None,
+) -> Rated | None:
+    """The one of which n = ceil(rate / goodput) copies take least; as its goodput, rate / n.
+
+    At low rates that is not the one with most goodput per resource, which may be far too large.
+    None: none meets the targets. Cheaper than `best`: a draft only has to hold the rate of as many
+    copies as would take less than the best so far.
+    """
+    found: Rated | None = None
+    ordered = sorted(
+        ((math.ceil(rate / each.bound) * weigh(each.draft), each) for each in entries),
+        key=lambda item: (item[0], weigh(item[1].draft)),
+    )
+    for optimistic, entry in ordered:
+        tick()
+        weight = weigh(entry.draft)
+        limit = _taken(found, weigh, rate)
+        if optimistic >= limit * (1 - _EQUAL):
+            continue
+        most = math.ceil(limit / weight) - 1 if math.isfinite(limit) else None
+        copies = _copies(trials, entry, targets, rate, most)
+        if copies is not None:
+            shared = Goodput(rate / copies, targets.attainment)
+            found = Rated(entry.draft, shared, shared.rate / weight)
+    return found
+
+
+def _taken(found: Rated | None, weigh: Weigh, rate: float) -> float:
+    if found is None:
+        return math.inf
+    return round(rate / found.goodput.rate) * weigh(found.draft)
+
+
+def _copies(
+    trials: Trials, entry: Entry, targets: Targets, rate: float, most: int | None
+) -> int | None:
+    """Fewest copies, at most `most`, that hold the rate together; None: so many do not."""
+    if not goodput.could_hold(trials, entry.fleet, targets):
+        return None
+    if most is None:
+        served = goodput.find(trials, entry.fleet, targets).rate
+        return math.ceil(rate / served) if served else None
+    prepared = prepare(entry.fleet)
+
+    def holds(copies: int) -> bool:
+        share = rate / copies
+        span = trials.span(share, targets)
+        return trials.shares(prepared, share, targets, span).both >= targets.attainment
+
+    low, high = math.ceil(rate / entry.bound) - 1, most
+    if not holds(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def bounded(trials: Trials, draft: Draft, fleet: Fleet) -> Entry:

@@ -1,0 +1,52 @@
+"""Which placement algorithm the network allows: may KV leave its node?
+
+DistServe, section 3.3 and 4: over a fast network hand-offs cost next to nothing (Algorithm 1); over
+a slow one they must stay on the node's own links (Algorithm 2).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cleave.api.planning import Affinity
+from cleave.perf.kv_transfer import kv_transfer
+from cleave.planner import capacity
+from cleave.planner.candidates import Candidate, prefill_instance
+from cleave.planner.problem import Problem
+from cleave.planner.trials import Trials
+
+_SHARE_OF_TTFT = 0.1
+"""A mean prompt's hand-off may take this part of the TTFT target ..."""
+_SHARE_OF_LINK = 0.5
+"""... and all hand-offs of a busy prefill instance this part of its link's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """High or low, and why."""
+
+    affinity: Affinity
+    reason: str
+
+
+def choose(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Choice:
+    """What was asked for; with Auto, what the network between nodes allows."""
+    asked = problem.planning.affinity
+    if asked is not Affinity.AUTO:
+        return Choice(asked, f"{asked.value} affinity as asked for")
+    if all(supply.num_nodes == 1 for supply in problem.supplies) and len(problem.supplies) == 1:
+        return Choice(Affinity.HIGH, "one node: KV stays on its own links")
+    candidate = min(found, key=lambda each: each.gpus)
+    lengths = trials.lengths()
+    size = candidate.parallelism.tensor, candidate.parallelism.pipeline
+    moved = kv_transfer(problem.shape, candidate.supply.network_link, size, size, 0.0)
+    hand_off_ms = moved.serialised_ms(lengths.prompt_tokens)
+    prompts = capacity.prefill_rate(prefill_instance(problem, candidate).engine, lengths)
+    of_ttft = hand_off_ms / problem.slo.ttft_ms
+    of_link = prompts * hand_off_ms / 1000
+    is_fast = of_ttft <= _SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
+    return Choice(
+        Affinity.HIGH if is_fast else Affinity.LOW,
+        f"the KV of a mean prompt takes {hand_off_ms:.3g} ms between nodes: {of_ttft:.1%} of the "
+        f"TTFT target (up to {_SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} of "
+        f"the time of a busy instance's link (up to {_SHARE_OF_LINK:.0%})",
+    )

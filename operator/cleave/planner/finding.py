@@ -1,0 +1,178 @@
+"""Drafts that hold the asked rate, from each algorithm: what the search then predicts and ranks.
+
+Called by `search.plan`. An algorithm that finds no draft says why by its absence: its targets are
+met by no instance, or the nodes have no room for as many as the rate takes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cleave.api.planning import Affinity, Disaggregation
+from cleave.planner import colocated, high_affinity, low_affinity, packing, replication
+from cleave.planner.candidates import Candidate
+from cleave.planner.draft import Draft, Group
+from cleave.planner.high_affinity import Phases
+from cleave.planner.problem import Problem
+from cleave.planner.rating import Rated
+from cleave.planner.replication import Load
+from cleave.planner.trials import CONFIRMED, Targets, Trials
+
+HIGH, LOW, COLOCATED = "Algorithm 1", "Algorithm 2", "colocated"
+_MOST_PAIRS = 3
+"""Pairs of kinds and sizes whose replicas are fitted; the others would take more."""
+_MANY = 8
+"""Instances from which a smaller size would save too little to look for."""
+
+Tick = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A draft and whether it holds the rate; if not, it is all that the nodes have room for."""
+
+    draft: Draft
+    algorithm: str
+    is_enough: bool
+
+
+def drafts(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    affinity: Affinity,
+    tick: Tick,
+) -> list[Found]:
+    """Of all algorithms that are asked for; the best colocated one is always among them."""
+    plans = list(_colocated(problem, trials, found, targets, tick))
+    if problem.planning.disaggregation is not Disaggregation.NEVER:
+        if affinity is Affinity.HIGH:
+            spare = plans[0].draft.groups[0] if plans else None
+            plans += _high(problem, trials, found, targets, spare, tick)
+        else:
+            plans += _low(problem, trials, found, targets, tick)
+    return plans
+
+
+def _colocated(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    tick: Tick,
+) -> Iterator[Found]:
+    """The most efficient instance where many are needed, else the one that takes least."""
+    best = colocated.fewest(problem, trials, found, targets, lambda: tick("colocated plans"))
+    if best is None:
+        return
+    tick("replicas of the colocated plan")
+    rate = best.goodput.rate
+    start = replication.copies(problem, best.draft, rate, problem.rate)
+    if start is not None:
+        fitted = _fitted(problem, trials, _merged(start), Load(problem.rate, targets))
+        if fitted is not None:
+            yield Found(fitted, COLOCATED, True)
+            return
+    if (filled := replication.fill(problem, best.draft.groups, [rate])) is not None:
+        yield Found(filled, COLOCATED, False)
+
+
+def _high(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    spare: Group | None,
+    tick: Tick,
+) -> Iterator[Found]:
+    """Fitted plans; where the nodes have no room for any, the one that fills them best."""
+    load = Load(problem.rate, targets)
+    pairs = sorted(
+        high_affinity.pairs(_phases(problem, trials, found, targets, tick)),
+        key=lambda pair: high_affinity.replicated(pair[0], pair[1], problem.rate).resources(
+            problem.planning.objective
+        ),
+    )
+    fitted: list[Draft] = []
+    short: list[Draft] = []
+    for pair in pairs[:_MOST_PAIRS]:
+        tick("replicas of prefill and decode instances")
+        start = _start(problem, pair)
+        best = _fitted(problem, trials, start, load, spare) if start else None
+        if best is not None and best not in fitted:
+            fitted.append(best)
+        elif start is not None:
+            short.append(start)
+    yield from (Found(draft, HIGH, True) for draft in fitted)
+    if not fitted:
+        yield from (Found(draft, HIGH, False) for draft in short[:1])
+
+
+def _start(problem: Problem, pair: tuple[Rated, Rated]) -> Draft | None:
+    """Replicas for the rate, or as many as there is room for."""
+    wanted = high_affinity.replicated(pair[0], pair[1], problem.rate)
+    if packing.fits(problem, wanted):
+        return wanted
+    groups = [group for rated in pair for group in rated.draft.groups]
+    return replication.fill(problem, groups, [rated.goodput.rate for rated in pair])
+
+
+def _phases(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    tick: Tick,
+) -> tuple[Phases, ...]:
+    """Algorithm 1's, and while replicas are few also those that take least for this very rate."""
+
+    def step() -> None:
+        tick("prefill and decode apart")
+
+    efficient = high_affinity.optimise(problem, trials, found, targets, step)
+    rated = [each for one in efficient for each in (one.prefill, one.decode) if each]
+    if not rated or all(problem.rate > _MANY * each.goodput.rate for each in rated):
+        return efficient
+    return efficient + high_affinity.fewest(problem, trials, found, targets, step)
+
+
+def _low(
+    problem: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets, tick: Tick
+) -> Iterator[Found]:
+    """The most efficient cell, and while cells are few also the one that takes least."""
+
+    def step() -> None:
+        tick("prefill and decode in one node")
+
+    efficient = low_affinity.optimise(problem, trials, found, targets, tick=step)
+    if efficient is None:
+        return
+    cells = [efficient]
+    if problem.rate <= _MANY * efficient.goodput.rate:
+        least = low_affinity.fewest(problem, trials, found, targets, step)
+        cells += [least] if least else []
+    fitted: list[Draft] = []
+    for cell in cells:
+        tick("replicas of prefill and decode in one node")
+        wanted = replication.copies(problem, cell.draft, cell.goodput.rate, problem.rate)
+        best = _fitted(problem, trials, wanted, Load(problem.rate, targets)) if wanted else None
+        if best is not None and best not in fitted:
+            fitted.append(best)
+    yield from (Found(draft, LOW, True) for draft in fitted)
+    if not fitted:
+        yield Found(
+            efficient.draft.copied(packing.most_copies(problem, efficient.draft)), LOW, False
+        )
+
+
+def _fitted(
+    problem: Problem, trials: Trials, start: Draft, load: Load, spare: Group | None = None
+) -> Draft | None:
+    """Shrunk in short trials, then held in long ones."""
+    fitted = replication.fit(problem, trials, start, load, spare)
+    return replication.hold(problem, trials.at(CONFIRMED), fitted, load) if fitted else None
+
+
+def _merged(draft: Draft) -> Draft:
+    """Cells of one instance as one cell of many: their queues are behind one dispatcher."""
+    return Draft(tuple(Group(g.role, g.instance, g.replicas * draft.copies) for g in draft.groups))

@@ -1,0 +1,138 @@
+"""The SLO that could be held where the one asked for cannot: both targets times the least factor.
+
+Called by the search when no plan holds the rate. What is hard: a search per factor would take long.
+One simulation of a plan says by which factor each request missed; the plan holds the SLO from the
+factor on that as many requests stay below as the goal demands.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave.api.role import Role
+from cleave.planner import capacity, packing, replication
+from cleave.planner.candidates import (
+    Candidate,
+    decode_instance,
+    mixed_instance,
+    prefill_instance,
+)
+from cleave.planner.draft import Draft, Group, cell_fleet, describe
+from cleave.planner.plan import NearestSlo
+from cleave.planner.problem import Problem
+from cleave.planner.trials import Targets, Trials
+
+_MOST_SCALE = 100.0
+_SHORT = 5
+"""Candidates per phase that are paired."""
+_STEP = 1.05
+_MOST_STEPS = 12
+_UNHURRIED = 4.0
+"""Plans are tried with so many times the instances that the rate needs at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    draft: Draft
+    scale: float
+
+
+def nearest_slo(
+    problem: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets
+) -> NearestSlo | None:
+    """The tightest multiple of both targets that some plan holds at the asked rate.
+
+    None: not even a hundredfold helps, as the GPUs cannot keep up with the rate.
+    """
+    options = [
+        _Option(draft, _scale(problem, trials, draft, targets))
+        for draft in _drafts(problem, trials, found)
+    ]
+    best = min(options, key=lambda option: option.scale, default=None)
+    if best is None or best.scale > _MOST_SCALE:
+        return None
+    scale = _confirmed(problem, trials, best, targets)
+    if scale is None:
+        return None
+    return NearestSlo(scale, targets.ttft_ms * scale, targets.tpot_ms * scale, describe(best.draft))
+
+
+def _drafts(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Iterator[Draft]:
+    """Colocated and split plans with instances in plenty, as far as the nodes have room."""
+    lengths, rate = trials.lengths(), problem.rate
+    for candidate in found:
+        for batching in problem.policies.mixed:
+            group = Group(Role.MIXED, mixed_instance(problem, candidate, batching), 1)
+            one = Draft((group,))
+            bound = capacity.fleet_rate(cell_fleet(problem, one), lengths)
+            copies = packing.most_copies(problem, one, math.ceil(_UNHURRIED * rate / bound))
+            if copies:
+                yield Draft((Group(group.role, group.instance, copies),))
+    prefills, decodes = _shortlists(found, lengths)
+    for prefill in prefills:
+        for decode in decodes:
+            if prefill.supply == decode.supply:
+                groups = [
+                    Group(Role.PREFILL, prefill_instance(problem, prefill), 1),
+                    Group(Role.DECODE, decode_instance(problem, decode), 1),
+                ]
+                yield from _split(problem, groups, lengths)
+
+
+def _shortlists(
+    found: Sequence[Candidate], lengths: capacity.Lengths
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The quickest for a mean prompt, and the quickest for one token; the smaller of equals."""
+
+    def prefill_ms(candidate: Candidate) -> float:
+        return candidate.estimate.timing.prefill_ms([round(lengths.prompt_tokens)])
+
+    def decode_ms(candidate: Candidate) -> float:
+        return candidate.estimate.timing.decode_pass_ms(1, round(lengths.decode_context))
+
+    by_size = sorted(found, key=lambda each: each.gpus)
+    return sorted(by_size, key=prefill_ms)[:_SHORT], sorted(by_size, key=decode_ms)[:_SHORT]
+
+
+def _split(problem: Problem, groups: list[Group], lengths: capacity.Lengths) -> Iterator[Draft]:
+    bounds = [
+        capacity.prefill_rate(groups[0].instance.engine, lengths),
+        capacity.decode_rate(groups[1].instance.engine, lengths),
+    ]
+    wanted = tuple(
+        Group(g.role, g.instance, max(1, math.ceil(_UNHURRIED * problem.rate / bound)))
+        for g, bound in zip(groups, bounds, strict=True)
+    )
+    plenty = Draft(wanted)
+    if packing.fits(problem, plenty):
+        yield plenty
+    elif (filled := replication.fill(problem, groups, bounds)) is not None:
+        yield filled
+
+
+def _scale(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> float:
+    """Smallest factor on both targets that enough requests stay below."""
+    fleet, span = cell_fleet(problem, draft), trials.span(problem.rate, targets)
+    if capacity.fleet_rate(fleet, trials.lengths(span.total)) <= problem.rate:
+        return math.inf  # its queues would grow for ever; a finite trace does not show that
+    outcome = trials.serve(fleet, problem.rate, span)
+    missed = np.maximum(
+        outcome.ttft_ms[span.window] / targets.ttft_ms,
+        outcome.tpot_ms[span.window] / targets.tpot_ms,
+    )
+    ended = np.where(np.isnan(missed), np.inf, missed)
+    return float(np.quantile(ended, targets.attainment, method="higher"))
+
+
+def _confirmed(problem: Problem, trials: Trials, option: _Option, targets: Targets) -> float | None:
+    """The factor again, from trials as long as the looser targets need; None: it runs away."""
+    fleet, scale = cell_fleet(problem, option.draft), option.scale
+    for _ in range(_MOST_STEPS):
+        scaled = targets.scaled(scale)
+        shares = trials.shares(fleet, problem.rate, scaled, trials.span(problem.rate, scaled))
+        if shares.both >= targets.attainment:
+            return scale
+        scale *= _STEP
+    return None

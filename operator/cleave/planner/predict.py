@@ -1,0 +1,107 @@
+"""What a plan will do: goodput with its interval, and latencies at the rate that was asked for.
+
+Called by the search for the plans that it lists. Trials are long here and repeated with other
+seeds; those of the search itself were only good enough to compare.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave.api.planning import Objective
+from cleave.perf.trust import Basis, Trust
+from cleave.planner import goodput
+from cleave.planner.draft import Draft, cell_fleet, planned_pools
+from cleave.planner.goodput import Goodput
+from cleave.planner.plan import Percentiles, Plan, Prediction
+from cleave.planner.problem import Problem
+from cleave.planner.trials import Span, Targets, Trials
+from cleave.simulator.outcome import Outcome, Times
+from cleave.simulator.trace import Trace
+
+_SEEDS = 5
+_WORST = list(Basis)
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A plan with all that was simulated of it."""
+
+    draft: Draft
+    plan: Plan
+    is_monotone: bool
+    """False: attainment did not fall with the rate everywhere."""
+    outcome: Outcome
+    """One cell at its share of the asked rate."""
+    trace: Trace
+    """What it served."""
+    span: Span
+    """Of `outcome`."""
+
+    def holds(self, attainment: float) -> bool:
+        """Whether the goal is met at the asked rate."""
+        return self.plan.prediction.attainment >= attainment
+
+
+def predict(
+    problem: Problem, trials: Trials, draft: Draft, targets: Targets, algorithm: str
+) -> Finalist:
+    """Simulate `draft` at the asked rate and around its goodput."""
+    fleet, rate = cell_fleet(problem, draft), problem.rate / draft.copies
+    span = trials.span(rate, targets)
+    outcome = trials.serve(fleet, rate, span)
+    found = goodput.confirm(trials, fleet, targets, Goodput(rate, 0.0), _SEEDS)
+    served = found.rate * draft.copies
+    plan = Plan(
+        pools=planned_pools(draft),
+        prediction=_prediction(draft, outcome, span, targets, found),
+        algorithm=algorithm,
+        score=score(draft, served, problem.rate, problem.planning.objective),
+    )
+    trace = trials.trace(span.total, rate)
+    return Finalist(draft, plan, found.is_monotone, outcome, trace, span)
+
+
+def score(draft: Draft, served: float, rate: float, objective: Objective) -> float:
+    """Requests per second that are served of those asked for, per GPU, price or watt.
+
+    Goodput above the asked rate is worth nothing yet; what was asked for should take little.
+    """
+    return min(served, rate) / draft.resources(objective)
+
+
+def worst(trusts: list[Trust]) -> Trust:
+    """The one to trust least: it bounds what can be said of a plan that rests on all."""
+    return max(
+        trusts,
+        key=lambda each: (
+            _WORST.index(each.basis),
+            math.inf if each.error is None else each.error,
+        ),
+    )
+
+
+def percentiles(values: Times) -> Percentiles:
+    """Requests that never got there count as infinitely late."""
+    ended = np.where(np.isnan(values), np.inf, values)
+    p50, p90, p99 = (float(np.quantile(ended, q, method="higher")) for q in (0.5, 0.9, 0.99))
+    return Percentiles(p50, p90, p99)
+
+
+def _prediction(
+    draft: Draft, outcome: Outcome, span: Span, targets: Targets, found: Goodput
+) -> Prediction:
+    ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
+    met = (ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms)
+    low, high = found.interval or (found.rate, found.rate)
+    return Prediction(
+        goodput=found.rate * draft.copies,
+        goodput_interval=(low * draft.copies, high * draft.copies),
+        attainment=float(np.mean(met)),
+        ttft_ms=percentiles(ttft_ms),
+        tpot_ms=percentiles(tpot_ms),
+        cost_per_hour=draft.cost_per_hour,
+        power_watts=draft.power_watts,
+        trust=worst([group.instance.candidate.estimate.trust for group in draft.groups]),
+    )

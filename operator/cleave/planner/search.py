@@ -1,0 +1,206 @@
+"""`plan`: from a question to ranked plans, a verdict and what it rests on. The planner's door.
+
+Called by the command line, `cleave up`, the operator, notebooks and benchmarks. First every
+algorithm finds drafts that hold the rate in short trials, then the best of them are predicted in
+long ones, ranked and put into words.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cleave.api.planning import Objective
+from cleave.planner import affinity, crosscheck, finding, verdict
+from cleave.planner.candidates import Candidate, candidates, sizes
+from cleave.planner.draft import Draft, Group, cell_fleet
+from cleave.planner.finding import Found
+from cleave.planner.nearest import nearest_slo
+from cleave.planner.placement import PlanError
+from cleave.planner.plan import Answer, NearestSlo, Verdict
+from cleave.planner.predict import Finalist, predict
+from cleave.planner.problem import Problem
+from cleave.planner.trials import CONFIRMED, Targets, Trials
+from cleave.planner.verdict import Ranking
+from cleave.planner.words import number, plan_label
+
+Progress = Callable[[int, int, str], None]
+"""Done, of how many, and what is going on."""
+
+_MOST_SPLIT = 3
+"""Disaggregated plans that are predicted."""
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Counts steps; how many there will be is a guess that is never overrun."""
+
+    progress: Progress | None
+    total: int
+    done: int = 0
+
+    def tick(self, text: str) -> None:
+        """One step more."""
+        self.done = min(self.done + 1, self.total - 1)
+        if self.progress:
+            self.progress(self.done, self.total, text)
+
+
+def plan(problem: Problem, progress: Progress | None = None) -> Answer:
+    """Ranked plans for `problem`.
+
+    Raises PlanError when the model fits on no instance that the GPUs allow, or the objective
+    counts what is not known.
+    """
+    started = time.perf_counter()
+    found = _candidates(problem)
+    slo = problem.slo
+    targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+    trials = Trials(problem.demand, problem.seed)
+    meter = _Meter(progress, total=8 * len(found) + 20)
+    choice = affinity.choose(problem, trials, found)
+    drafts = finding.drafts(problem, trials, found, targets, choice.affinity, meter.tick)
+    finalists = _predicted(problem, trials, drafts, targets, meter)
+    ranking = verdict.rank(problem, finalists, targets)
+    said = (
+        _infeasible(problem, trials, found, targets, ranking, meter)
+        if ranking.verdict is Verdict.INFEASIBLE
+        else _chosen(problem, trials, ranking, targets, choice.reason)
+    )
+    plans = [each.plan for each in ranking.ordered]
+    return Answer(
+        verdict=ranking.verdict,
+        selected=None if ranking.verdict is Verdict.INFEASIBLE else plans[0],
+        alternatives=tuple(plans if ranking.verdict is Verdict.INFEASIBLE else plans[1:]),
+        reason=said.reason,
+        what_would_change=said.what_would_change,
+        nearest_slo=said.nearest_slo,
+        warnings=_warnings(problem, finalists),
+        num_candidates=len(found),
+        num_simulated_requests=trials.tally.requests,
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    reason: str
+    what_would_change: str
+    nearest_slo: NearestSlo | None = None
+
+
+def _candidates(problem: Problem) -> tuple[Candidate, ...]:
+    found = candidates(problem)
+    if not found:
+        raise PlanError([f"spec.model: {_why_none(problem)}"])
+    objective = problem.planning.objective
+    unknown = {each.supply.gpu for each in found if not each.resources(objective) > 0}
+    if unknown:
+        missing = "price" if objective is Objective.COST else "power"
+        fault = (
+            f"spec.planning.objective: {objective.value} needs the {missing} of "
+            f"{', '.join(sorted(unknown))}; state it, or choose GoodputPerGPU"
+        )
+        raise PlanError([fault])
+    return found
+
+
+def _why_none(problem: Problem) -> str:
+    """The miss of the largest instance that could be split at all: the nearest one."""
+    reasons = [
+        reason
+        for supply in problem.supplies
+        for size in sorted(sizes(problem, supply), key=math.prod, reverse=True)
+        if (reason := problem.estimator.why_not(supply.gpu, *size)) is not None
+    ]
+    fits_not = (reason for reason in reasons if "does not fit" in reason)
+    return next(fits_not, next(iter(reasons), "there are no GPUs for it"))
+
+
+def _predicted(
+    problem: Problem, trials: Trials, drafts: Sequence[Found], targets: Targets, meter: _Meter
+) -> list[Finalist]:
+    """The most promising drafts; the best of each kind is among them."""
+    objective = problem.planning.objective
+    ordered = sorted(drafts, key=lambda each: (not each.is_enough, each.draft.resources(objective)))
+    split = [each for each in ordered if each.draft.is_disaggregated][:_MOST_SPLIT]
+    whole = [each for each in ordered if not each.draft.is_disaggregated][:1]
+    finalists = []
+    for each in (*split, *whole):
+        meter.tick("predictions")
+        long = trials.at(CONFIRMED)
+        finalists.append(predict(problem, long, each.draft, targets, each.algorithm))
+    return finalists
+
+
+def _chosen(
+    problem: Problem, trials: Trials, ranking: Ranking, targets: Targets, why_affinity: str
+) -> _Said:
+    switch_ms = None
+    if ranking.verdict is Verdict.DISAGGREGATE:
+        switch_ms = _switch_tpot_ms(problem, trials, ranking, targets)
+    return _Said(
+        verdict.reason(problem, ranking, targets, why_affinity),
+        verdict.what_would_change(problem, ranking, targets, switch_ms),
+    )
+
+
+def _switch_tpot_ms(
+    problem: Problem, trials: Trials, ranking: Ranking, targets: Targets
+) -> float | None:
+    """TPOT target at which colocated instances do with what the selected plan takes."""
+    other = verdict.rival(ranking)
+    if other is None:
+        return None
+    objective = problem.planning.objective
+    group = other.draft.groups[0]
+    each = group.instance.candidate.resources(objective)
+    replicas = int(ranking.ordered[0].draft.resources(objective) / each)
+    if replicas == 0:
+        return None
+    draft = Draft((Group(group.role, group.instance, replicas),))
+    span = trials.span(problem.rate, targets)
+    outcome = trials.serve(cell_fleet(problem, draft), problem.rate, span)
+    return verdict.least_tpot_ms(outcome, span, targets)
+
+
+def _infeasible(
+    problem: Problem,
+    trials: Trials,
+    found: Sequence[Candidate],
+    targets: Targets,
+    ranking: Ranking,
+    meter: _Meter,
+) -> _Said:
+    meter.tick("the nearest SLO")
+    nearest = nearest_slo(problem, trials, found, targets)
+    changed = (
+        f"an SLO {number(nearest.scale)} times as long" if nearest else "a lower rate or more GPUs"
+    )
+    return _Said(
+        verdict.infeasible(problem, ranking, nearest, targets),
+        f"{changed} would make it feasible",
+        nearest,
+    )
+
+
+def _warnings(problem: Problem, finalists: Sequence[Finalist]) -> tuple[str, ...]:
+    return (
+        *problem.notes,
+        *(warning for each in finalists for warning in _doubts(each)),
+        *(warning for each in finalists[:1] for warning in crosscheck.disagreements(each)),
+    )
+
+
+def _doubts(finalist: Finalist) -> Iterator[str]:
+    name = plan_label(finalist.plan)
+    if not finalist.is_monotone:
+        yield (
+            f"{name}: attainment does not fall steadily with the rate; its goodput is the lowest "
+            "rate from which on it is missed"
+        )
+    if finalist.draft.copies > 1:
+        yield (
+            f"{name}: simulated as one of {finalist.draft.copies} equal cells at its share of the "
+            "rate; behind one dispatcher they serve at least as much"
+        )

@@ -1,0 +1,229 @@
+"""From predicted plans to a verdict in words: disaggregate, do not, or it cannot be done.
+
+Pure but for the numbers of the finalists' own simulations. What is hard: not to claim a gain that
+another sample of requests would undo. Where two plans take the same and their confidence intervals
+overlap, the simpler one is chosen and the sentence says so.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave.api.planning import Disaggregation, Objective
+from cleave.planner.plan import NearestSlo, Verdict
+from cleave.planner.predict import Finalist
+from cleave.planner.problem import Problem
+from cleave.planner.trials import Span, Targets
+from cleave.planner.words import milliseconds, number, percent, plan_label
+from cleave.simulator.outcome import Outcome
+
+_UNITS = {Objective.COST: "per hour", Objective.POWER: "W"}
+_EQUAL = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Finalists, best first, and what they come to."""
+
+    verdict: Verdict
+    ordered: tuple[Finalist, ...]
+    """The selected one first, unless infeasible."""
+
+
+def rank(problem: Problem, finalists: Sequence[Finalist], targets: Targets) -> Ranking:
+    """Those that hold the rate first; then by score, then by goodput per resource."""
+    objective = problem.planning.objective
+
+    def key(each: Finalist) -> tuple[bool, float, float]:
+        per_resource = each.plan.prediction.goodput / each.draft.resources(objective)
+        return each.holds(targets.attainment), each.plan.score, per_resource
+
+    ordered = sorted(finalists, key=key, reverse=True)
+    able = [each for each in ordered if _is_allowed(problem, each)]
+    if not able or not able[0].holds(targets.attainment):
+        return Ranking(Verdict.INFEASIBLE, tuple(ordered))
+    selected = _simplest(able, targets, objective)
+    others = [each for each in ordered if each is not selected]
+    is_split = selected.draft.is_disaggregated
+    verdict = Verdict.DISAGGREGATE if is_split else Verdict.COLOCATE
+    return Ranking(verdict, (selected, *others))
+
+
+def rival(ranking: Ranking) -> Finalist | None:
+    """The best of the other kind than the first."""
+    first = ranking.ordered[0].draft.is_disaggregated
+    others = (each for each in ranking.ordered if each.draft.is_disaggregated != first)
+    return next(others, None)
+
+
+def reason(problem: Problem, ranking: Ranking, targets: Targets, why_affinity: str) -> str:
+    """One sentence: why the selected plan."""
+    selected, other = ranking.ordered[0], rival(ranking)
+    plan = selected.plan
+    holds = (
+        f"{plan_label(plan)} holds {number(problem.rate)} req/s with {_gpus(plan.gpus)} "
+        f"({percent(plan.prediction.attainment)} of requests in time)"
+    )
+    asked = problem.planning.disaggregation
+    if asked is not Disaggregation.AUTO:
+        return f"{holds}; disaggregation: {asked.value} was asked for"
+    compared = _compared(problem, selected, other, targets)
+    if ranking.verdict is Verdict.COLOCATE:
+        return f"do not disaggregate: {holds}; {compared}"
+    return f"{holds}; {compared}; {why_affinity}"
+
+
+def infeasible(
+    problem: Problem, ranking: Ranking | None, nearest: NearestSlo | None, targets: Targets
+) -> str:
+    """One sentence: why there is no plan, and what would hold."""
+    asked = (
+        f"TTFT {milliseconds(targets.ttft_ms)} and TPOT {milliseconds(targets.tpot_ms)} for "
+        f"{percent(targets.attainment)} of {number(problem.rate)} req/s"
+    )
+    would = (
+        f"nearest SLO that holds is TTFT {milliseconds(nearest.ttft_ms)} and TPOT "
+        f"{milliseconds(nearest.tpot_ms)} ({number(nearest.scale)} times the one asked for), with "
+        f"{nearest.plan}"
+        if nearest
+        else f"no multiple of this SLO holds with {_gpus(problem.max_gpus)} at this rate"
+    )
+    best = _most(ranking)
+    if best is None or best.plan.prediction.goodput <= 0:
+        return f"infeasible: no plan meets {asked} at any rate; {would}"
+    served = best.plan.prediction.goodput
+    return (
+        f"infeasible: {asked} is more than {_gpus(problem.max_gpus)} serve; "
+        f"{plan_label(best.plan)} serves {number(served)} req/s within it; {would}"
+    )
+
+
+def what_would_change(
+    problem: Problem, ranking: Ranking, targets: Targets, switch_tpot_ms: float | None
+) -> str:
+    """One sentence: the runner-up, and what would make it the choice.
+
+    `switch_tpot_ms`: TPOT target from which the best colocated plan does with what the selected
+    disaggregated one takes; None: not asked.
+    """
+    if len(ranking.ordered) < 2:
+        return "there is no other plan that meets this SLO"
+    other = rival(ranking)
+    if other is None:
+        return f"the runner-up is {_taking(problem, ranking.ordered[1])}, of the same kind"
+    runner_up = f"the runner-up is {_taking(problem, other)}"
+    if ranking.verdict is Verdict.COLOCATE:
+        return f"{runner_up}; {_until(ranking.ordered[0], targets)}"
+    if switch_tpot_ms is None or math.isinf(switch_tpot_ms):
+        return f"{runner_up}; no TPOT target makes it do with as little, as TTFT is missed"
+    return (
+        f"{runner_up}; from a TPOT target of {milliseconds(switch_tpot_ms)} on it would do with "
+        "as little"
+    )
+
+
+def least_tpot_ms(outcome: Outcome, span: Span, targets: Targets) -> float:
+    """Smallest TPOT target that these requests hold, TTFT as asked; infinite: none."""
+    in_time = outcome.ttft_ms[span.window] <= targets.ttft_ms
+    tpot_ms = np.where(in_time, outcome.tpot_ms[span.window], np.inf)
+    ended = np.where(np.isnan(tpot_ms), np.inf, tpot_ms)
+    return float(np.quantile(ended, targets.attainment, method="higher"))
+
+
+def _is_allowed(problem: Problem, finalist: Finalist) -> bool:
+    match problem.planning.disaggregation:
+        case Disaggregation.ALWAYS:
+            return finalist.draft.is_disaggregated
+        case Disaggregation.NEVER:
+            return not finalist.draft.is_disaggregated
+        case Disaggregation.AUTO:
+            return True
+
+
+def _simplest(able: Sequence[Finalist], targets: Targets, objective: Objective) -> Finalist:
+    """The first, or a colocated plan that takes no more and is not surely worse."""
+    first = able[0]
+    if not first.draft.is_disaggregated:
+        return first
+    for other in able[1:]:
+        takes_no_more = other.draft.resources(objective) <= first.draft.resources(objective)
+        if (
+            not other.draft.is_disaggregated
+            and other.holds(targets.attainment)
+            and takes_no_more
+            and not _is_surely_better(first, other)
+        ):
+            return other
+    return first
+
+
+def _is_surely_better(one: Finalist, other: Finalist) -> bool:
+    """Whether the confidence intervals of goodput lie apart."""
+    return one.plan.prediction.goodput_interval[0] > other.plan.prediction.goodput_interval[1]
+
+
+def _compared(
+    problem: Problem, selected: Finalist, other: Finalist | None, targets: Targets
+) -> str:
+    kinds = ("colocated", "disaggregated")
+    kind = kinds[not selected.draft.is_disaggregated]
+    if other is None:
+        return f"no {kind} plan meets this SLO"
+    objective = problem.planning.objective
+    ours, theirs = selected.draft.resources(objective), other.draft.resources(objective)
+    if not other.holds(targets.attainment):
+        served = number(other.plan.prediction.goodput)
+        return f"the best {kind} plan serves {served} req/s with all the GPUs it can have"
+    if abs(ours - theirs) > _EQUAL * ours:
+        return (
+            f"the best {kind} plan takes {_amount(theirs, objective)} instead of "
+            f"{_amount(ours, objective)}"
+        )
+    gain = selected.plan.prediction.goodput / other.plan.prediction.goodput - 1
+    if _is_surely_better(selected, other):
+        return f"the best {kind} plan takes as much and serves {percent(gain)} less at most"
+    return (
+        f"the best {kind} plan takes as much, and its goodput of "
+        f"{_interval(other)} is within the confidence interval of {_interval(selected)}"
+    )
+
+
+def _interval(finalist: Finalist) -> str:
+    low, high = finalist.plan.prediction.goodput_interval
+    return f"{number(low)}-{number(high)} req/s"
+
+
+def _taking(problem: Problem, finalist: Finalist) -> str:
+    plan, objective = finalist.plan, problem.planning.objective
+    taken = _amount(finalist.draft.resources(objective), objective)
+    return (
+        f"{plan_label(plan)} ({plan.algorithm}, {taken}, "
+        f"{number(plan.prediction.goodput)} req/s at most)"
+    )
+
+
+def _amount(resources: float, objective: Objective) -> str:
+    if objective is Objective.GOODPUT_PER_GPU:
+        return _gpus(round(resources))
+    return f"{number(resources)} {_UNITS[objective]}"
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+def _until(selected: Finalist, targets: Targets) -> str:
+    """When a colocated plan stops being enough."""
+    tpot_ms = least_tpot_ms(selected.outcome, selected.span, targets)
+    goodput = selected.plan.prediction.goodput
+    return (
+        f"below a TPOT target of {milliseconds(tpot_ms)} or above {number(goodput)} req/s the "
+        "colocated plan needs more GPUs and the choice is open again"
+    )
+
+
+def _most(ranking: Ranking | None) -> Finalist | None:
+    finalists = ranking.ordered if ranking else ()
+    return max(finalists, key=lambda each: each.plan.prediction.goodput, default=None)
