@@ -43,6 +43,24 @@ async def test_a_request_that_is_cut_off_leaves_nothing_on_the_engine(
     assert task.cancelled() or task.cancelling()
 
 
+async def test_a_key_goes_with_every_request() -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    url = f"http://{host}:{port}/below"
+    assert await Client(url, api_key="secret").get_json("/version") == {}
+    server.close()
+    await server.wait_closed()
+    assert heads[0].startswith(b"GET /below/version HTTP/1.1\r\n")
+    assert b"\r\nAuthorization: Bearer secret\r\n" in heads[0]
+
+
 async def test_an_engine_that_hangs_is_given_up(serve: Callable[..., Awaitable]) -> None:
     running = await serve(time_scale=100.0)
     with pytest.raises(ProfilingError, match=r"has not answered in 0 s"):

@@ -59,6 +59,9 @@ def profile(
     force: Annotated[
         bool, typer.Option("--force", help="Write the profile even where points scatter.")
     ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="CLEAVE_API_KEY", help="If the engine wants one.")
+    ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
 ) -> None:
     """Measure a running engine and write a profile of its speed.
@@ -84,7 +87,7 @@ def profile(
         device = _own_device(url)
     sizes = tensor_parallel_size, pipeline_parallel_size
     try:
-        facts, taken = asyncio.run(_measure(url.rstrip("/"), model, settings))
+        facts, taken = asyncio.run(_measure(url.rstrip("/"), api_key, model, settings))
         measured = _to_profile(taken, facts, device, sizes)
     except (ProfilingError, ValueError) as error:
         fail([str(error)], FAILED)
@@ -116,7 +119,7 @@ def _own_device(url: str) -> str:
 
 
 async def _measure(
-    url: str, model: str | None, settings: "Settings"
+    url: str, api_key: str | None, model: str | None, settings: "Settings"
 ) -> tuple["EngineFacts", "Taken"]:
     from dataclasses import replace
 
@@ -124,7 +127,7 @@ async def _measure(
     from cleave.profiling.engine import inspect
     from cleave.profiling.rounds import measure
 
-    client = Client(url)
+    client = Client(url, api_key=api_key)
     facts = await inspect(client, model)
     with progress_bar("a look") as show:
         return facts, await measure(replace(client, model=facts.model), facts, settings, show)
