@@ -120,6 +120,7 @@ def _end_prefill(state: State, i: int, r: int, now: float) -> None:
     inst, request = instance_at(state, i), request_at(state, r)
     if not state.has_decode or not state.first_by_decode:
         request.made = 1
+        request.todo = request.prompt + 1
         request.first_token = now
     if not state.has_decode or request.made == request.output:
         hold(inst, now, -count_blocks(inst, request.prompt), -request.prompt)

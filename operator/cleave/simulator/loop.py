@@ -73,6 +73,7 @@ def _deliver(state: State, r: int, now: float) -> None:
         request.is_pulled = 1
         if not state.first_by_decode:
             request.made = 1
+            request.todo = request.prompt + 1
             request.first_token = request.arrival
             if request.output == 1:
                 end_request(state, r, request.arrival)
