@@ -30,7 +30,7 @@ def deployment(workload=WORKLOAD, **spec) -> LLMDeployment:
 
 def test_instances_have_the_times_of_the_profile_scaled() -> None:
     engine = {"type": "Emulated", "emulated": {"timeScale": 0.5}}
-    estimate = emulated.problem(deployment(engine=engine)).estimator.estimate("emulated", 1, 1)
+    estimate = emulated.problem(deployment(engine=engine)).estimator.estimate(emulated.KIND, 1, 1)
     profile = latency.load("distserve/opt-13b/tp1")
     assert estimate.timing.prefill_ms([512]) == pytest.approx(
         0.5 * profile.timing.prefill_ms([512])
@@ -49,9 +49,9 @@ def test_the_hand_off_takes_what_the_engine_makes_it_take() -> None:
 
 def test_instances_are_not_split_and_say_why() -> None:
     estimator = emulated.problem(deployment()).estimator
-    assert estimator.estimate("emulated", 2, 1) is None
-    assert "without parallelism" in estimator.why_not("emulated", 2, 1)
-    assert estimator.why_not("emulated", 1, 1) is None
+    assert estimator.estimate(emulated.KIND, 2, 1) is None
+    assert "without parallelism" in estimator.why_not(emulated.KIND, 2, 1)
+    assert estimator.why_not(emulated.KIND, 1, 1) is None
 
 
 def test_there_are_as_many_instances_as_max_gpus_says() -> None:

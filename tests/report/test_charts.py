@@ -60,17 +60,16 @@ def test_nothing_beats_the_frontier_and_all_else_is_beaten(points) -> None:
             assert not any(c <= cost and w >= worth and (c, w) != (cost, worth) for c, w in points)
 
 
-def test_without_prices_the_frontier_counts_gpus(answer) -> None:
+def test_without_prices_the_frontier_counts_gpus(made) -> None:
     def free(plan):
         return replace(plan, prediction=replace(plan.prediction, cost_per_hour=0.0))
 
-    chart = frontier(
-        replace(
-            answer,
-            selected=free(answer.selected),
-            alternatives=tuple(map(free, answer.alternatives)),
-        )
+    answer = replace(
+        made.answer,
+        selected=free(made.answer.selected),
+        alternatives=tuple(map(free, made.answer.alternatives)),
     )
+    chart = frontier(replace(made, answer=answer))
     assert chart.heading[1] == "GPUs"
     assert chart.rows[0][1] == "6.00"
 

@@ -134,12 +134,16 @@ def manifest(question: Question, answer: "Answer") -> dict[str, Any]:
 
 
 def _write_report(question: Question, answer: "Answer", path: Path) -> None:
+    from cleave.planner.neighbours import neighbours
     from cleave.report.page import page
-    from cleave.report.study import study
+    from cleave.report.study import rivals, shown_plans, study
     from cleave.report.subject import bench, subject
 
-    shown = subject(question.deployment, question.problem)
-    text = page(study(shown, answer, bench(question.problem)))
+    problem, plans = question.problem, shown_plans(answer)
+    with progress_bar("simulating what the page shows"):
+        beside = neighbours(problem, rivals(plans), plans)
+        shown = study(subject(question.deployment, problem), answer, bench(problem), beside)
+    text = page(shown)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -13,6 +13,7 @@ from cleave.planner.words import (
     plan_label,
     pool_sentence,
     power,
+    reason_alone,
     trust_sentence,
 )
 
@@ -41,7 +42,7 @@ def show(console: "Console", answer: Answer, *, top: int, wide: bool) -> None:
             f"{milliseconds(nearest.tpot_ms)}, with {nearest.plan}"
         )
     console.print(verdict, soft_wrap=True)
-    console.print(answer.reason, markup=False, highlight=False, soft_wrap=True)
+    console.print(reason_alone(answer), markup=False, highlight=False, soft_wrap=True)
     if plans := ranked(answer)[:top]:
         print_whole(console, table(plans, answer.selected, wide=wide))
     console.print(answer.what_would_change, markup=False, highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from cleave.local.errors import UpError
 from cleave.planner.placement import Placement, plan
 from cleave.planner.plan import Answer
 from cleave.planner.problem import Problem
-from cleave.planner.words import milliseconds
+from cleave.planner.words import milliseconds, reason_alone
 
 Tick = Callable[[int, int, str], None]
 
@@ -61,5 +61,5 @@ def _chosen(answer: Answer) -> Placement:
         else ""
     )
     raise UpError(
-        [f"infeasible: {answer.reason}{rescue}; spec.placement.manual brings it up all the same"]
+        [f"infeasible: {reason_alone(answer)}{rescue}; spec.placement.manual brings it up all the same"]
     )

@@ -31,9 +31,8 @@ class Bench:
 
     def serve(self, plan: Plan, rate: float) -> Outcome:
         """The plan at `rate` req/s; where instances stay together, one cell at its share."""
-        cells = _cells(plan)
-        pools = [replace(pool, replicas=pool.replicas // cells) for pool in plan.pools]
-        return self.run(fleet(self.problem, pools, plan.algorithm), rate / cells)
+        draft = to_draft(self.problem, plan.pools, plan.algorithm)
+        return self.run(cell_fleet(self.problem, draft), rate / draft.copies)
 
     def run(self, served: Fleet, rate: float) -> Outcome:
         """Any fleet at `rate` req/s."""
@@ -41,16 +40,29 @@ class Bench:
         return simulate(served, self.problem.demand.draw(self.num_requests, rate, seed), seed)
 
 
-def fleet(problem: Problem, pools: Iterable[PlannedPool], algorithm: str = "") -> Fleet:
-    """The instances of `pools` and the links between them, as the simulator takes them.
+def fleet(problem: Problem, pools: Iterable[PlannedPool]) -> Fleet:
+    """All instances of `pools` and the links between them, as the simulator takes them.
 
     Raises PlanError when the model does not run with a pool's parallelism.
     """
-    groups = tuple(
+    return cell_fleet(problem, to_draft(problem, pools))
+
+
+def to_draft(problem: Problem, pools: Iterable[PlannedPool], algorithm: str = "") -> Draft:
+    """The pools as the search has them; those of Algorithm 2 as cells that lie in one node each.
+
+    Raises PlanError when the model does not run with a pool's parallelism.
+    """
+    order = list(Role)
+    groups = [
         Group(pool.role, _instance(problem, pool), pool.replicas)
-        for pool in sorted(pools, key=lambda pool: list(Role).index(pool.role))
-    )
-    return cell_fleet(problem, Draft(groups, is_in_node=algorithm.startswith(_IN_NODE)))
+        for pool in sorted(pools, key=lambda pool: order.index(pool.role))
+    ]
+    if not algorithm.startswith(_IN_NODE):
+        return Draft(tuple(groups))
+    cells = math.gcd(*(group.replicas for group in groups))
+    cell = tuple(replace(group, replicas=group.replicas // cells) for group in groups)
+    return Draft(cell, copies=cells, is_in_node=True)
 
 
 def limited(pools: Iterable[PlannedPool], engine: Engine) -> tuple[PlannedPool, ...]:
@@ -76,13 +88,6 @@ def _limit(engine: Engine, flag: str) -> int | None:
     if not value.isdecimal() or int(value) < 1:
         raise PlanError([f"spec.engine.args: {flag} {value}: must be a whole number above 0"])
     return int(value)
-
-
-def _cells(plan: Plan) -> int:
-    """Alike groups of prefill and decode instances that hand over among themselves alone."""
-    if not plan.algorithm.startswith(_IN_NODE):
-        return 1
-    return math.gcd(*(pool.replicas for pool in plan.pools))
 
 
 def _instance(problem: Problem, pool: PlannedPool) -> Instance:

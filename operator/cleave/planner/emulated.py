@@ -19,7 +19,7 @@ from cleave.planner.problem import Problem, Supply
 
 MAX_INSTANCES = 16
 """Where spec.planning.maxGPUs says nothing."""
-KIND = "emulated"
+KIND = "emulated GPU"
 _DEFAULT_SHAPE = "opt-13b"
 """The emulated engine gives a model that it does not know the KV of this one."""
 _TRANSFER_GB_PER_S = 25.0

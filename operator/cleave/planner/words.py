@@ -4,7 +4,7 @@ import math
 
 from cleave.api.role import Role
 from cleave.perf.trust import Trust
-from cleave.planner.plan import Plan, PlannedPool, Verdict
+from cleave.planner.plan import Answer, Plan, PlannedPool, Verdict
 
 VERDICTS = {
     Verdict.DISAGGREGATE: "disaggregate",
@@ -43,6 +43,11 @@ def pool_sentence(pool: PlannedPool) -> str:
     ]
     detail = f" ({', '.join(spread)})" if spread else ""
     return f"{pool.replicas} {pool.role} {instances} on {size.gpus} x {device}{detail}"
+
+
+def reason_alone(answer: Answer) -> str:
+    """The reason where the verdict stands beside it, and need not be said twice."""
+    return answer.reason.removeprefix(f"{VERDICTS[answer.verdict]}: ")
 
 
 def number(value: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from cleave.planner.plan import Answer, Plan
+from cleave.planner.plan import Plan
 from cleave.planner.words import milliseconds, number, percent, plan_label
 from cleave.report.study import Latencies, Study, Sweep, rivals
 from cleave.simulator.breakdown import Stage
@@ -50,7 +50,7 @@ def charts(study: Study) -> Iterator[Chart]:
         yield cdf(study, "ttft")
         yield cdf(study, "tpot")
         yield stages(study)
-        yield frontier(study.answer)
+        yield frontier(study)
         yield tradeoff(study, "ttft")
         yield tradeoff(study, "tpot")
 
@@ -173,9 +173,9 @@ def stages(study: Study) -> Chart:
     )
 
 
-def frontier(answer: Answer) -> Chart:
+def frontier(study: Study) -> Chart:
     """Cost (GPUs where nothing has a price) against goodput."""
-    plans = _every(answer)
+    plans = _every(study)
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
     axis = "price per hour" if priced else "GPUs"
     figure = _figure(axis, "goodput (req/s)")
@@ -189,14 +189,15 @@ def frontier(answer: Answer) -> Chart:
         line={"color": "var(--muted)", "width": 1.5, "dash": "dot", "shape": "hv"},
         hoverinfo="skip",
     )
-    _add_plans(figure, answer, spent, [plan.prediction.goodput for plan in plans])
+    _add_plans(figure, study, spent, [plan.prediction.goodput for plan in plans])
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     best = ", ".join(plan_label(plans[i]) for i in edge)
+    hollow = " Hollow: one instance more or less." if study.neighbours else ""
     return Chart(
         "frontier",
         f"Goodput against {'price' if priced else 'GPUs'}",
-        f"Goodput against {axis}; no plan has more for less than those on the frontier: {best}.",
+        f"No plan has more goodput for less than those on the frontier: {best}.{hollow}",
         figure,
         ("plan", axis, "goodput (req/s)"),
         tuple(
@@ -208,7 +209,7 @@ def frontier(answer: Answer) -> Chart:
 
 def tradeoff(study: Study, metric: str) -> Chart:
     """P90 latency against goodput per cost, the SLO's side shaded (Vidur, figure 5)."""
-    plans, slo = _every(study.answer), study.subject.slo
+    plans, slo = _every(study), study.subject.slo
     name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
     late = [getattr(plan.prediction, f"{metric}_ms").p90 for plan in plans]
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
@@ -216,7 +217,7 @@ def tradeoff(study: Study, metric: str) -> Chart:
     worth = [plan.prediction.goodput / each for plan, each in zip(plans, by, strict=True)]
     unit = "goodput per price of an hour" if priced else "goodput per GPU (req/s)"
     figure = _figure(f"P90 {name} (ms)", unit)
-    _add_plans(figure, study.answer, late, worth)
+    _add_plans(figure, study, late, worth)
     finite = [value for value in late if math.isfinite(value) and value > 0]
     _scale(figure, [*finite, target])
     figure.add_vrect(x0=0.001, x1=target, fillcolor="var(--good-area)", line_width=0, layer="below")
@@ -258,8 +259,10 @@ def _share_within(values: Sequence[float], target: float) -> float:
     return sum(value <= target for value in values) / len(values)
 
 
-def _every(answer: Answer) -> tuple[Plan, ...]:
-    return ((answer.selected,) if answer.selected else ()) + answer.alternatives
+def _every(study: Study) -> tuple[Plan, ...]:
+    answer = study.answer
+    listed = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    return (*listed, *study.neighbours)
 
 
 def _contenders(study: Study) -> list[Plan]:
@@ -288,9 +291,12 @@ def _sweep_rows(sweep: Sweep) -> Iterator[Row]:
         )
 
 
-def _add_plans(figure: go.Figure, answer: Answer, x: Sequence[float], y: Sequence[float]) -> None:
-    """One marker per plan; shape and colour say the kind, a ring the selected one."""
-    plans = _every(answer)
+def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[float]) -> None:
+    """One marker per plan: shape and colour say the kind, a ring the selected one.
+
+    Neighbours of the answer's plans are hollow.
+    """
+    plans = _every(study)
     for kind, colour, symbol in (
         ("disaggregated", "var(--first)", "circle"),
         ("colocated", "var(--second)", "square"),
@@ -300,23 +306,29 @@ def _add_plans(figure: go.Figure, answer: Answer, x: Sequence[float], y: Sequenc
             for i, plan in enumerate(plans)
             if plan.is_disaggregated == (kind == "disaggregated") and math.isfinite(x[i])
         ]
+        hollow = [plans[i] in study.neighbours for i in places]
         figure.add_scatter(
             x=[x[i] for i in places],
             y=[y[i] for i in places],
             name=kind,
             mode="markers",
-            marker={"size": 11, "color": colour, "symbol": symbol, "opacity": 0.85},
+            marker={
+                "size": [9 if each else 12 for each in hollow],
+                "color": colour,
+                "opacity": 1,
+                "symbol": [f"{symbol}-open" if each else symbol for each in hollow],
+            },
             text=[plan_label(plans[i]) for i in places],
             hovertemplate="%{text}<br>%{x:.4g}, %{y:.3g}<extra></extra>",
         )
-    if answer.selected and math.isfinite(x[0]):
+    if study.answer.selected and math.isfinite(x[0]):
         figure.add_scatter(
             x=[x[0]],
             y=[y[0]],
             name="selected",
             mode="markers",
             marker={
-                "size": 20,
+                "size": 21,
                 "symbol": "circle-open",
                 "color": "var(--ink)",
                 "line": {"width": 2},

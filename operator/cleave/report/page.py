@@ -17,7 +17,15 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from cleave.planner.plan import Plan
-from cleave.planner.words import VERDICTS, milliseconds, number, percent, plan_label, pool_sentence
+from cleave.planner.words import (
+    VERDICTS,
+    milliseconds,
+    number,
+    percent,
+    plan_label,
+    pool_sentence,
+    reason_alone,
+)
 from cleave.report import tables
 from cleave.report.charts import Chart, charts
 from cleave.report.drawing import describe, draw
@@ -76,7 +84,7 @@ def _body(study: Study, drawn: dict[str, Chart], points: WhatIf | None) -> Itera
         yield _section(
             "Alternatives",
             [
-                tables.plans(study.answer, study.subject.rate),
+                tables.plans(study.answer, study.subject.rate, study.neighbours),
                 *(_figure(drawn[key]) for key in ("frontier", "tradeoff-ttft", "tradeoff-tpot")),
             ],
             columns=3,
@@ -102,7 +110,7 @@ def _header(study: Study) -> str:
 <p class="overline">Cleave plan for <b>{escape(subject.deployment)}</b></p>
 <h1><span class="verdict {answer.verdict.lower()}">{VERDICTS[answer.verdict]}</span>
 {escape(headline)}</h1>
-<p class="reason">{escape(answer.reason)}</p>
+<p class="reason">{escape(reason_alone(answer))}</p>
 {rescue}
 <dl class="tiles">{shown}</dl>
 <p class="change"><b>What would change it.</b> {escape(answer.what_would_change)}</p>
@@ -184,8 +192,9 @@ def _sliders(points: WhatIf, study: Study) -> str:
 <div class="tile"><dt>GPUs</dt><dd id="what-gpus">-</dd></div>
 <div class="tile"><dt>goodput</dt><dd id="what-goodput">-</dd></div>
 </div>
-<p class="note">Among the {len(study.sweeps)} best plans found for what was asked, each as it is or
-in whole copies. With other targets a new search may find a better one.</p>
+<p class="note">Among {len(study.sweeps)} plans: those found for what was asked and their
+neighbours, each as it is or in whole copies. With other targets a new search may find a better
+one.</p>
 </div>"""
 
 

@@ -82,19 +82,25 @@ class Study:
     subject: Subject
     answer: Answer
     sweeps: tuple[Sweep, ...]
-    """The selected plan first, then the alternatives in their order."""
+    """The selected plan first, then the alternatives in their order, then the neighbours."""
     latencies: tuple[Latencies, ...]
     """Of the selected plan (or the best there is) and the best of the other kind."""
+    neighbours: tuple[Plan, ...] = ()
+    """Plans with one instance more or less, for comparison."""
 
 
-def study(subject: Subject, answer: Answer, bench: Bench) -> Study:
-    """Simulate the plans of `answer` as far as the page needs it."""
-    plans = shown_plans(answer)
+def study(
+    subject: Subject, answer: Answer, bench: Bench, neighbours: tuple[Plan, ...] = ()
+) -> Study:
+    """Simulate the plans of `answer` and their neighbours as far as the page needs it."""
+    listed = shown_plans(answer)
+    plans = (*listed, *neighbours)
     return Study(
         subject=subject,
         answer=answer,
+        neighbours=neighbours,
         sweeps=tuple(_sweep(subject, plan, bench) for plan in plans),
-        latencies=tuple(_latencies(subject, plan, bench) for plan in rivals(plans)),
+        latencies=tuple(_latencies(subject, plan, bench) for plan in rivals(listed)),
     )
 
 

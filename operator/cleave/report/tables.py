@@ -24,14 +24,15 @@ def table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -
     )
 
 
-def plans(answer: Answer, rate: float) -> str:
-    """Every plan of the answer with its predictions at the asked rate."""
+def plans(answer: Answer, rate: float, neighbours: tuple[Plan, ...] = ()) -> str:
+    """Every plan of the answer, then its neighbours, with their predictions at the asked rate."""
     heading = (
         *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
         *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
         *("price/h", "power", "found by"),
     )
-    every = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    listed = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    every = (*listed, *neighbours)
     caption = f"Predictions at {number(rate)} req/s; goodput in req/s"
     return table(caption, heading, (_plan_row(plan, answer.selected) for plan in every))
 

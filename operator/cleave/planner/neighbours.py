@@ -1,0 +1,49 @@
+"""Plans beside those of an answer: what one instance more or less would do.
+
+Called for the report, which shows what another GPU buys.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from cleave.api.role import Role
+from cleave.planner import packing
+from cleave.planner.bench import to_draft
+from cleave.planner.draft import Draft
+from cleave.planner.plan import Plan
+from cleave.planner.predict import predict
+from cleave.planner.problem import Problem
+from cleave.planner.trials import Targets, Trials
+
+
+def neighbours(problem: Problem, plans: Sequence[Plan], known: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Each of `plans` with one instance more or less of one role, where the nodes have room.
+
+    Where instances stay together (Algorithm 2) a whole cell is added or taken away. Those of
+    `known` are left out.
+    """
+    slo = problem.slo
+    targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+    trials = Trials(problem.demand, problem.seed)
+    seen = {plan.pools for plan in known}
+    found: list[Plan] = []
+    for plan in plans:
+        for draft in _beside(to_draft(problem, plan.pools, plan.algorithm)):
+            if not packing.fits(problem, draft):
+                continue
+            other = predict(problem, trials, draft, targets, plan.algorithm).plan
+            if other.pools not in seen:
+                seen.add(other.pools)
+                found.append(other)
+    return tuple(found)
+
+
+def _beside(draft: Draft) -> Iterator[Draft]:
+    if draft.is_in_node:
+        if draft.copies > 1:
+            yield draft.copied(draft.copies - 1)
+        yield draft.copied(draft.copies + 1)
+        return
+    for group in draft.groups:
+        if group.replicas > 1 or (group.role is Role.MIXED and len(draft.groups) > 1):
+            yield draft.changed({group.role: -1})
+        yield draft.changed({group.role: 1})
