@@ -119,4 +119,4 @@ DESIGNS = (
 )
 
 THROUGHPUTS: dict[tuple[str, str], float] = {("AA", "A100"): 2.15, ("HA", "A100"): 1.18}
-"""Conversation, equal power: throughput of a design over a baseline's (section VI-B, figure 18a)."""
+"""Conversation, equal power: a design's throughput over a baseline's (section VI-B, figure 18a)."""

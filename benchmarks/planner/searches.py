@@ -125,5 +125,5 @@ def _result(
     best: str, goodput_per_gpu: float, num_candidates: int, trials: Trials, seconds: float
 ) -> Search:
     return Search(
-        best, goodput_per_gpu, num_candidates, trials.num_trials, trials.num_requests, seconds
+        best, goodput_per_gpu, num_candidates, trials.tally.trials, trials.tally.requests, seconds
     )
