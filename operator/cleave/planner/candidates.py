@@ -4,7 +4,6 @@ The loops of DistServe's Algorithm 1 (section 4.1): tensor parallel sizes within
 stages across nodes; the estimator says which of them fit.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cleave.api.planning import Objective
@@ -15,6 +14,8 @@ from cleave.simulator.fleet import Batching, Engine
 
 MAX_NUM_SEQS = 256
 """vLLM's default limit of requests in one pass, where no search has set another."""
+DECODE_NUM_SEQS = 1024
+"""The same where instances only decode: what limits a batch is then memory and the TPOT target."""
 MAX_NUM_BATCHED_TOKENS = 2048
 """vLLM's default token budget when it serves online."""
 
@@ -111,21 +112,14 @@ def prefill_instance(problem: Problem, candidate: Candidate) -> Instance:
 
 def decode_instance(problem: Problem, candidate: Candidate) -> Instance:
     """Continuous batching of all that fits."""
-    return _instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
+    instance = _instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
+    stages = candidate.parallelism.pipeline
+    return instance.limited(DECODE_NUM_SEQS * stages, instance.max_num_batched_tokens)
 
 
 def mixed_instance(problem: Problem, candidate: Candidate, batching: Batching) -> Instance:
     """Both phases on one instance."""
     return _instance(problem, candidate, batching, MAX_NUM_BATCHED_TOKENS)
-
-
-Instantiate = Callable[[Problem, Candidate], Instance]
-"""`prefill_instance` or `decode_instance`."""
-
-
-def fitting(found: Sequence[Candidate], gpus: int) -> list[Candidate]:
-    """Those of at most so many GPUs."""
-    return [candidate for candidate in found if candidate.gpus <= gpus]
 
 
 def _instance(problem: Problem, candidate: Candidate, batching: Batching, budget: int) -> Instance:

@@ -6,6 +6,7 @@ credited with the cheapest passes that its limits allow and with no idle moment,
 of the other phase's work.
 """
 
+import bisect
 import math
 from dataclasses import dataclass
 
@@ -116,20 +117,23 @@ def unloaded_attainment(engine: Engine, trace: Trace, ttft_ms: float, tpot_ms: f
     """
     met = np.ones(len(trace), dtype=np.bool_)
     if math.isfinite(ttft_ms):
-        met &= _alone_ms(engine, trace.prompt_tokens) <= ttft_ms
+        met &= trace.prompt_tokens <= _longest_in_time(engine, trace.prompt_tokens, ttft_ms)
     if math.isfinite(tpot_ms):
         mean_context = trace.prompt_tokens + (trace.output_tokens - 1) / 2
-        alone = _decode_ms(engine.timing, np.ones(len(trace), dtype=np.int64), mean_context)
+        alone = _decode_ms(engine.timing, np.ones(1, dtype=np.int64), mean_context)
         met &= (alone <= tpot_ms) | (trace.output_tokens == 1)
     return float(met.mean())
 
 
-def _alone_ms(engine: Engine, prompt_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    timing = engine.timing
+def _longest_in_time(engine: Engine, prompt_tokens: NDArray[np.int64], ttft_ms: float) -> int:
+    """The longest of these prompts whose pass alone takes at most `ttft_ms`; 0: none."""
     lengths = np.unique(prompt_tokens)
-    whole = np.array([timing.prefill_ms([int(length)]) for length in lengths])
-    alone: NDArray[np.float64] = whole[np.searchsorted(lengths, prompt_tokens)]
-    return alone
+    place = bisect.bisect_right(
+        range(len(lengths)),
+        ttft_ms,
+        key=lambda number: engine.timing.prefill_ms([int(lengths[number])]),
+    )
+    return int(lengths[place - 1]) if place else 0
 
 
 def _decode_ms(

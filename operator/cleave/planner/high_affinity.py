@@ -13,8 +13,9 @@ from cleave.planner import rating
 from cleave.planner.candidates import Candidate, decode_instance, prefill_instance
 from cleave.planner.draft import Draft, Group, cell_fleet, weight_in
 from cleave.planner.problem import Problem
-from cleave.planner.rating import Entry, Rated
+from cleave.planner.rating import Rated
 from cleave.planner.trials import Targets, Trials
+from cleave.planner.tuning import refined
 from cleave.simulator.fleet import Fleet
 
 
@@ -37,8 +38,11 @@ def optimise(
     """Algorithm 1's loops, for each kind of GPU: simu_prefill and simu_decode."""
 
     def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
-        entries = _entries(problem, trials, of_kind, role)
-        return rating.best(trials, entries, alone, weight_in(problem), tick)
+        def best(drafts: list[Draft]) -> Rated | None:
+            entries = rating.entries(problem, trials, drafts, _phase_fleet)
+            return rating.best(trials, entries, alone, weight_in(problem), tick)
+
+        return refined(best([single(problem, each, role) for each in of_kind]), best)
 
     return _phases(found, phase, targets)
 
@@ -53,8 +57,11 @@ def fewest(
     """Instead: the instances whose replicas for the asked rate take least, phase by phase."""
 
     def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
-        entries = _entries(problem, trials, of_kind, role)
-        return rating.fewest(trials, entries, alone, weight_in(problem), problem.rate, tick)
+        def least(drafts: list[Draft]) -> Rated | None:
+            entries = rating.entries(problem, trials, drafts, _phase_fleet)
+            return rating.fewest(trials, entries, alone, weight_in(problem), problem.rate, tick)
+
+        return refined(least([single(problem, each, role) for each in of_kind]), least)
 
     return _phases(found, phase, targets)
 
@@ -97,13 +104,6 @@ def _phases(
         )
         for gpu, of_kind in _by_gpu(found).items()
     )
-
-
-def _entries(
-    problem: Problem, trials: Trials, found: Sequence[Candidate], role: Role
-) -> list[Entry]:
-    drafts = [single(problem, candidate, role) for candidate in found]
-    return [rating.bounded(trials, draft, _phase_fleet(problem, draft)) for draft in drafts]
 
 
 def _phase_fleet(problem: Problem, draft: Draft) -> Fleet:

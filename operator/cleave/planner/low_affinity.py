@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from cleave.api.role import Role
 from cleave.planner import packing, rating
 from cleave.planner.candidates import Candidate, decode_instance, prefill_instance
-from cleave.planner.draft import Draft, Group, cell_fleet, weight_in
+from cleave.planner.draft import Draft, Group, weight_in
 from cleave.planner.problem import Problem
-from cleave.planner.rating import Entry, Rated
+from cleave.planner.rating import Rated
 from cleave.planner.trials import Targets, Trials
+from cleave.planner.tuning import refined
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,12 @@ def optimise(
     The bound of a pair is that of its slower phase: with one queue in front of the other, neither
     phase serves more than it could alone.
     """
-    entries = _entries(problem, trials, found, most)
-    return rating.best(trials, entries, targets, weight_in(problem), tick)
+
+    def best(drafts: list[Draft]) -> Rated | None:
+        entries = rating.entries(problem, trials, drafts)
+        return rating.best(trials, entries, targets, weight_in(problem), tick)
+
+    return refined(best(configurations(problem, found, most)), best)
 
 
 def fewest(
@@ -54,15 +59,12 @@ def fewest(
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
     """Instead: the configuration whose cells for the asked rate take least."""
-    entries = _entries(problem, trials, found, ANY)
-    return rating.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
 
+    def least(drafts: list[Draft]) -> Rated | None:
+        entries = rating.entries(problem, trials, drafts)
+        return rating.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
 
-def _entries(
-    problem: Problem, trials: Trials, found: Sequence[Candidate], most: Replicas
-) -> list[Entry]:
-    drafts = configurations(problem, found, most)
-    return [rating.bounded(trials, draft, cell_fleet(problem, draft)) for draft in drafts]
+    return refined(least(configurations(problem, found, ANY)), least)
 
 
 def configurations(problem: Problem, found: Sequence[Candidate], most: Replicas) -> list[Draft]:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cleave.planner import capacity, goodput
-from cleave.planner.draft import Draft
+from cleave.planner.draft import Draft, cell_fleet
 from cleave.planner.goodput import Goodput
+from cleave.planner.problem import Problem
 from cleave.planner.trials import Targets, Trials
 from cleave.simulator.fleet import Fleet
 from cleave.simulator.run import prepare
@@ -46,7 +47,7 @@ class Entry:
 
 def best(
     trials: Trials,
-    entries: Iterable[Entry],
+    tried: Iterable[Entry],
     targets: Targets,
     weigh: Weigh,
     tick: Callable[[], None] = lambda: None,
@@ -57,7 +58,7 @@ def best(
     """
     found: Rated | None = None
     ordered = sorted(
-        ((each.bound / weigh(each.draft), -weigh(each.draft), each) for each in entries),
+        ((each.bound / weigh(each.draft), -weigh(each.draft), each) for each in tried),
         key=lambda item: item[:2],
         reverse=True,
     )
@@ -75,7 +76,7 @@ def best(
 
 def fewest(
     trials: Trials,
-    entries: Iterable[Entry],
+    tried: Iterable[Entry],
     targets: Targets,
     weigh: Weigh,
     rate: float,
@@ -89,7 +90,7 @@ def fewest(
     """
     found: Rated | None = None
     ordered = sorted(
-        ((math.ceil(rate / each.bound) * weigh(each.draft), each) for each in entries),
+        ((math.ceil(rate / each.bound) * weigh(each.draft), each) for each in tried),
         key=lambda item: (item[0], weigh(item[1].draft)),
     )
     for optimistic, entry in ordered:
@@ -137,6 +138,13 @@ def _copies(
     return high
 
 
-def bounded(trials: Trials, draft: Draft, fleet: Fleet) -> Entry:
-    """With the bound that the passes of its phases set."""
-    return Entry(draft, fleet, capacity.fleet_rate(fleet, trials.lengths()))
+def entries(
+    problem: Problem,
+    trials: Trials,
+    drafts: Iterable[Draft],
+    lay_out: Callable[[Problem, Draft], Fleet] = cell_fleet,
+) -> list[Entry]:
+    """Drafts with the bounds that the passes of their phases set."""
+    lengths = trials.lengths()
+    fleets = [(draft, lay_out(problem, draft)) for draft in drafts]
+    return [Entry(draft, fleet, capacity.fleet_rate(fleet, lengths)) for draft, fleet in fleets]

@@ -23,6 +23,9 @@ from cleave.simulator.trace import Trace
 
 OVERLOAD = 100.0
 """A trial lasts so many TTFT targets at least."""
+_LARGE = 4
+"""Where so many times the fewest requests do not last the lives asked for, they are enough: with
+many requests at once, chance evens out."""
 _MOST_REQUESTS = 200_000
 """Counted requests of the longest trial."""
 _LONGEST_DURATION_S = 600.0
@@ -111,8 +114,10 @@ class Trials:
         """How many requests a trial at `rate` takes."""
         life_s = self._life_ms(targets) / 1000
         overload_s = targets.ttft_ms / 1000 * OVERLOAD if math.isfinite(targets.ttft_ms) else 0.0
-        duration_s = max(min(overload_s, _LONGEST_DURATION_S), life_s * self.precision.lives)
-        counted = int(min(max(rate * duration_s, self.precision.min_requests), _MOST_REQUESTS))
+        least = self.precision.min_requests
+        lives = min(rate * life_s * self.precision.lives, _LARGE * least)
+        overload = rate * min(overload_s, _LONGEST_DURATION_S)
+        counted = int(min(max(lives, overload, least), _MOST_REQUESTS))
         return Span(ramp=int(min(math.ceil(rate * life_s), counted)), counted=counted)
 
     def shares(

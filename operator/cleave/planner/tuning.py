@@ -1,0 +1,53 @@
+"""Other limits of a pass for the instances of a draft: batch size and tokens, coarse to fine.
+
+Vidur, section 7.3, tries batch sizes and chunk sizes for every parallelism; here they are tried for
+the best parallelism only. DistServe's prefill instances keep L_m (section 4.3).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from cleave.api.role import Role
+from cleave.planner.candidates import Instance
+from cleave.planner.draft import Draft, Group
+from cleave.planner.rating import Rated
+from cleave.simulator.fleet import Batching
+
+NUM_SEQS = (64, 128, 256, 512, 1024)
+"""Requests in one pass and pipeline stage."""
+NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
+"""Tokens of one pass: Sarathi's chunk, vLLM's budget."""
+
+Choose = Callable[[list[Draft]], Rated | None]
+
+
+def refined(coarse: Rated | None, choose: Choose) -> Rated | None:
+    """`choose` again, among the first choice and its variants."""
+    if coarse is None:
+        return None
+    return choose([coarse.draft, *variants(coarse.draft)]) or coarse
+
+
+def variants(draft: Draft) -> list[Draft]:
+    """The draft with one group's limits changed, others left."""
+    return [
+        replace(draft, groups=tuple(changed if each is group else each for each in draft.groups))
+        for group in draft.groups
+        for changed in (replace(group, instance=instance) for instance in _limits(group))
+        if changed != group
+    ]
+
+
+def _limits(group: Group) -> list[Instance]:
+    instance = group.instance
+    stages = instance.candidate.parallelism.pipeline
+    seqs = [each * stages for each in NUM_SEQS]
+    match group.role:
+        case Role.PREFILL if instance.batching is not Batching.VLLM:
+            return []
+        case Role.PREFILL:
+            return [instance.limited(instance.max_num_seqs, each) for each in NUM_BATCHED_TOKENS]
+        case Role.DECODE:
+            return [instance.limited(each, instance.max_num_batched_tokens) for each in seqs]
+        case Role.MIXED:
+            return [instance.limited(one, other) for one in seqs for other in NUM_BATCHED_TOKENS]
