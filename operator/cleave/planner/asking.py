@@ -1,0 +1,95 @@
+"""The question to the planner where engines run on the machines of a cluster file.
+
+Called by `cleave plan`, `cleave simulate` and `cleave up`. Everything that can be wrong with a
+deployment or a cluster is said here, with its path in the file, before anything is simulated.
+"""
+
+from pathlib import Path
+
+from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment
+from cleave.api.manifest import ManifestError
+from cleave.api.planning import GpuChoice
+from cleave.perf import estimator, inventory, model
+from cleave.perf.gpu import Gpu, find
+from cleave.perf.link import within_node
+from cleave.perf.model import ModelShape
+from cleave.planner import diagnosis, workload
+from cleave.planner.placement import PlanError
+from cleave.planner.problem import Problem, Supply
+from cleave.planner.workload import Demand
+
+
+def problem(
+    deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
+) -> Problem:
+    """What `deployment` asks on `cluster`; relative traces and profiles are looked for in `folder`.
+
+    Raises PlanError or ManifestError.
+    """
+    spec = deployment.spec
+    shape = _shape(deployment)
+    kinds = inventory.kinds(cluster, spec.planning.gpus)
+    longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
+    demand = _demand(deployment, folder)
+    try:
+        estimates = estimator.for_cluster(shape, cluster, spec.planning.gpus, folder, longest)
+    except ManifestError as error:
+        raise PlanError(error.faults) from error
+    return Problem(
+        demand=demand.limited(longest),
+        slo=spec.slo,
+        supplies=supplies(cluster, kinds, spec.planning.gpus),
+        shape=shape,
+        estimator=estimates,
+        planning=spec.planning,
+        seed=seed,
+        notes=diagnosis.remarks(demand, longest),
+    )
+
+
+def supplies(
+    cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice]
+) -> tuple[Supply, ...]:
+    """The nodes whose kind of GPU may be used; equal groups are one.
+
+    A kind's limit is spent on its groups in their order.
+    """
+    own = [inventory.to_gpu(description) for description in cluster.gpus]
+    groups: dict[tuple[str, int], int] = {}
+    for group in cluster.nodes:
+        key = find(group.gpu, own).name, group.gpus_per_node
+        groups[key] = groups.get(key, 0) + group.count
+    left = {find(choice.type, own).name: choice.max for choice in choices}
+    found = []
+    for (name, per_node), count in groups.items():
+        limit = left.get(name)
+        there = count * per_node
+        usable = there if limit is None else min(there, limit)
+        if limit is not None:
+            left[name] = limit - usable
+        if name in kinds and usable:
+            gpu = kinds[name]
+            network = inventory.network_link(cluster, gpu)
+            found.append(Supply(name, count, per_node, usable, within_node(gpu), network))
+    return tuple(found)
+
+
+def _shape(deployment: LLMDeployment) -> ModelShape:
+    asked = deployment.spec.model
+    try:
+        return model.load(asked.folder or asked.locator)
+    except model.UnknownModelError as error:
+        raise PlanError([f"spec.model.source: {error}"]) from error
+
+
+def _demand(deployment: LLMDeployment, folder: Path) -> Demand:
+    stated = deployment.spec.workload
+    if stated is None:
+        raise PlanError(
+            ["spec.workload: is needed to plan from; state rate, promptTokens and outputTokens"]
+        )
+    try:
+        return workload.from_spec(stated, folder)
+    except workload.DemandError as error:
+        raise PlanError([f"spec.workload: {error}"]) from error
