@@ -131,5 +131,6 @@ def _end_prefill(state: State, i: int, r: int, now: float) -> None:
 
 
 def end_request(state: State, r: int, now: float) -> None:
+    """All tokens of request `r` are made."""
     request_at(state, r).end = now
     close_resident(state, r)

@@ -168,7 +168,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     inst = instance_at(state, i)
     tokens = request.prompt + request.made
     hold(inst, now, count_blocks(inst, tokens), tokens - 1)
-    _start_pull(state, i, r, now)
+    _start_pull(state, r, now)
     return True
 
 
@@ -184,7 +184,7 @@ def _pop(state: State, i: int, queue: int, now: float) -> None:
         announce(state, queue, now)
 
 
-def _start_pull(state: State, i: int, r: int, now: float) -> None:
+def _start_pull(state: State, r: int, now: float) -> None:
     request = request_at(state, r)
     end = now
     request.transfer_start = now

@@ -46,8 +46,9 @@ SLOT = _dtype(
     "begin finish first change",
     # batch, context: members and the sum of their contexts in the next decode pass; steps: decode
     # passes done; passes: in flight (0: idle); decodes: whether members take part; oldest,
-    # youngest: members; prompts: those that end in the pass, and the last of them; fresh: members that have not decoded;
-    # next: slot that started after it; tokens, squares, rows, contexts: what the pass computes.
+    # youngest: members; prompts: those that end in the pass, and the last of them; fresh: members
+    # that have not decoded; next: slot that started after it; tokens, squares, rows, contexts: what
+    # the pass computes.
     "batch context steps passes decodes oldest youngest prompts fresh next "
     "last_prompt tokens squares rows contexts",
 )
@@ -78,7 +79,8 @@ STATE = _dtype(
     "dispatch_ms latency token overlapped_token now",
     "dispatch overlap_from is_shared first_by_decode has_prefill has_decode random turn "
     "entry decoder num_pulls pull_order events max_events "
-    "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block max_stages "
+    "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
+    "max_stages "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
     # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,
     # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,

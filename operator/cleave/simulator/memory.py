@@ -46,7 +46,7 @@ def count_growth(state: State, inst: Record, s: int, start: int, end: int) -> in
 
 
 def find_last_step(state: State, inst: Record, s: int, start: int, end: int) -> int:
-    """The first step in `start` <= step < `end` for which free blocks do not suffice, else `end`."""
+    """The first of the steps `start`..`end` for which free blocks do not suffice, else `end`."""
     batch = slot_at(state, s).batch
     if inst.reserve or batch * (-(-(end - start) // inst.block)) <= inst.free:
         return end

@@ -100,13 +100,11 @@ class Instances:
     def mean_batch(self) -> Times:
         """Decoding requests per pass that had any; nan without such passes."""
         with np.errstate(invalid="ignore"):
-            mean: Times = self.decode_tokens / self.decode_passes
-        return mean
+            return np.asarray(self.decode_tokens / self.decode_passes, np.float64)
 
     def kv_usage(self, kv_capacity_tokens: Counts) -> Times:
         """Share of the KV memory (tokens per instance) in use, mean over the simulation."""
-        usage: Times = self.kv_token_ms / (kv_capacity_tokens * self.duration_ms)
-        return usage
+        return np.asarray(self.kv_token_ms / (kv_capacity_tokens * self.duration_ms), np.float64)
 
     def mfu(self, flops_per_token: float, peak_flops: float) -> Times:
         """Model FLOPs utilisation of each instance over the simulation (Vidur, section 5.2).
@@ -114,5 +112,5 @@ class Instances:
         `peak_flops`: per second, all GPUs of one instance. Recomputed tokens count as work.
         """
         tokens = self.prompt_tokens + self.decode_tokens
-        share: Times = tokens * flops_per_token / (peak_flops * self.duration_ms / 1000)
-        return share
+        share = tokens * flops_per_token / (peak_flops * self.duration_ms / 1000)
+        return np.asarray(share, np.float64)

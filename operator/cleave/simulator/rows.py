@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401, ARG001 - the values of a code generator have no types of their own
 """Access to the rows of a simulation's state. Only compiled code calls these functions.
 
 What is hard: numba passes an array as seven values and counts its references atomically at each
@@ -65,7 +66,7 @@ def score_at(state: State, row: int) -> Record:
     raise NotImplementedError
 
 
-def points(state: State, start: int, count: int) -> NDArray[np.float64]:
+def points(state: State, start: int, count: int) -> Any:
     """`count` points of the latency models from `start` on."""
     raise NotImplementedError
 
@@ -111,11 +112,10 @@ def _rows_of(name: str, dtype: Any) -> Any:
 
     @intrinsic
     def row_at(typing: Any, state: Any, row: Any) -> Any:
-        del typing, row
-
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             target = context.get_value_type(signature.return_type)
-            return _point(context, builder, *values, name, dtype.itemsize, target)
+            pointer, index = values
+            return _point(context, builder, pointer, index, name, dtype.itemsize, target)
 
         return record(state, types.int64), generate
 
@@ -132,8 +132,6 @@ def _slices_of(name: str, item: Any) -> Any:
 
     @intrinsic
     def slice_at(typing: Any, state: Any, start: Any, count: Any) -> Any:
-        del typing, start, count
-
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             pointer, start, count = values
             size = context.get_constant(types.intp, 8)
@@ -155,6 +153,8 @@ def _point(
     from numba import types
 
     word = context.get_value_type(types.int64)
-    field = builder.add(builder.ptrtoint(state, word), word(layout.STATE.fields[name][1]))  # type: ignore[index]
+    fields = layout.STATE.fields
+    assert fields
+    field = builder.add(builder.ptrtoint(state, word), word(fields[name][1]))
     base = builder.load(builder.inttoptr(field, word.as_pointer()))
     return builder.inttoptr(builder.add(base, builder.mul(row, word(itemsize))), target)

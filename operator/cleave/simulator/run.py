@@ -35,7 +35,7 @@ def simulate(fleet: "Fleet | Prepared", trace: Trace, seed: int = 0) -> Outcome:
     """
     prepared = fleet if isinstance(fleet, Prepared) else prepare(fleet)
     requests, instances, state = _run(prepared, trace, seed)
-    return _to_outcome(prepared, requests, instances, state)
+    return _to_outcome(requests, instances, state)
 
 
 def measure(
@@ -68,6 +68,8 @@ def prepare(fleet: Fleet) -> Prepared:
     """Check and lay out a fleet. Raises SimulationError."""
     roles = ((layout.PREFILL, fleet.prefill), (layout.DECODE, fleet.decode))
     pools = [(role, pool) for role, some in (*roles, (layout.MIXED, fleet.mixed)) for pool in some]
+    if not any(pool.replicas for _, pool in pools):
+        raise SimulationError("the fleet has no instances; state at least one pool with replicas")
     for _, pool in pools:
         _check_engine(pool.engine)
     _check_fleet(fleet)
@@ -76,8 +78,6 @@ def prepare(fleet: Fleet) -> Prepared:
     instances = np.concatenate(
         [np.repeat(kind, pool.replicas) for kind, (_, pool) in zip(kinds, pools, strict=True)]
     )
-    if not len(instances):
-        raise SimulationError("the fleet has no instances; state at least one pool with replicas")
     stages = instances["stages"]
     instances["first_slot"] = np.cumsum(stages) - stages
     slots = np.zeros(int(stages.sum()), layout.SLOT)
@@ -257,12 +257,11 @@ def _load() -> Callable[..., None]:
 
 
 def _to_outcome(
-    prepared: Prepared,
     requests: layout.Records,
     instances: layout.Records,
     state: layout.Records,
 ) -> Outcome:
-    def column(name: str, of: layout.Records = requests) -> Any:
+    def column(name: str, of: layout.Records = requests) -> Any:  # noqa: ANN401
         return np.ascontiguousarray(of[name])
 
     end = float(state["now"][0])

@@ -324,7 +324,8 @@ class Reference:
                 i.sorted = min(engine.prefill_sched_batch, len(i.waiting))
                 some = [i.waiting.popleft() for _ in range(i.sorted)]
                 sign = 1 if engine.order is Order.SJF else -1
-                i.waiting.extendleft(reversed(sorted(some, key=lambda r: sign * r.todo)))
+                some.sort(key=lambda r: sign * r.todo)
+                i.waiting.extendleft(reversed(some))
             return i.waiting, i.waiting[0]
         if i.role != "prefill" and self.hand_offs and i.fits(self.hand_offs[0]):
             return self.hand_offs, self.hand_offs[0]

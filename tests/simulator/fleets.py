@@ -1,0 +1,99 @@
+"""Fleets and traces that many tests use."""
+
+import random
+
+import numpy as np
+
+from cleave.perf import distserve, latency
+from cleave.perf.timing import Timing
+from cleave.simulator.fleet import (
+    Admission,
+    Batching,
+    Dispatch,
+    Engine,
+    Fleet,
+    Order,
+    Pool,
+    Transfer,
+)
+from cleave.simulator.trace import Trace
+
+OPT_13B = latency.to_timing(distserve.FITS["distserve/opt-13b/tp1"])
+
+
+def fixed_timing(prompt_ms: float = 10.0, decode_ms: float = 1.0, stages: int = 1) -> Timing:
+    """Every prompt pass takes `prompt_ms`, every decode pass `decode_ms`, whatever is in it."""
+    return Timing(1.0, (prompt_ms, prompt_ms), 0.0, (decode_ms, decode_ms), (0.0,), stages)
+
+
+def draw_trace(
+    count: int, rate: float, seed: int = 0, prompt: int | None = None, output: int | None = None
+) -> Trace:
+    """Poisson arrivals at `rate` req/s; lengths fixed where given."""
+    random_ = np.random.default_rng(seed)
+    return Trace(
+        np.cumsum(random_.exponential(1000 / rate, count)),
+        np.full(count, prompt) if prompt else random_.integers(20, 600, count),
+        np.full(count, output) if output else random_.integers(1, 200, count),
+    )
+
+
+def draw_case(seed: int) -> tuple[Fleet, Trace]:
+    """Any fleet and a short trace: all policies, tight or ample memory, one to three stages."""
+    draw = random.Random(seed)
+    kind, tight = draw.choice(["pd", "m", "p", "d", "pdm", "pm"]), draw.random() < 0.6
+
+    def pools(wanted: str) -> tuple[Pool, ...]:
+        if wanted not in kind:
+            return ()
+        return tuple(
+            Pool(_draw_engine(draw, tight), draw.randint(1, 2)) for _ in range(draw.randint(1, 2))
+        )
+
+    fleet = Fleet(
+        pools("p"),
+        pools("d"),
+        pools("m"),
+        Transfer(
+            is_shared=draw.random() < 0.5,
+            latency_ms=draw.choice([0.0, 2.0]),
+            token_ms=draw.choice([0.0, 0.5]),
+            overlapped_token_ms=draw.choice([0.0, 0.2]),
+            overlap_from_tokens=draw.choice([10, 1 << 40]),
+        ),
+        draw.choice([Dispatch.LEAST_PENDING, Dispatch.ROUND_ROBIN, Dispatch.LATE]),
+        dispatch_ms=draw.choice([0.0, 1.7]),
+        first_token_by_decode=draw.random() < 0.6,
+    )
+    count, gap_ms = draw.choice([1, 5, 20, 40]), draw.choice([1.0, 10.0, 100.0])
+    trace = Trace(
+        np.cumsum([draw.expovariate(1 / gap_ms) for _ in range(count)]),
+        np.array([draw.randint(1, 60) for _ in range(count)]),
+        np.array([draw.randint(1, 40) for _ in range(count)]),
+    )
+    return fleet, trace
+
+
+def _draw_engine(draw: random.Random, tight: bool) -> Engine:
+    points = draw.randint(2, 6)
+    timing = Timing(
+        prompt_step=draw.choice([1.0, 16.0, 100.0]),
+        prompt_ms=tuple(sorted(draw.uniform(1, 30) for _ in range(draw.randint(2, 4)))),
+        prompt_square_ms=draw.choice([0.0, 1e-3]),
+        decode_ms=tuple(sorted(draw.uniform(1, 20) for _ in range(points))),
+        decode_context_ms=tuple(draw.uniform(0, 0.05) for _ in range(draw.randint(1, points))),
+        stages=draw.choice([1, 1, 1, 2, 3]),
+        hop_ms=draw.choice([0.0, 0.3]),
+        hop_token_ms=draw.choice([0.0, 0.01]),
+    )
+    return Engine(
+        timing,
+        kv_capacity_tokens=draw.randint(60, 200) if tight else 100_000,
+        kv_block_size=draw.choice([1, 4, 16]),
+        batching=draw.choice(list(Batching)),
+        max_num_seqs=draw.choice([1, 3, 8, 256]),
+        max_num_batched_tokens=draw.choice([8, 40, 64, 8192]),
+        order=draw.choice(list(Order)),
+        prefill_sched_batch=draw.choice([2, 4, 16]),
+        admission=draw.choice(list(Admission)),
+    )

@@ -1,0 +1,302 @@
+"""Whole simulations: known answers, invariants, and what is refused."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleave.perf.timing import Timing
+from cleave.simulator.errors import SimulationError
+from cleave.simulator.fleet import Batching, Dispatch, Engine, Fleet, Pool, Transfer
+from cleave.simulator.outcome import Fate
+from cleave.simulator.run import measure, prepare, simulate
+from cleave.simulator.trace import Trace
+
+from fleets import OPT_13B, draw_trace, fixed_timing
+
+ENGINE = Engine(OPT_13B, 66_144)
+PREFILL = dataclasses.replace(ENGINE, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=512)
+seeds = st.integers(0, 1_000_000)
+
+
+def lone_prompts(timing: Timing) -> Fleet:
+    """A prefill instance that runs one prompt at a time."""
+    engine = Engine(timing, 1 << 40, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=1)
+    return Fleet(prefill=(Pool(engine, 1),))
+
+
+def disaggregated(prefill: int = 1, decode: int = 1) -> Fleet:
+    transfer = Transfer(latency_ms=1.0, token_ms=0.01)
+    return Fleet((Pool(PREFILL, prefill),), (Pool(ENGINE, decode),), transfer=transfer)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_prompts_of_one_length_wait_as_an_m_d_1_queue_says(load: float) -> None:
+    """DistServe, Eq. 1: D + R D^2 / 2 (1 - R D)."""
+    d = 50.0
+    rate = load / d
+    ttft = mean_ttft(fixed_timing(prompt_ms=d), rate)
+    assert ttft == pytest.approx(d + rate * d * d / (2 * (1 - rate * d)), rel=0.01)
+
+
+@pytest.mark.parametrize("load", [0.5, 1.2, 1.6])
+def test_two_stages_wait_as_eq_2_says(load: float) -> None:
+    """Inter-op: D + R D^2 / 4 (2 - R D): each stage takes half of D."""
+    d = 50.0
+    rate = load / d
+    ttft = mean_ttft(fixed_timing(prompt_ms=d, stages=2), rate)
+    assert ttft == pytest.approx(d + rate * d * d / (4 * (2 - rate * d)), rel=0.01)
+
+
+def test_two_way_tensor_parallelism_waits_as_eq_3_says() -> None:
+    """Intra-op with speed-up K: D / K + R D^2 / 2 K (K - R D)."""
+    d, k = 50.0, 1.7
+    rate = 1.2 / d
+    ttft = mean_ttft(fixed_timing(prompt_ms=d / k), rate)
+    assert ttft == pytest.approx(d / k + rate * d * d / (2 * k * (k - rate * d)), rel=0.01)
+
+
+def mean_ttft(timing: Timing, rate_per_ms: float) -> float:
+    trace = draw_trace(1_500_000, rate_per_ms * 1000, prompt=100, output=1)
+    return float(measure(lone_prompts(timing), trace)[0].mean())
+
+
+def test_one_request_takes_what_the_latency_model_says() -> None:
+    outcome = simulate(disaggregated(), Trace(np.array([0.0]), np.array([320]), np.array([3])))
+    prefill = OPT_13B.prefill_ms([320])
+    pulled = prefill + 1.0 + 320 * 0.01
+    passes = [OPT_13B.decode_pass_ms(1, 320 + made) for made in range(3)]
+    assert outcome.prefill_end_ms[0] == pytest.approx(prefill)
+    assert outcome.transfer_end_ms[0] == pytest.approx(pulled)
+    assert outcome.ttft_ms[0] == pytest.approx(pulled + passes[0])
+    assert outcome.end_ms[0] == pytest.approx(pulled + sum(passes))
+    assert outcome.instances.decode_tokens.tolist() == [0, 3]
+
+
+def test_the_first_token_counts_from_the_prefill_instance_where_the_paper_counts_so() -> None:
+    fleet = dataclasses.replace(disaggregated(), first_token_by_decode=False)
+    outcome = simulate(fleet, Trace(np.array([0.0]), np.array([320]), np.array([3])))
+    assert outcome.ttft_ms[0] == pytest.approx(OPT_13B.prefill_ms([320]))
+    assert outcome.instances.decode_tokens.tolist() == [0, 2]
+
+
+def test_prefill_memory_is_the_queue_before_a_full_decode_instance() -> None:
+    """Pull: the prefill instance starts no prompt while its memory holds what nobody pulled."""
+    prefill = dataclasses.replace(PREFILL, kv_capacity_tokens=512, max_num_batched_tokens=160)
+    decode = dataclasses.replace(ENGINE, kv_capacity_tokens=208)
+    fleet = Fleet((Pool(prefill, 1),), (Pool(decode, 1),))
+    count = 6
+    trace = Trace(np.zeros(count), np.full(count, 160), np.full(count, 40))
+    outcome = simulate(fleet, trace)
+    # One decodes at a time; three prompts fill the prefill instance, the next waits for a pull.
+    assert (outcome.transfer_start_ms[1:] >= outcome.end_ms[:-1]).all()
+    assert (outcome.prefill_start_ms[4:] >= outcome.transfer_end_ms[1:-3]).all()
+    assert outcome.instances.kv_peak_tokens[0] <= 512
+
+
+def test_transfers_of_one_prefill_instance_share_its_link_in_order() -> None:
+    transfer = Transfer(latency_ms=5.0)
+    batch = dataclasses.replace(PREFILL, max_num_batched_tokens=4096)
+    trace = Trace(np.zeros(3), np.full(3, 64), np.full(3, 2))
+    for is_shared, expected in ((True, [5, 10, 15]), (False, [5, 5, 5])):
+        fleet = Fleet(
+            (Pool(batch, 1),),
+            (Pool(ENGINE, 1),),
+            transfer=dataclasses.replace(transfer, is_shared=is_shared),
+        )
+        outcome = simulate(fleet, trace)
+        assert list(outcome.transfer_end_ms - outcome.prefill_end_ms) == pytest.approx(expected)
+
+
+def test_what_overlaps_the_prompt_is_not_waited_for() -> None:
+    transfer = Transfer(token_ms=0.1, overlapped_token_ms=0.08, overlap_from_tokens=256)
+    fleet = dataclasses.replace(disaggregated(), transfer=transfer)
+    outcome = simulate(fleet, Trace(np.array([0.0, 9e3]), np.array([128, 256]), np.array([2, 2])))
+    took = outcome.transfer_end_ms - outcome.transfer_start_ms
+    assert list(took) == pytest.approx([12.8, 256 * 0.02])
+
+
+def test_dispatch_is_paid_before_the_prompt_and_before_the_pull() -> None:
+    fleet = dataclasses.replace(disaggregated(), dispatch_ms=7.0)
+    outcome = simulate(fleet, Trace(np.array([3.0]), np.array([100]), np.array([2])))
+    assert outcome.prefill_start_ms[0] == 10.0
+    assert outcome.transfer_start_ms[0] - outcome.prefill_end_ms[0] == pytest.approx(7.0)
+
+
+def test_a_decode_fleet_begins_with_computed_prompts() -> None:
+    fleet = Fleet(decode=(Pool(ENGINE, 1),), first_token_by_decode=False)
+    outcome = simulate(fleet, Trace(np.array([4.0]), np.array([100]), np.array([3])))
+    expected = sum(OPT_13B.decode_pass_ms(1, 101 + made) for made in range(2))
+    assert outcome.ttft_ms[0] == 0
+    assert outcome.tpot_ms[0] == pytest.approx(expected / 2)
+    assert outcome.prefill_instance[0] == -1
+
+
+def test_mixed_instances_take_requests_beside_the_split_ones() -> None:
+    fleet = dataclasses.replace(disaggregated(2, 2), mixed=(Pool(ENGINE, 1),))
+    outcome = simulate(fleet, draw_trace(400, 20))
+    whole = outcome.prefill_instance == outcome.decode_instance
+    assert 0 < whole.sum() < 400
+    assert set(outcome.prefill_instance[whole]) == {4}
+    assert not np.isnan(outcome.end_ms).any()
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_every_way_to_dispatch_uses_all_instances(dispatch: Dispatch) -> None:
+    fleet = dataclasses.replace(disaggregated(3, 2), dispatch=dispatch)
+    outcome = simulate(fleet, draw_trace(300, 12))
+    assert set(outcome.prefill_instance) == {0, 1, 2}
+    assert set(outcome.decode_instance) == {3, 4}
+    assert not np.isnan(outcome.end_ms).any()
+
+
+def test_random_dispatch_follows_the_seed() -> None:
+    fleet = dataclasses.replace(disaggregated(3, 2), dispatch=Dispatch.RANDOM)
+    trace = draw_trace(300, 12)
+    first, same, other = (simulate(fleet, trace, seed) for seed in (1, 1, 2))
+    assert (first.end_ms == same.end_ms).all()
+    assert (first.prefill_instance == same.prefill_instance).all()
+    assert (first.prefill_instance != other.prefill_instance).any()
+    counts = np.bincount(simulate(fleet, draw_trace(3000, 12)).prefill_instance)
+    assert counts.min() > 900
+
+
+def test_a_late_choice_waits_less_than_a_turn_taken_blindly() -> None:
+    trace = draw_trace(3000, 25, seed=3)
+    waits = {}
+    for dispatch in (Dispatch.LATE, Dispatch.ROUND_ROBIN):
+        fleet = Fleet((Pool(PREFILL, 4),), dispatch=dispatch)
+        waits[dispatch] = measure(fleet, trace)[0].mean()
+    assert waits[Dispatch.LATE] < waits[Dispatch.ROUND_ROBIN]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.floats(0.5, 0.99))
+def test_a_faster_instance_is_never_slower_in_the_mean(seed: int, factor: float) -> None:
+    trace = draw_trace(200, 5, seed)
+    slow = measure(lone_prompts(OPT_13B), trace)[0]
+    fast = measure(lone_prompts(scale(OPT_13B, factor)), trace)[0]
+    assert (fast <= slow + 1e-9).all()
+
+
+def scale(timing: Timing, factor: float) -> Timing:
+    return dataclasses.replace(
+        timing,
+        prompt_ms=tuple(ms * factor for ms in timing.prompt_ms),
+        prompt_square_ms=timing.prompt_square_ms * factor,
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_an_instance_never_idles_while_a_prompt_waits(seed: int) -> None:
+    trace = draw_trace(200, 6, seed)
+    outcome = simulate(lone_prompts(OPT_13B), trace)
+    free = np.concatenate([[0.0], outcome.prefill_end_ms[:-1]])
+    np.testing.assert_allclose(outcome.prefill_start_ms, np.maximum(trace.arrival_ms, free))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds, st.sampled_from(list(Batching)), st.sampled_from([1, 2, 4]))
+def test_tokens_are_counted_exactly_and_memory_comes_back(seed, batching, stages) -> None:
+    timing = dataclasses.replace(OPT_13B, stages=stages)
+    engine = Engine(timing, 8_000, batching=batching, max_num_seqs=64)
+    trace = draw_trace(150, 8, seed)
+    outcome = simulate(Fleet(mixed=(Pool(engine, 2),)), trace)
+    used = outcome.instances
+    assert not np.isnan(outcome.end_ms).any()
+    assert not used.kv_left_tokens.any()
+    recomputed = used.num_preemptions.sum() > 0
+    prompts, outputs = trace.prompt_tokens.sum(), trace.output_tokens.sum()
+    tokens = used.prompt_tokens.sum() + used.decode_tokens.sum()
+    assert tokens >= prompts + outputs - len(trace) if recomputed else True
+    if not recomputed:
+        assert used.prompt_tokens.sum() == prompts
+        assert used.decode_tokens.sum() == outputs - len(trace)
+    assert (used.kv_peak_tokens <= 8_000).all()
+    assert (used.busy_ms <= used.duration_ms * (1 + 1e-9)).all()
+    assert (used.kv_usage(np.full(2, 8_000)) <= 1).all()
+
+
+def test_mfu_is_work_done_over_work_possible() -> None:
+    outcome = simulate(lone_prompts(fixed_timing(prompt_ms=100)), one_request(1000, 1))
+    # 1,000 tokens in 0.1 s at 2 FLOPs each, of 40,000 FLOP/s.
+    assert outcome.instances.mfu(2.0, 40_000.0)[0] == pytest.approx(0.5)
+
+
+def one_request(prompt: int, output: int) -> Trace:
+    return Trace(np.array([0.0]), np.array([prompt]), np.array([output]))
+
+
+def test_a_request_that_fits_no_memory_is_left_out_and_the_others_are_served() -> None:
+    engine = dataclasses.replace(ENGINE, kv_capacity_tokens=1024)
+    trace = Trace(np.array([0.0, 1.0, 2.0]), np.array([100, 2000, 100]), np.array([5, 5, 1000]))
+    for dispatch in Dispatch:
+        outcome = simulate(Fleet(mixed=(Pool(engine, 2),), dispatch=dispatch), trace)
+        assert list(outcome.fate) == [Fate.SERVED, Fate.TOO_LONG, Fate.TOO_LONG]
+        assert list(np.isnan(outcome.end_ms)) == [False, True, True]
+        assert outcome.attainment(1e9, 1e9) == pytest.approx(1 / 3)
+
+
+def test_measuring_gives_what_simulating_gives() -> None:
+    trace = draw_trace(300, 6)
+    prepared = prepare(disaggregated())
+    ttft, tpot = measure(prepared, trace)
+    outcome = simulate(prepared, trace)
+    assert (ttft == outcome.ttft_ms).all()
+    assert (tpot == outcome.tpot_ms).all()
+
+
+@pytest.mark.parametrize(
+    ("trace", "fault"),
+    [
+        (Trace(np.array([]), np.array([], int), np.array([], int)), "empty"),
+        (Trace(np.array([1.0, 0.5]), np.array([1, 1]), np.array([1, 1])), r"arrival_ms\[1\]"),
+        (Trace(np.array([math.nan, 1.0]), np.array([1, 1]), np.array([1, 1])), r"arrival_ms\[0\]"),
+        (Trace(np.array([1.0, math.inf]), np.array([1, 1]), np.array([1, 1])), r"arrival_ms\[1\]"),
+        (Trace(np.array([-1.0]), np.array([1]), np.array([1])), r"arrival_ms\[0\]"),
+        (Trace(np.array([0.0]), np.array([0]), np.array([1])), r"prompt_tokens\[0\]"),
+        (Trace(np.array([0.0]), np.array([5]), np.array([-3])), r"output_tokens\[0\]"),
+        (Trace(np.array([0.0]), np.array([1 << 40]), np.array([1])), r"prompt_tokens\[0\]"),
+        (Trace(np.array([0.0, 1.0]), np.array([5]), np.array([3])), "2 arrivals, 1 prompts"),
+    ],
+)
+def test_a_faulty_trace_is_refused_in_one_line(trace: Trace, fault: str) -> None:
+    with pytest.raises(SimulationError, match=fault) as caught:
+        simulate(disaggregated(), trace)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"kv_block_size": 0}, "kv_block_size is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
+        ({"kv_capacity_tokens": 10}, "does not fit"),
+        ({"timing": dataclasses.replace(OPT_13B, stages=0)}, "stages"),
+        ({"timing": dataclasses.replace(OPT_13B, prompt_ms=(1.0,))}, "two points"),
+        ({"timing": dataclasses.replace(OPT_13B, hop_ms=math.nan)}, "finite"),
+    ],
+)
+def test_a_faulty_engine_is_refused_in_one_line(change: dict[str, object], fault: str) -> None:
+    with pytest.raises(SimulationError, match=fault):
+        prepare(Fleet(mixed=(Pool(dataclasses.replace(ENGINE, **change), 1),)))
+
+
+@pytest.mark.parametrize(
+    ("fleet", "fault"),
+    [
+        (Fleet(), "no instances"),
+        (Fleet(mixed=(Pool(ENGINE, 0),)), "no instances"),
+        (Fleet(mixed=(Pool(ENGINE, -1),)), "replicas is -1"),
+        (Fleet(mixed=(Pool(ENGINE, 1),), dispatch_ms=-1.0), "dispatch_ms is -1"),
+        (Fleet(mixed=(Pool(ENGINE, 1),), transfer=Transfer(latency_ms=math.nan)), "latency_ms"),
+    ],
+)
+def test_a_faulty_fleet_is_refused_in_one_line(fleet: Fleet, fault: str) -> None:
+    with pytest.raises(SimulationError, match=fault):
+        prepare(fleet)
