@@ -17,6 +17,7 @@ from cleave.cli.gateway import FORWARDED, gateway
 from cleave.cli.logs import logs
 from cleave.cli.plan import plan
 from cleave.cli.profile import profile
+from cleave.cli.provision import provision
 from cleave.cli.simulate import simulate
 from cleave.cli.status import status
 from cleave.cli.up import up
@@ -29,7 +30,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, plan, simulate, up, status, logs, down, validate, profile, workload):
+for command in (
+    demo,
+    plan,
+    simulate,
+    up,
+    status,
+    logs,
+    down,
+    validate,
+    profile,
+    workload,
+    provision,
+):
     app.command()(command)
 app.command(context_settings=FORWARDED)(gateway)
 

@@ -82,10 +82,18 @@ def workload(
 ) -> None:
     """Describe traffic, say whether distributions stand for it, and print it as spec.workload.
 
-    `-o yaml` is ready to paste. Exit code 2: the source cannot be used. Examples:
-    cleave workload requests.csv; cleave workload chat-1m --rate 20 -o yaml;
-    cleave workload --prometheus http://prometheus:9090 --window 7d;
-    cleave workload requests.csv --sample 5000 --rate 12 -O more.csv
+    `-o yaml` is ready to paste. A recording is replayed where distributions do not stand for it.
+    With --prometheus, lengths come from vLLM's histograms.
+
+    Exit codes: 0 described or drawn, 2 the source cannot be used.
+
+    Example: cleave workload requests.csv
+
+    Example: cleave workload chat-1m --rate 20 -o yaml
+
+    Example: cleave workload --prometheus http://prometheus:9090 --window 7d
+
+    Example: cleave workload requests.csv --sample 5000 --rate 12 -O more.csv
     """
     from cleave.planner.history import HistoryError
     from cleave.planner.workload import DemandError

@@ -1,0 +1,126 @@
+"""The kinds of machines that a cluster has, as `provisioning` wants them: whole nodes, in pairs.
+
+Called by `cleave provision`. A machine is a node with one instance of the model on all its GPUs, as
+Splitwise's DGX are (sections IV-D and V). How many nodes a cluster has does not matter: that is
+what is asked.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cleave.api.cluster import Cluster
+from cleave.api.planning import GpuChoice
+from cleave.perf.estimate import Estimate
+from cleave.perf.estimator import for_cluster
+from cleave.perf.kv_transfer import kv_transfer
+from cleave.perf.link import Link, slower
+from cleave.perf.model import ModelShape
+from cleave.planner.problem import Problem, Supply
+from cleave.planner.provisioning import Machine, Pair, ProvisioningError
+from cleave.planner.workload import Demand
+from cleave.simulator.fleet import Transfer
+
+_NO_OVERLAP = 1 << 40
+_PROMPT_TOKENS = 1024
+"""Prompt whose pass says how fast a machine computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine and what its hand-offs depend on."""
+
+    machine: Machine
+    sizes: tuple[int, int]
+    """Tensor and pipeline parallel size."""
+    network_link: Link
+
+
+def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
+    """One per kind of GPU; `suffix` is added to their names.
+
+    Of the ways to split the model over all GPUs of a node, the one with the most tensor
+    parallelism counts. Raises ProvisioningError when the model fits no kind of node.
+    """
+    found, missing = [], []
+    for supply in {each.gpu: each for each in problem.supplies}.values():
+        node = _node(problem, supply, suffix)
+        if node is None:
+            reason = problem.estimator.why_not(supply.gpu, supply.gpus_per_node, 1)
+            missing.append(f"{supply.gpus_per_node} x {supply.gpu}: {reason}")
+        else:
+            found.append(node)
+    if not found:
+        raise ProvisioningError(f"the model fits no kind of node ({'; '.join(missing)})")
+    return tuple(found)
+
+
+def capped(
+    problem: Problem, found: Sequence[Node], cluster: Cluster, folder: Path, share: float
+) -> tuple[Node, ...]:
+    """The same machines with each GPU held to `share` of its power (HHcap's token machines).
+
+    `folder` is where the cluster's profiles lie. Raises ManifestError for a share so low that its
+    effect is not known.
+    """
+    choices = [
+        GpuChoice(
+            type=node.machine.name,
+            power_cap_watts=share * node.machine.estimate.power_watts / math.prod(node.sizes),
+            price_per_hour=node.machine.estimate.cost_per_hour / math.prod(node.sizes),
+        )
+        for node in found
+    ]
+    held = for_cluster(problem.shape, cluster, choices, folder)
+    return nodes(replace(problem, estimator=held), f" at {share:.0%}")
+
+
+def pairs(shape: ModelShape, prompt: Sequence[Node], token: Sequence[Node]) -> tuple[Pair, ...]:
+    """Every prompt kind with every token kind, and each prompt kind alone with mixed machines."""
+    split = (
+        Pair(
+            f"{one.machine.name} + {other.machine.name}",
+            one.machine,
+            other.machine,
+            _transfer(shape, one, other),
+        )
+        for one in prompt
+        for other in token
+    )
+    mixed = (Pair(f"{one.machine.name} mixed", one.machine, None) for one in prompt)
+    return (*split, *mixed)
+
+
+def slowest(found: Sequence[Node], demand: Demand) -> Machine:
+    """The machine on which a request of mean lengths alone takes longest: slowdowns' reference."""
+    prompt, output = round(demand.mean_prompt_tokens), demand.mean_output_tokens
+
+    def alone_ms(node: Node) -> float:
+        timing = node.machine.estimate.timing
+        return timing.prefill_ms([prompt]) + output * timing.decode_pass_ms(1, prompt)
+
+    return max(found, key=alone_ms).machine
+
+
+def _node(problem: Problem, supply: Supply, suffix: str) -> Node | None:
+    gpus = supply.gpus_per_node
+    for tensor in (size for size in range(gpus, 0, -1) if gpus % size == 0):
+        sizes = (tensor, gpus // tensor)
+        estimate: Estimate | None = problem.estimator.estimate(supply.gpu, *sizes)
+        if estimate is not None:
+            return Node(Machine(supply.gpu + suffix, estimate), sizes, supply.network_link)
+    return None
+
+
+def _transfer(shape: ModelShape, prompt: Node, token: Node) -> Transfer:
+    """Serialised for short prompts, per layer for long ones (Splitwise, section IV-C)."""
+    compute_ms = prompt.machine.estimate.timing.prefill_ms([_PROMPT_TOKENS]) / _PROMPT_TOKENS
+    link = slower(prompt.network_link, token.network_link)
+    moved = kv_transfer(shape, link, prompt.sizes, token.sizes, compute_ms)
+    return Transfer(
+        latency_ms=moved.latency_ms,
+        token_ms=moved.token_ms,
+        overlapped_token_ms=moved.overlapped_token_ms,
+        overlap_from_tokens=moved.overlap_from_tokens or _NO_OVERLAP,
+    )
