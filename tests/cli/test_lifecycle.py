@@ -37,6 +37,7 @@ def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> 
 
         (found,) = json.loads(cleave("status", "-o", "json").stdout)
         assert found["deployment"] == "chat"
+        assert (found["plan"]["gpus"], found["plan"].get("predicted")) == (2, None)
         shown = {(i["instance"], i["role"], i["state"]) for i in found["instances"]}
         assert shown == {
             ("chat-prefill-0", "prefill", "ready"),

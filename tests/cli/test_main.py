@@ -11,7 +11,20 @@ from cleave.cli.main import app
 from cleave.local import state
 from cleave.local.state import Snapshot
 
-COMMANDS = ("demo", "up", "status", "logs", "down", "validate", "profile", "gateway")
+COMMANDS = (
+    "demo",
+    "plan",
+    "simulate",
+    "up",
+    "status",
+    "logs",
+    "down",
+    "validate",
+    "profile",
+    "workload",
+    "provision",
+    "gateway",
+)
 HEAVY = ("grpc", "pydantic", "kubernetes", "numpy", "httpx", "torch", "yaml")
 
 
@@ -77,6 +90,20 @@ def test_validate_names_what_it_found(cli: CliRunner, manifest: Path) -> None:
     assert result.output == f"{manifest}: LLMDeployment chat is valid\n"
 
 
+def test_validate_reads_the_trace_and_the_cluster_that_a_plan_needs(
+    cli: CliRunner, manifest: Path, tmp_path: Path
+) -> None:
+    manifest.write_text(f"{manifest.read_text()}  workload: {{trace: {{path: gone.csv}}}}\n")
+    result = cli.invoke(app, ["validate", "-f", str(manifest)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: spec.workload: ")
+    assert "gone.csv" in result.stderr
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("nodes: [{gpu: H99}]")
+    result = cli.invoke(app, ["validate", "-f", str(manifest), "--cluster", str(cluster)])
+    assert (result.exit_code, "unknown GPU 'H99'" in result.stderr) == (2, True)
+
+
 def test_a_dry_run_prints_the_pods_and_starts_nothing(
     cli: CliRunner, manifest: Path, state_root: Path
 ) -> None:
@@ -89,6 +116,29 @@ def test_a_dry_run_prints_the_pods_and_starts_nothing(
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[command.index("--port") + 1] == "8123"
     assert not state_root.exists()
+
+
+def test_a_workload_is_planned_before_the_pods_are_made(cli: CliRunner, manifest: Path) -> None:
+    lengths = "promptTokens: {mean: 400, p90: 850}, outputTokens: {mean: 90, p90: 190}"
+    text = manifest.read_text().replace("tpotMs: 40", "tpotMs: 25").replace("timeScale: 0.01", "")
+    manifest.write_text(f"{text}  workload: {{rate: 8, {lengths}}}\n")
+    result = cli.invoke(app, ["up", "-f", str(manifest), "--dry-run"])
+    assert result.exit_code == 0, result.stderr
+    workers = [pod for pod in yaml.safe_load_all(result.output) if "gateway" not in str(pod)[:200]]
+    assert len(workers) == 3
+    assert "--max-num-batched-tokens" in workers[0]["spec"]["containers"][0]["command"]
+
+
+def test_a_workload_that_no_plan_holds_is_refused_in_one_line(
+    cli: CliRunner, manifest: Path
+) -> None:
+    text = manifest.read_text().replace("ttftMs: 400", "ttftMs: 1")
+    lengths = "promptTokens: {mean: 400}, outputTokens: {mean: 90}"
+    manifest.write_text(f"{text}  workload: {{rate: 1, {lengths}}}\n".replace("0.01", "1"))
+    result = cli.invoke(app, ["up", "-f", str(manifest), "--dry-run"])
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 1
+    assert line.startswith("error: infeasible: no plan meets TTFT 1.00 ms")
 
 
 def test_what_is_not_up_is_said_in_one_line(cli: CliRunner) -> None:

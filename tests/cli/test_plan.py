@@ -110,7 +110,7 @@ def test_infeasible_is_exit_code_1_and_names_the_nearest_slo(cli, file, said, in
     done = run(cli, file)
     assert done.exit_code == 1
     first = done.stdout.splitlines()[0]
-    assert first.startswith("infeasible: nearest SLO that holds is TTFT 180 ms, TPOT 360 ms")
+    assert first == "infeasible: no plan meets TTFT 20 ms; nearest SLO that holds is TTFT 180 ms"
     held = json.loads(run(cli, file, "-o", "json").stdout)
     assert (held["verdict"], held["selected"]) == ("Infeasible", None)
     assert "placement" not in yaml.safe_load(run(cli, file, "-o", "yaml").stdout)["spec"]
@@ -199,11 +199,15 @@ def test_a_real_search_plans_emulated_engines_and_writes_the_page(cli, file, tmp
     assert "the emulated engine" in page
 
 
-def test_a_page_that_cannot_be_written_is_one_line(cli, file, said, monkeypatch) -> None:
-    said()
-    monkeypatch.setattr("cleave.report.study.study", lambda *_: None)
-    monkeypatch.setattr("cleave.report.page.page", lambda _: "")
+def test_a_page_that_cannot_be_written_is_said_before_the_search(cli, file, said) -> None:
+    questions = said()
     done = run(cli, file, "--report", "/absent/folder/plan.html")
-    assert done.exit_code == 1
-    fault = "/absent/folder/plan.html cannot be written: No such file or directory"
+    assert (done.exit_code, questions) == (2, [])
+    fault = "--report /absent/folder/plan.html: there is no folder /absent/folder"
     assert done.stderr == f"error: {fault}\n"
+
+
+def test_a_folder_is_no_file_for_a_page(cli, file, tmp_path) -> None:
+    done = run(cli, file, "--report", str(tmp_path))
+    assert done.exit_code == 1
+    assert done.stderr == f"error: {tmp_path} cannot be written: Is a directory\n"

@@ -67,6 +67,8 @@ def plan(
 
     Example: cleave plan -f chat.yaml --cluster cluster.yaml --rate 20 --report plan.html
     """
+    if report is not None and not report.parent.is_dir():
+        fail([f"--report {report}: there is no folder {report.parent}"], BAD_INPUT)
     question = ask(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
     answer = _search(question)
     _print(question, answer, output, top, explained=explain)

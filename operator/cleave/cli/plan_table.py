@@ -7,7 +7,6 @@ from cleave.cli.tables import plain_table, print_whole
 from cleave.planner.plan import Answer, Percentiles, Plan, Verdict
 from cleave.planner.words import (
     VERDICTS,
-    milliseconds,
     number,
     percent,
     plan_label,
@@ -36,13 +35,11 @@ def show(console: "Console", answer: Answer, *, top: int, wide: bool) -> None:
     if answer.selected:
         told = " and ".join(pool_sentence(pool) for pool in answer.selected.pools)
         verdict.append(f": {told}")
-    elif nearest := answer.nearest_slo:
-        verdict.append(
-            f": nearest SLO that holds is TTFT {milliseconds(nearest.ttft_ms)}, TPOT "
-            f"{milliseconds(nearest.tpot_ms)}, with {nearest.plan}"
-        )
-    console.print(verdict, soft_wrap=True)
-    console.print(reason_alone(answer), markup=False, highlight=False, soft_wrap=True)
+        console.print(verdict, soft_wrap=True)
+        console.print(reason_alone(answer), markup=False, highlight=False, soft_wrap=True)
+    else:
+        verdict.append(f": {reason_alone(answer)}", style="not bold default")
+        console.print(verdict, soft_wrap=True)
     if plans := ranked(answer)[:top]:
         print_whole(console, table(plans, answer.selected, wide=wide))
     console.print(answer.what_would_change, markup=False, highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from cleave.local.errors import UpError
 from cleave.planner.placement import Placement, plan
 from cleave.planner.plan import Answer
 from cleave.planner.problem import Problem
-from cleave.planner.words import milliseconds, reason_alone
+from cleave.planner.words import reason_alone
 
 Tick = Callable[[int, int, str], None]
 
@@ -43,23 +43,19 @@ def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) 
     spec = deployment.spec
     if spec.placement is not None or spec.workload is None:
         return None
-    from cleave.planner import asking, emulated
-
     if spec.engine.type is EngineType.EMULATED:
+        from cleave.planner import emulated
+
         return emulated.problem(deployment, folder)
-    return asking.problem(deployment, cluster, folder) if cluster is not None else None
+    if cluster is None:
+        return None
+    from cleave.planner import asking
+
+    return asking.problem(deployment, cluster, folder)
 
 
 def _chosen(answer: Answer) -> Placement:
     if answer.selected is not None:
         return Placement(answer.selected.pools, answer.reason, answer)
-    nearest = answer.nearest_slo
-    rescue = (
-        f"; the nearest SLO that holds is TTFT {milliseconds(nearest.ttft_ms)}, TPOT "
-        f"{milliseconds(nearest.tpot_ms)}"
-        if nearest
-        else ""
-    )
-    raise UpError(
-        [f"infeasible: {reason_alone(answer)}{rescue}; spec.placement.manual brings it up all the same"]
-    )
+    reason = f"infeasible: {reason_alone(answer)}"
+    raise UpError([f"{reason}; spec.placement.manual brings it up all the same"])

@@ -13,7 +13,7 @@ from cleave.perf.estimate import Estimate
 from cleave.perf.link import Link, LinkKind
 from cleave.perf.model import ModelShape
 from cleave.perf.trust import Basis, Trust
-from cleave.planner import workload
+from cleave.planner import diagnosis, workload
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply
 
@@ -81,8 +81,9 @@ def problem(deployment: LLMDeployment, folder: Path = Path(), seed: int = 0) -> 
     shape = _shape(deployment)
     instances = spec.planning.max_gpus or MAX_INSTANCES
     link = _link(emulation.time_scale)
+    longest = spec.model.max_model_len or shape.max_model_len
     return Problem(
-        demand=demand.limited(spec.model.max_model_len or shape.max_model_len),
+        demand=demand.limited(longest),
         slo=spec.slo,
         supplies=(Supply(KIND, 1, instances, instances, link, link),),
         shape=shape,
@@ -90,6 +91,7 @@ def problem(deployment: LLMDeployment, folder: Path = Path(), seed: int = 0) -> 
         planning=spec.planning.model_copy(update={"gpus": []}),
         estimator=ProfileEstimator(profile, shape, emulation.time_scale),
         seed=seed,
+        notes=diagnosis.remarks(demand, longest),
     )
 
 

@@ -16,7 +16,7 @@ from cleave.report.study import Latencies, Study, Sweep, rivals
 from cleave.simulator.breakdown import Stage
 
 Row = tuple[str, ...]
-_LINES = (("var(--first)", "solid"), ("var(--second)", "dash"), ("var(--third)", "dot"))
+_MOST_LINES = 3
 _STAGE_COLOURS = {
     Stage.PREFILL_QUEUE: "var(--prefill-wait)",
     Stage.PREFILL: "var(--prefill)",
@@ -58,9 +58,10 @@ def charts(study: Study) -> Iterator[Chart]:
 def attainment(study: Study) -> Chart:
     """Attainment against rate with the goal, the goodput and the asked rate (DistServe, fig. 8)."""
     goal, asked = study.subject.slo.attainment, study.subject.rate
-    shown = [sweep for sweep in study.sweeps if sweep.plan in _contenders(study)]
+    shown = [_sweep_of(study, plan) for plan in _contenders(study)]
     figure = _figure("rate (req/s)", "requests within the SLO")
-    for sweep, (colour, dash) in zip(shown, _LINES, strict=False):
+    for place, sweep in enumerate(shown):
+        colour, dash = _line(sweep.plan, place)
         figure.add_scatter(
             x=list(sweep.rates),
             y=list(sweep.attainment),
@@ -108,7 +109,8 @@ def cdf(study: Study, metric: str) -> Chart:
     name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
     figure = _figure(f"{name} (ms)", "share of requests")
     rows, seen = [], []
-    for latencies, (colour, dash) in zip(study.latencies, _LINES, strict=False):
+    for place, latencies in enumerate(study.latencies):
+        colour, dash = _line(latencies.plan, place)
         values = getattr(latencies, f"{metric}_ms")
         share = _share_within(values, target)
         label = plan_label(latencies.plan)
@@ -268,7 +270,19 @@ def _every(study: Study) -> tuple[Plan, ...]:
 def _contenders(study: Study) -> list[Plan]:
     """The best of each kind, and the runner-up whatever it is."""
     plans = [sweep.plan for sweep in study.sweeps]
-    return list(dict.fromkeys((*rivals(plans), *plans[:2])))[: len(_LINES)]
+    return list(dict.fromkeys((*rivals(plans), *plans[:2])))[:_MOST_LINES]
+
+
+def _sweep_of(study: Study, plan: Plan) -> Sweep:
+    return next(sweep for sweep in study.sweeps if sweep.plan is plan)
+
+
+def _line(plan: Plan, place: int) -> tuple[str, str]:
+    """Colour by kind of plan, as for markers; the first line is solid, a third one grey."""
+    if place == 2:
+        return "var(--third)", "dot"
+    kind = "var(--first)" if plan.is_disaggregated else "var(--second)"
+    return kind, "dash" if place else "solid"
 
 
 def _load_places(sweep: Sweep, asked: float) -> list[int]:

@@ -97,21 +97,15 @@ def _header(study: Study) -> str:
     answer, subject, slo = study.answer, study.subject, study.subject.slo
     chosen = answer.selected
     headline = _in_words(chosen) if chosen else "No plan holds this SLO"
-    nearest = answer.nearest_slo
-    rescue = (
-        f'<p class="rescue">Nearest SLO that holds: TTFT {milliseconds(nearest.ttft_ms)}, TPOT '
-        f"{milliseconds(nearest.tpot_ms)} ({number(nearest.scale)} times what was asked), with "
-        f"{escape(nearest.plan)}.</p>"
-        if nearest
-        else ""
-    )
-    shown = tables.tiles(chosen, slo) if chosen else ""
+    if chosen:
+        shown = tables.tiles(chosen, slo)
+    else:
+        shown = tables.nearest(answer.nearest_slo) if answer.nearest_slo else ""
     return f"""<header class="card hero">
 <p class="overline">Cleave plan for <b>{escape(subject.deployment)}</b></p>
 <h1><span class="verdict {answer.verdict.lower()}">{VERDICTS[answer.verdict]}</span>
 {escape(headline)}</h1>
 <p class="reason">{escape(reason_alone(answer))}</p>
-{rescue}
 <dl class="tiles">{shown}</dl>
 <p class="change"><b>What would change it.</b> {escape(answer.what_would_change)}</p>
 <p class="asked"><b>Asked:</b> {escape(subject.model)}; {percent(slo.attainment)} of requests with

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from cleave.api.deployment import Slo
-from cleave.planner.plan import Answer, Percentiles, Plan
+from cleave.planner.plan import Answer, NearestSlo, Percentiles, Plan
 from cleave.planner.words import milliseconds, number, percent, plan_label, power, trust_sentence
 
 
@@ -68,10 +68,24 @@ def tiles(plan: Plan, slo: Slo) -> str:
         ("price", number(seen.cost_per_hour), "per hour", ""),
         ("power", power(seen.power_watts), "provisioned", ""),
     )
-    return "".join(
+    return "".join(_tile(*figure) for figure in figures)
+
+
+def nearest(slo: NearestSlo) -> str:
+    """What could be had instead, large."""
+    times = f"{number(slo.scale)} times what was asked for"
+    figures = (
+        ("TTFT that holds", milliseconds(slo.ttft_ms), times),
+        ("TPOT that holds", milliseconds(slo.tpot_ms), times),
+    )
+    tiles = "".join(_tile(*figure, "") for figure in figures)
+    return f'{tiles}<div class="tile wide"><dt>with</dt><dd>{escape(slo.plan)}</dd></div>'
+
+
+def _tile(name: str, value: str, detail: str, state: str) -> str:
+    return (
         f'<div class="tile {state}"><dt>{name}</dt><dd>{escape(value)}'
         f"<small>{escape(detail)}</small></dd></div>"
-        for name, value, detail, state in figures
     )
 
 
