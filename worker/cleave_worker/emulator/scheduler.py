@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cleave.perf.timing import Chunk
+from cleave.policy.batching import cut_chunk
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.sequence import Finish, Sequence, State
 
@@ -174,7 +175,8 @@ class Scheduler:
         sufficed = True
         while index < len(self.running) and step.num_tokens < limit:
             sequence = self.running[index]
-            count = min(len(sequence.tokens) - sequence.num_computed, limit - step.num_tokens)
+            left = len(sequence.tokens) - sequence.num_computed
+            count = cut_chunk(left, limit - step.num_tokens)
             missing = -(-(sequence.num_computed + count) // size) - len(sequence.blocks)
             while missing > self.pool.num_free and len(self.running) > index:
                 self._preempt(self.running.pop())
@@ -196,7 +198,7 @@ class Scheduler:
             budget = limits.max_num_batched_tokens - step.num_tokens
             if self._loaded:
                 sequence = self._loaded.popleft()
-                count = min(len(sequence.tokens) - sequence.num_computed, budget)
+                count = cut_chunk(len(sequence.tokens) - sequence.num_computed, budget)
             elif self._waiting:
                 sequence = self._waiting[0]
                 count = self._allocate(sequence, budget)
@@ -222,7 +224,8 @@ class Scheduler:
         if self.limits.prefix_caching:
             shared = self.pool.share(sequence.block_keys((num_tokens - 1) // size, size))
         cached = len(shared) * size
-        count = num_tokens - cached if sequence.hand_off else min(num_tokens - cached, budget)
+        left = num_tokens - cached
+        count = left if sequence.hand_off else cut_chunk(left, budget)
         missing = -(-(cached + count) // size) - len(shared)
         if missing > self.pool.num_free:
             self.pool.give_back(shared)

@@ -1,0 +1,151 @@
+"""The simulator against the emulated engine's own scheduler, run in virtual time."""
+
+import heapq
+import itertools
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from cleave.simulator.fleet import Engine, Fleet, Pool, Transfer
+from cleave.simulator.run import simulate
+from cleave.simulator.trace import Trace
+from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.emulator.scheduler import Limits, Scheduler, Step
+from cleave_worker.emulator.sequence import HandOff, Request, Sequence
+
+from fleets import OPT_13B, draw_trace
+
+LATENCY_MS, TOKEN_MS = 1.0, 0.03
+
+
+@dataclass
+class Emulated:
+    """What `emulator.Engine._run` does with its scheduler, without a clock."""
+
+    scheduler: Scheduler
+    step: Step | None = None
+
+
+@dataclass
+class World:
+    engines: list[Emulated]
+    now: float = 0.0
+    events: list[tuple[float, int, int, object]] = field(default_factory=list)
+    sequence: itertools.count = field(default_factory=itertools.count)
+    first: dict[str, float] = field(default_factory=dict)
+    end: dict[str, float] = field(default_factory=dict)
+
+    def at(self, time: float, order: int, what: object) -> None:
+        heapq.heappush(self.events, (time, order, next(self.sequence), what))
+
+    def run(self) -> None:
+        while self.events:
+            self.now, _, _, what = heapq.heappop(self.events)
+            what()
+
+    def submit(self, engine: Emulated, request: Request) -> None:
+        engine.scheduler.add(Sequence(request))
+        self.wake(engine)
+
+    def wake(self, engine: Emulated) -> None:
+        self.at(self.now, 1, lambda: None if engine.step else self.form(engine))
+
+    def form(self, engine: Emulated) -> None:
+        step = engine.scheduler.schedule()
+        for sequence in step.loads:
+            tokens = len(sequence.blocks) * engine.scheduler.pool.block_size
+            pulled = self.now + LATENCY_MS + tokens * TOKEN_MS
+            self.at(pulled, 0, lambda s=sequence: self.load(engine, s))
+        if step.scheduled:
+            engine.step = step
+            ms = OPT_13B.iteration_ms(step.chunks, step.batch, step.context_tokens)
+            self.at(self.now + ms, 1, lambda: self.complete(engine))
+
+    def load(self, engine: Emulated, sequence: Sequence) -> None:
+        engine.scheduler.load(sequence, [0] * len(sequence.blocks))
+        source = self.engines[0]
+        source.scheduler.release(sequence.request.id)
+        self.wake(source)
+        self.wake(engine)
+
+    def complete(self, engine: Emulated) -> None:
+        step, engine.step = engine.step, None
+        for sequence, _, finish in engine.scheduler.complete(step):
+            name = sequence.request.id
+            if sequence.request.hold:
+                self.at(self.now, 0, lambda n=name: self.hand_over(n))
+                continue
+            self.first.setdefault(name, self.now)
+            if finish:
+                self.end[name] = self.now
+        self.form(engine)
+
+    def hand_over(self, name: str) -> None:
+        self.submit(self.engines[1], self.requests[name])
+
+
+def emulate(trace: Trace, engines: list[Engine]) -> tuple[np.ndarray, np.ndarray, int]:
+    """First token and end of each request, and how many were preempted."""
+    world = World(
+        [
+            Emulated(
+                Scheduler(
+                    Limits(e.max_num_seqs, e.max_num_batched_tokens, prefix_caching=False),
+                    BlockPool(e.kv_capacity_tokens // e.kv_block_size, e.kv_block_size),
+                )
+            )
+            for e in engines
+        ]
+    )
+    split = len(engines) == 2
+    hand_off = HandOff("", "", "", 0, ()) if split else None
+    world.requests = {}
+    rows = zip(trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, strict=True)
+    for number, (arrival, prompt, output) in enumerate(rows):
+        name, tokens = str(number), array("I", range(prompt))
+        whole = Request(name, tokens, int(output), ignore_eos=True, hand_off=hand_off)
+        world.requests[name] = whole
+        entry = Request(name, tokens, 1, ignore_eos=True, hold=True) if split else whole
+        world.at(arrival, 0, lambda r=entry: world.submit(world.engines[0], r))
+    world.run()
+    names = [str(number) for number in range(len(trace))]
+    return (
+        np.array([world.first[name] for name in names]),
+        np.array([world.end[name] for name in names]),
+        sum(engine.scheduler.num_preemptions for engine in world.engines),
+    )
+
+
+@pytest.mark.parametrize("budget", [64, 512, 8192])
+@pytest.mark.parametrize(
+    ("capacity", "max_num_seqs", "rate"), [(66_144, 256, 4.0), (66_144, 8, 1.0), (2_400, 256, 2.0)]
+)
+def test_a_mixed_instance_batches_as_the_emulated_engine_does(
+    capacity: int, max_num_seqs: int, rate: float, budget: int
+) -> None:
+    engine = Engine(OPT_13B, capacity, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    trace = draw_trace(150, rate, seed=budget)
+    first, end, preemptions = emulate(trace, [engine])
+    outcome = simulate(Fleet(mixed=(Pool(engine, 1),)), trace)
+    np.testing.assert_allclose(outcome.first_token_ms, first, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(outcome.end_ms, end, rtol=0, atol=1e-6)
+    assert outcome.num_preemptions.sum() == preemptions
+    assert preemptions > 0 or capacity > 2_400
+
+
+@pytest.mark.parametrize("budget", [64, 512, 8192])
+@pytest.mark.parametrize(
+    ("held", "room"), [(66_144, 66_144), (1_200, 66_144), (66_144, 3_000), (1_200, 2_000)]
+)
+def test_a_pair_hands_over_as_two_emulated_engines_do(held: int, room: int, budget: int) -> None:
+    prefill = Engine(OPT_13B, held, max_num_batched_tokens=budget)
+    decode = Engine(OPT_13B, room, max_num_batched_tokens=budget)
+    transfer = Transfer(is_shared=False, latency_ms=LATENCY_MS, token_ms=TOKEN_MS)
+    trace = draw_trace(150, 3.0, seed=budget)
+    first, end, preemptions = emulate(trace, [prefill, decode])
+    outcome = simulate(Fleet((Pool(prefill, 1),), (Pool(decode, 1),), transfer=transfer), trace)
+    np.testing.assert_allclose(outcome.first_token_ms, first, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(outcome.end_ms, end, rtol=0, atol=1e-6)
+    assert outcome.num_preemptions.sum() == preemptions
