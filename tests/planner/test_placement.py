@@ -34,7 +34,7 @@ def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_rea
 ):
     placement = plan(deployment())
     assert placement.pools == (PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1))
-    assert "no planner" in placement.reason
+    assert "spec.workload states no traffic" in placement.reason
 
 
 def test_a_placement_by_hand_is_taken_as_it_is_in_the_order_of_roles() -> None:

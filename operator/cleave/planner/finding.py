@@ -73,7 +73,8 @@ def _colocated(
         if fitted is not None:
             yield Found(fitted, COLOCATED, True)
             return
-    if (filled := replication.fill(problem, best.draft.groups, [rate])) is not None:
+    filled = replication.fill(problem, trials, best.draft.groups, [rate], targets)
+    if filled is not None:
         yield Found(filled, COLOCATED, False)
 
 
@@ -94,27 +95,28 @@ def _high(
         ),
     )
     fitted: list[Draft] = []
-    short: list[Draft] = []
     for pair in pairs[:_MOST_PAIRS]:
         tick("replicas of prefill and decode instances")
-        start = _start(problem, pair)
+        wanted = high_affinity.replicated(pair[0], pair[1], problem.rate)
+        start = (
+            wanted
+            if packing.fits(problem, wanted)
+            else _all_there_is(problem, trials, pair, targets)
+        )
         best = _fitted(problem, trials, start, load, spare) if start else None
-        if best is not None and best not in fitted:
+        if best is not None:
             fitted.append(best)
-        elif start is not None:
-            short.append(start)
-    yield from (Found(draft, HIGH, True) for draft in fitted)
-    if not fitted:
-        yield from (Found(draft, HIGH, False) for draft in short[:1])
+    yield from (Found(draft, HIGH, True) for draft in _distinct(fitted))
+    if not fitted and pairs and (filled := _all_there_is(problem, trials, pairs[0], targets)):
+        yield Found(filled, HIGH, False)
 
 
-def _start(problem: Problem, pair: tuple[Rated, Rated]) -> Draft | None:
-    """Replicas for the rate, or as many as there is room for."""
-    wanted = high_affinity.replicated(pair[0], pair[1], problem.rate)
-    if packing.fits(problem, wanted):
-        return wanted
+def _all_there_is(
+    problem: Problem, trials: Trials, pair: tuple[Rated, Rated], targets: Targets
+) -> Draft | None:
     groups = [group for rated in pair for group in rated.draft.groups]
-    return replication.fill(problem, groups, [rated.goodput.rate for rated in pair])
+    goodputs = [rated.goodput.rate for rated in pair]
+    return replication.fill(problem, trials, groups, goodputs, targets)
 
 
 def _phases(
@@ -156,13 +158,21 @@ def _low(
         tick("replicas of prefill and decode in one node")
         wanted = replication.copies(problem, cell.draft, cell.goodput.rate, problem.rate)
         best = _fitted(problem, trials, wanted, Load(problem.rate, targets)) if wanted else None
-        if best is not None and best not in fitted:
+        if best is not None:
             fitted.append(best)
-    yield from (Found(draft, LOW, True) for draft in fitted)
+    yield from (Found(draft, LOW, True) for draft in _distinct(fitted))
     if not fitted:
-        yield Found(
-            efficient.draft.copied(packing.most_copies(problem, efficient.draft)), LOW, False
-        )
+        all_there_is = packing.most_copies(problem, efficient.draft)
+        yield Found(efficient.draft.copied(all_there_is), LOW, False)
+
+
+def _distinct(drafts: Sequence[Draft]) -> list[Draft]:
+    """Without those that differ in the limits of a pass only."""
+    shapes = {
+        (draft.copies, *((g.role, g.instance.candidate, g.replicas) for g in draft.groups)): draft
+        for draft in reversed(drafts)
+    }
+    return list(reversed(shapes.values()))
 
 
 def _fitted(

@@ -88,8 +88,11 @@ def confirm(
 
     Also tries rates away from the first answer, for an attainment that is not monotone.
     """
-    others = [trials.reseeded(trials.seed + number) for number in range(1, seeds + 1)]
-    found = [near(each, fleet, targets, first.rate) for each in others]
+    found = [first]
+    for number in range(1, seeds + 1):
+        other = trials.reseeded(trials.seed + number)
+        found.append(near(other, fleet, targets, found[-1].rate))
+    found = found[1:]
     rates = [each.rate for each in found]
     mean = statistics.fmean(rates)
     half = _T_95[seeds] * statistics.stdev(rates) / math.sqrt(seeds)

@@ -69,7 +69,7 @@ def _drafts(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Ite
             bound = capacity.fleet_rate(cell_fleet(problem, one), lengths)
             copies = packing.most_copies(problem, one, math.ceil(_UNHURRIED * rate / bound))
             if copies:
-                yield Draft((Group(group.role, group.instance, copies),))
+                yield replication.celled(Draft((Group(group.role, group.instance, copies),)))
     prefills, decodes = _shortlists(found, lengths)
     for prefill in prefills:
         for decode in decodes:
@@ -105,19 +105,20 @@ def _split(problem: Problem, groups: list[Group], lengths: capacity.Lengths) -> 
         Group(g.role, g.instance, max(1, math.ceil(_UNHURRIED * problem.rate / bound)))
         for g, bound in zip(groups, bounds, strict=True)
     )
-    plenty = Draft(wanted)
+    plenty = replication.celled(Draft(wanted))
     if packing.fits(problem, plenty):
         yield plenty
-    elif (filled := replication.fill(problem, groups, bounds)) is not None:
+    elif (filled := replication.filled(problem, groups, bounds)) is not None:
         yield filled
 
 
 def _scale(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> float:
     """Smallest factor on both targets that enough requests stay below."""
-    fleet, span = cell_fleet(problem, draft), trials.span(problem.rate, targets)
-    if capacity.fleet_rate(fleet, trials.lengths(span.total)) <= problem.rate:
+    fleet, rate = cell_fleet(problem, draft), problem.rate / draft.copies
+    span = trials.span(rate, targets)
+    if capacity.fleet_rate(fleet, trials.lengths(span.total)) <= rate:
         return math.inf  # its queues would grow for ever; a finite trace does not show that
-    outcome = trials.serve(fleet, problem.rate, span)
+    outcome = trials.serve(fleet, rate, span)
     missed = np.maximum(
         outcome.ttft_ms[span.window] / targets.ttft_ms,
         outcome.tpot_ms[span.window] / targets.tpot_ms,
@@ -129,9 +130,10 @@ def _scale(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> 
 def _confirmed(problem: Problem, trials: Trials, option: _Option, targets: Targets) -> float | None:
     """The factor again, from trials as long as the looser targets need; None: it runs away."""
     fleet, scale = cell_fleet(problem, option.draft), option.scale
+    rate = problem.rate / option.draft.copies
     for _ in range(_MOST_STEPS):
         scaled = targets.scaled(scale)
-        shares = trials.shares(fleet, problem.rate, scaled, trials.span(problem.rate, scaled))
+        shares = trials.shares(fleet, rate, scaled, trials.span(rate, scaled))
         if shares.both >= targets.attainment:
             return scale
         scale *= _STEP

@@ -1,8 +1,8 @@
 """Chooses how many instances of each role serve a deployment.
 
-Pure; called by `cleave.local`, and by the command line to check a manifest. This version plans
-nothing from models or traffic: a placement is stated by hand, or it is the smallest disaggregated
-one. The reason says which.
+Pure; called by `cleave.local`, and by the command line to check a manifest. A placement is stated
+by hand, or planned by `cleave.planner.search` where traffic and machines are known, or it is the
+smallest disaggregated one. The reason says which.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,7 @@ def plan(deployment: LLMDeployment) -> Placement:
     if stated is None:
         return Placement(
             pools=(PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)),
-            reason="one prefill and one decode instance: this version has no planner, and "
-            "spec.placement.manual states nothing else",
+            reason=f"one prefill and one decode instance: {_missing(deployment)}",
         )
     order = list(Role)
     return Placement(
@@ -72,6 +71,13 @@ def plan(deployment: LLMDeployment) -> Placement:
         ),
         reason="stated by hand in spec.placement.manual",
     )
+
+
+def _missing(deployment: LLMDeployment) -> str:
+    """Why nothing was planned."""
+    if deployment.spec.workload is None:
+        return "spec.workload states no traffic to plan for, and spec.placement.manual nothing else"
+    return "no cluster file says which machines there are, and spec.placement.manual nothing else"
 
 
 def _must_be_measured(engine: Engine) -> None:

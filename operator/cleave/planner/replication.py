@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cleave.api.role import Role
-from cleave.planner import packing
+from cleave.planner import goodput, packing
 from cleave.planner.draft import Draft, Group, cell_fleet
 from cleave.planner.problem import Problem
 from cleave.planner.trials import Shares, Targets, Trials
@@ -39,10 +39,9 @@ def fit(
 
     `spare` is a mixed instance that may stand in for a prefill and a decode instance.
     """
-    cells = draft.copies if draft.copies > 1 else max(1, round(draft.gpus / CELL_GPUS))
-    cell = draft if draft.copies > 1 else _divided(draft, cells)
-    share = Load(load.rate / cells, load.targets)
-    grown = _grow(problem, trials, cell.copied(cells), share)
+    start = draft if draft.copies > 1 else celled(draft)
+    share = Load(load.rate / start.copies, load.targets)
+    grown = _grow(problem, trials, start, share)
     return _shrink(problem, trials, grown, share, spare) if grown else None
 
 
@@ -51,45 +50,88 @@ def hold(problem: Problem, trials: Trials, draft: Draft, load: Load) -> Draft | 
     return _grow(problem, trials, draft, Load(load.rate / draft.copies, load.targets))
 
 
-def copies(problem: Problem, cell: Draft, goodput: float, rate: float) -> Draft | None:
-    """Whole cells for a rate: n = ceil(R / goodput), as Algorithm 2 replicates; None: no room."""
-    wanted = cell.copied(math.ceil(rate / goodput * (1 - 1e-9)))
+def copies(problem: Problem, cell: Draft, served: float, rate: float) -> Draft | None:
+    """Whole cells for a rate: n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
+
+    `served` is the goodput of one cell.
+    """
+    wanted = cell.copied(math.ceil(rate / served * (1 - 1e-9)))
     return wanted if packing.fits(problem, wanted) else None
 
 
-def fill(problem: Problem, groups: Sequence[Group], goodputs: Sequence[float]) -> Draft | None:
-    """As many instances as the nodes take, in the ratio of what one of each serves.
+def fill(
+    problem: Problem,
+    trials: Trials,
+    groups: Sequence[Group],
+    goodputs: Sequence[float],
+    targets: Targets,
+) -> Draft | None:
+    """The plan that serves most on all GPUs there are, where they are too few for the rate.
 
-    `goodputs` are those of one instance of each group; None: not even one of each fits.
+    In cells, filled in the ratio of what one instance of each group serves (`goodputs`), then
+    exchanged while that serves more. None: not even one of each fits.
     """
-    draft = Draft(tuple(Group(group.role, group.instance, 1) for group in groups))
-    if not packing.fits(problem, draft):
+    cell = filled(problem, groups, goodputs)
+    if cell is None:
         return None
+    cell = _climbed(problem, trials, cell.copied(1), targets)
+    return cell.copied(packing.most_copies(problem, cell))
+
+
+def filled(problem: Problem, groups: Sequence[Group], goodputs: Sequence[float]) -> Draft | None:
+    """The same without a simulation."""
+    one = Draft(tuple(Group(group.role, group.instance, 1) for group in groups))
+    if not packing.fits(problem, one):
+        return None
+    most = problem.max_gpus // math.ceil(problem.max_gpus / CELL_GPUS)
+    cell = _filled(problem, one, goodputs, max(most, one.gpus))
+    return cell.copied(packing.most_copies(problem, cell))
+
+
+def celled(draft: Draft) -> Draft:
+    """A large plan as cells of about CELL_GPUS, rounded up; a small one is one cell."""
+    cells = max(1, round(draft.gpus / CELL_GPUS))
+    groups = (Group(g.role, g.instance, math.ceil(g.replicas / cells)) for g in draft.groups)
+    return Draft(tuple(groups), cells, draft.is_in_node)
+
+
+def _filled(problem: Problem, one: Draft, goodputs: Sequence[float], most: int) -> Draft:
+    draft = one
     while True:
-        served = [
-            group.replicas * goodput for group, goodput in zip(draft.groups, goodputs, strict=True)
-        ]
-        weakest = draft.groups[served.index(min(served))]
-        step = max(1, round(weakest.replicas * _GROWTH))
-        for more in (step, 1):
-            grown = draft.changed({weakest.role: more})
-            if packing.fits(problem, grown):
-                draft = grown
+        served = [group.replicas * each for group, each in zip(draft.groups, goodputs, strict=True)]
+        weakest = sorted(range(len(served)), key=served.__getitem__)
+        grown = (draft.changed({draft.groups[place].role: 1}) for place in weakest)
+        able = (each for each in grown if each.gpus <= most and packing.fits(problem, each))
+        larger = next(able, None)
+        if larger is None:
+            return draft
+        draft = larger
+
+
+def _climbed(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> Draft:
+    """Exchange prefill and decode instances while the cell serves more."""
+    served = goodput.find(trials, cell_fleet(problem, draft), targets).rate
+    for _ in range(_MOST_MOVES):
+        for more, less in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            if draft.replicas(less) < 2:
+                continue
+            exchanged = draft.changed({more: 1, less: -1})
+            if exchanged.gpus > draft.gpus or not packing.fits(problem, exchanged):
+                continue
+            fleet = cell_fleet(problem, exchanged)
+            found = goodput.find(trials, fleet, targets, at_least=served).rate
+            if found > served:
+                draft, served = exchanged, found
                 break
         else:
             return draft
+    return draft
 
 
 def shares(problem: Problem, trials: Trials, draft: Draft, load: Load) -> Shares:
     """Of one cell at its share of the rate (`load` is a cell's)."""
     span = trials.span(load.rate, load.targets)
     return trials.shares(cell_fleet(problem, draft), load.rate, load.targets, span)
-
-
-def _divided(draft: Draft, cells: int) -> Draft:
-    """A cell of a plan; rounded up, as removing what is too much comes later."""
-    groups = (Group(g.role, g.instance, math.ceil(g.replicas / cells)) for g in draft.groups)
-    return Draft(tuple(groups), is_in_node=draft.is_in_node)
 
 
 def _holds(problem: Problem, trials: Trials, draft: Draft, load: Load) -> bool:

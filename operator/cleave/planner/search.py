@@ -22,7 +22,7 @@ from cleave.planner.predict import Finalist, predict
 from cleave.planner.problem import Problem
 from cleave.planner.trials import CONFIRMED, Targets, Trials
 from cleave.planner.verdict import Ranking
-from cleave.planner.words import number, plan_label
+from cleave.planner.words import plan_label
 
 Progress = Callable[[int, int, str], None]
 """Done, of how many, and what is going on."""
@@ -174,12 +174,9 @@ def _infeasible(
 ) -> _Said:
     meter.tick("the nearest SLO")
     nearest = nearest_slo(problem, trials, found, targets)
-    changed = (
-        f"an SLO {number(nearest.scale)} times as long" if nearest else "a lower rate or more GPUs"
-    )
     return _Said(
         verdict.infeasible(problem, ranking, nearest, targets),
-        f"{changed} would make it feasible",
+        verdict.what_would_help(problem, ranking, nearest),
         nearest,
     )
 

@@ -100,6 +100,17 @@ def infeasible(
     )
 
 
+def what_would_help(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
+    """One sentence: what would make an infeasible question feasible."""
+    ways = [f"an SLO {number(nearest.scale)} times as long"] if nearest else []
+    best = _most(ranking)
+    if best is not None and best.plan.prediction.goodput > 0:
+        needed = math.ceil(best.plan.gpus * problem.rate / best.plan.prediction.goodput)
+        ways.append(f"about {_gpus(needed)}")
+        ways.append(f"a rate of {number(best.plan.prediction.goodput)} req/s")
+    return f"{' or '.join(ways) or 'only faster GPUs'} would make it feasible"
+
+
 def what_would_change(
     problem: Problem, ranking: Ranking, targets: Targets, switch_tpot_ms: float | None
 ) -> str:
@@ -181,12 +192,15 @@ def _compared(
             f"the best {kind} plan takes {_amount(theirs, objective)} instead of "
             f"{_amount(ours, objective)}"
         )
-    gain = selected.plan.prediction.goodput / other.plan.prediction.goodput - 1
     if _is_surely_better(selected, other):
-        return f"the best {kind} plan takes as much and serves {percent(gain)} less at most"
+        gain = selected.plan.prediction.goodput / other.plan.prediction.goodput - 1
+        return (
+            f"the best {kind} plan takes as much and serves less: this one's goodput is "
+            f"{percent(gain)} higher"
+        )
     return (
-        f"the best {kind} plan takes as much, and its goodput of "
-        f"{_interval(other)} is within the confidence interval of {_interval(selected)}"
+        f"the best {kind} plan takes as much and is not surely better: goodput {_interval(other)} "
+        f"against {_interval(selected)} (95 % confidence)"
     )
 
 
