@@ -163,8 +163,8 @@ def test_bad_input_is_one_line_and_exit_code_2(cli, file, said, old, new, option
         ("nodes: [{gpu: A100-SXM-80GB, gpusPerNode: 0}]", "nodes[0].gpusPerNode: must be >= 1"),
         ("nodes: []", "nodes: must have at least 1 entry"),
         ("nodes: [{gpu: A100-SXM-80GX}]", "nodes[0].gpu: unknown GPU 'A100-SXM-80GX'"),
-        ("nodes: [{gpu: H100}]\nprofiles: [gone.yaml]", ""),
-        ("- 1", ""),
+        ("nodes: [{gpu: H100}]\nprofiles: [gone.yaml]", "profiles[0]: "),
+        ("- 1", "must be an object"),
     ],
 )
 def test_a_faulty_cluster_is_one_line_and_exit_code_2(cli, file, tmp_path, cluster, fault) -> None:
