@@ -1,10 +1,10 @@
 """Emulated fleets: OPT-13B on A100 as DistServe measured it, and the same for the simulator."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from idle import calibrate_dispatch, measure_idle, read_idle
+from idle import find_dispatch, measure_idle, read_idle
 from stage import Case, Stage
 from subject import make_fleet
 
@@ -49,7 +49,7 @@ class Emulated:
 
     def prepare(self, stage: Stage, folder: Path) -> None:
         """Times of an idle fleet: they tell what HTTP and the gateway cost."""
-        measure_idle(stage.url, self.model, self.time_scale, folder / "idle.json")
+        measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
     def twin(self, folder: Path) -> Fleet:
         """The same engines, links and ways for the simulator."""
@@ -64,6 +64,5 @@ class Emulated:
         transfer = Transfer(
             is_shared=False, latency_ms=LATENCY_MS, token_ms=bits / (BANDWIDTH_GBPS * 1e6)
         )
-        fleet = make_fleet(self.case, engine, transfer, 0.0)
-        dispatch_ms = calibrate_dispatch(fleet, read_idle(folder / "idle.json"))
-        return replace(fleet, dispatch_ms=dispatch_ms)
+        dispatch_ms = find_dispatch(read_idle(folder / "idle.json"), self.case.ways)
+        return make_fleet(self.case, engine, transfer, dispatch_ms)

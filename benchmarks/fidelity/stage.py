@@ -33,6 +33,11 @@ class Case:
         return f"{self.mixed}M" if self.mixed else f"{self.prefill}P{self.decode}D"
 
     @property
+    def ways(self) -> int:
+        """From client to instances and back that a request takes."""
+        return 1 if self.mixed else 2
+
+    @property
     def pools(self) -> list[dict[str, object]]:
         counts = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
         return [{"role": role, "replicas": n} for role, n in counts.items() if n]
@@ -43,8 +48,8 @@ class Stage:
     """A fleet that is ready."""
 
     url: str
-    engines: dict[str, str]
-    """Role -> URL of its first engine."""
+    engines: dict[str, list[str]]
+    """Role -> URLs of its engines."""
 
 
 @contextmanager
@@ -65,9 +70,10 @@ def deployed(spec: dict[str, Any], case: Case, folder: Path) -> Iterator[Stage]:
     try:
         _cleave(folder, *up, timeout_s=UP_TIMEOUT_S + 60)
         (found,) = json.loads(_cleave(folder, "status", name, "-o", "json"))
-        engines: dict[str, str] = {}
+        engines: dict[str, list[str]] = {}
         for instance in found["instances"]:
-            engines.setdefault(instance["role"], instance["url"])
+            if instance["role"] != "gateway":
+                engines.setdefault(instance["role"], []).append(instance["url"])
         yield Stage(f"http://127.0.0.1:{port}", engines)
     finally:
         _cleave(folder, "down", name, must=False)

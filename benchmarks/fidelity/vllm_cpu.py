@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from idle import calibrate_dispatch, calibrate_transfer, measure_idle, read_idle
+from idle import find_dispatch, fit_transfer, measure_idle, read_idle
 from stage import Case, Stage
 from subject import make_fleet
 
@@ -70,8 +70,8 @@ class Vllm:
         """A profile of the mixed engine, and times of the idle fleet."""
         file = _profile(folder)
         if self.case.mixed and not file.exists():
-            profiles.write(asyncio.run(self._profile(stage.engines["mixed"])), file)
-        measure_idle(stage.url, self.model, self.time_scale, folder / "idle.json")
+            profiles.write(asyncio.run(self._profile(stage.engines["mixed"][0])), file)
+        measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
     def twin(self, folder: Path) -> Fleet:
         """Engines as profiled; ways and transfers from the times of idle fleets."""
@@ -83,12 +83,9 @@ class Vllm:
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
         )
-        alone = make_fleet(CASES[0], engine, Transfer(), 0.0)
-        dispatch_ms = calibrate_dispatch(alone, read_idle(_first(folder) / "idle.json"))
-        fleet = make_fleet(self.case, engine, Transfer(), dispatch_ms)
-        if self.case.mixed:
-            return fleet
-        return replace(fleet, transfer=calibrate_transfer(fleet, read_idle(folder / "idle.json")))
+        idle = read_idle(folder / "idle.json")
+        transfer = fit_transfer(idle) if self.case.decode else Transfer()
+        return make_fleet(self.case, engine, transfer, find_dispatch(idle, self.case.ways))
 
     async def _profile(self, url: str) -> MeasuredProfile:
         settings = QUICK if self.quick else FULL

@@ -43,6 +43,8 @@ class Counters:
     prefills: int
     prefill_s: float
     """From being scheduled to the first token, by the engine's own clock, summed."""
+    queue_s: float
+    """Before that: waiting for a place in a pass, or for KV that is pulled."""
     passes: int
 
 
@@ -90,6 +92,7 @@ async def read_counters(client: Client, prefills: int = 0) -> Counters:
         counters = Counters(
             prefills=round(_sum(page, "vllm:request_prefill_time_seconds_count")),
             prefill_s=_sum(page, "vllm:request_prefill_time_seconds_sum"),
+            queue_s=_sum(page, "vllm:request_queue_time_seconds_sum"),
             passes=round(_sum(page, "vllm:iteration_tokens_total_count")),
         )
         if counters.prefills >= prefills:

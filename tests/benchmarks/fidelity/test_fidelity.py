@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from cleave.profiling.client import Client
-from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
 Import = Callable[[str], ModuleType]
@@ -123,25 +122,14 @@ def test_a_kept_load_comes_back_as_it_was(module: Import, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_the_way_and_the_transfer_are_what_an_idle_fleet_takes_beyond_its_twin(
-    module: Import,
-) -> None:
-    idle, emulated, stage, subject = (
-        module(name) for name in ("idle", "emulated", "stage", "subject")
-    )
-    from cleave.perf import latency
-    from cleave.simulator.fleet import Engine, Transfer
-
-    engine = Engine(latency.load(emulated.PROFILE).timing, 60_000)
-    case = stage.Case(prefill=1, decode=1)
-    truth = subject.make_fleet(case, engine, Transfer(latency_ms=3.0, token_ms=0.01), 2.5)
-    tokens = np.array([16, 512, 1024])
-    alone = Trace(np.arange(3) * 1e6, tokens, np.full(3, 2))
-    times = dict(zip(tokens.tolist(), simulate(truth, alone).ttft_ms.tolist(), strict=True))
-    assert idle.calibrate_dispatch(truth, times) == pytest.approx(2.5)
-    found = idle.calibrate_transfer(truth, times)
+def test_the_way_is_shared_by_the_ways_and_pulls_lie_on_a_line(module: Import) -> None:
+    idle = module("idle")
+    alone = [idle.Alone(n, front_ms=5.0, pull_ms=3.0 + 0.01 * n) for n in (16, 512, 2000)]
+    assert idle.find_dispatch(alone, ways=2) == 2.5
+    found = idle.fit_transfer(alone)
     assert found.latency_ms == pytest.approx(3.0)
     assert found.token_ms == pytest.approx(0.01)
+    assert not found.is_shared
 
 
 async def test_load_is_offered_when_it_is_due_whatever_fails(module: Import) -> None:
