@@ -5,7 +5,7 @@ import math
 from cleave.simulator.layout import MIXED, NONE, PREFILL, State
 from cleave.simulator.lists import add_member, heap_remove, push, remove_member
 from cleave.simulator.memory import count_blocks, count_growth, hold
-from cleave.simulator.passes import cut_leap, keep_last_pass, sum_passes
+from cleave.simulator.passes import cut_leap, find_busy_ms, keep_last_pass, sum_passes
 from cleave.simulator.routing import close_prompt, close_resident
 from cleave.simulator.rows import instance_at, key_at, request_at, slot_at
 
@@ -14,7 +14,7 @@ def complete(state: State, i: int, s: int, now: float) -> None:
     """The passes of slot `s` are over: its ended requests leave, its prompts are done."""
     slot, inst = slot_at(state, s), instance_at(state, i)
     passes = slot.passes
-    inst.busy += find_busy_ms(state, i, s)
+    inst.busy += find_busy_ms(inst, slot)
     inst.passes += passes
     inst.batch_peak = max(inst.batch_peak, slot.rows)
     slot.passes = 0
@@ -44,24 +44,13 @@ def _account(state: State, i: int, s: int, passes: int, now: float) -> None:
     """The first `passes` of a leap are over: others have to see what memory they took."""
     slot, inst = slot_at(state, s), instance_at(state, i)
     slot.passes = passes
-    inst.busy += find_busy_ms(state, i, s)
+    inst.busy += find_busy_ms(inst, slot)
     inst.passes += passes
     held_ms = now - slot.begin - sum_passes(slot, passes)
     _advance(state, i, s, passes, now)
     inst.kv_area += slot.batch * passes * held_ms
     inst.free -= count_growth(state, inst, s, slot.steps, slot.steps + 1)
     slot.passes = passes + 1
-
-
-def find_busy_ms(state: State, i: int, s: int) -> float:
-    """How long the first stage was busy with the passes of slot `s`."""
-    slot, inst = slot_at(state, s), instance_at(state, i)
-    passes = slot.passes
-    ms = sum_passes(slot, passes)
-    if inst.stages > 1:
-        hop = inst.hop + inst.hop_token * (slot.tokens + slot.rows)
-        ms = (ms - passes * (inst.stages - 1) * hop) / inst.stages + passes * hop
-    return ms
 
 
 def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:

@@ -14,6 +14,7 @@ from cleave.simulator.forming import end_pull, form
 from cleave.simulator.layout import NONE, Records, State
 from cleave.simulator.lists import has_waiting, pop, pop_pull, push
 from cleave.simulator.outcome import Fate
+from cleave.simulator.ring import spin
 from cleave.simulator.routing import place
 from cleave.simulator.rows import instance_at, node_at, pull_at, queue_at, request_at, slot_at
 from cleave.simulator.waking import alert, announce, set_next
@@ -39,6 +40,9 @@ def run_events(rows: Records) -> None:
         passes = instance_at(state, winner).next
         now = min(min(arrival, delivery), min(hand_off, pull))
         if passes < now:
+            if instance_at(state, winner).stages > 1 and spin(state, winner, now):
+                set_next(state, winner)
+                continue
             state.now = passes
             _step(state, winner, passes)
             continue

@@ -36,7 +36,7 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
             slot.change = (last - first) / (passes - 1)
             first = passes * (first + last) / 2
     if inst.stages > 1 and slot.passes == 1:
-        slot.finish = _walk(state, i, slot)
+        slot.finish = walk(state, i, slot)
     else:
         slot.finish = begin + first
     slot.next = NONE
@@ -71,6 +71,16 @@ def sum_passes(slot: Record, passes: int) -> float:
     return passes * slot.first + slot.change * (passes * (passes - 1) / 2)
 
 
+def find_busy_ms(inst: Record, slot: Record) -> float:
+    """How long the first stage is busy with the passes of a slot."""
+    passes = slot.passes
+    ms = sum_passes(slot, passes)
+    if inst.stages > 1:
+        hop = _find_hop_ms(inst, slot)
+        ms = (ms - passes * (inst.stages - 1) * hop) / inst.stages + passes * hop
+    return ms
+
+
 def cut_leap(slot: Record, now: float) -> None:
     """End the leap of a slot with the pass that is under way at `now`."""
     elapsed = now - slot.begin
@@ -99,10 +109,10 @@ def keep_last_pass(state: State, i: int, s: int) -> None:
     slot.rows = slot.batch
     slot.contexts = slot.context
     # The stages behind it are free for others.
-    slot.finish = _walk(state, i, slot) if inst.stages > 1 else slot.finish
+    slot.finish = walk(state, i, slot) if inst.stages > 1 else slot.finish
 
 
-def _walk(state: State, i: int, slot: Record) -> float:
+def walk(state: State, i: int, slot: Record) -> float:
     """Send a pass through all stages, each behind the pass before; when it leaves the last."""
     inst = instance_at(state, i)
     hop = _find_hop_ms(inst, slot)
