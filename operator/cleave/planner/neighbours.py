@@ -1,4 +1,4 @@
-"""Plans beside those of an answer: what one instance more or less would do.
+"""Plans beside those of an answer: what an instance more or less would do, of many a tenth.
 
 Called for the report, which shows what another GPU buys.
 """
@@ -14,12 +14,14 @@ from cleave.planner.predict import predict
 from cleave.planner.problem import Problem
 from cleave.planner.trials import Targets, Trials
 
+_SHARE = 0.1
+
 
 def neighbours(problem: Problem, plans: Sequence[Plan], known: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Each of `plans` with one instance more or less of one role, where the nodes have room.
+    """Each of `plans` with more or fewer instances of one role, where the nodes have room.
 
-    Where instances stay together (Algorithm 2) a whole cell is added or taken away. Those of
-    `known` are left out.
+    A step is a tenth of a role's instances, at least one. Where instances stay together
+    (Algorithm 2) whole cells are added or taken away. Those of `known` are left out.
     """
     slo = problem.slo
     targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
@@ -39,11 +41,17 @@ def neighbours(problem: Problem, plans: Sequence[Plan], known: Sequence[Plan]) -
 
 def _beside(draft: Draft) -> Iterator[Draft]:
     if draft.is_in_node:
-        if draft.copies > 1:
-            yield draft.copied(draft.copies - 1)
-        yield draft.copied(draft.copies + 1)
+        step = _step(draft.copies)
+        if draft.copies > step:
+            yield draft.copied(draft.copies - step)
+        yield draft.copied(draft.copies + step)
         return
     for group in draft.groups:
-        if group.replicas > 1 or (group.role is Role.MIXED and len(draft.groups) > 1):
-            yield draft.changed({group.role: -1})
-        yield draft.changed({group.role: 1})
+        step = _step(group.replicas)
+        if group.replicas > step or (group.role is Role.MIXED and len(draft.groups) > 1):
+            yield draft.changed({group.role: -step})
+        yield draft.changed({group.role: step})
+
+
+def _step(count: int) -> int:
+    return max(1, round(_SHARE * count))

@@ -195,7 +195,7 @@ def frontier(study: Study) -> Chart:
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     best = ", ".join(plan_label(plans[i]) for i in edge)
-    hollow = " Hollow: one instance more or less." if study.neighbours else ""
+    hollow = " Hollow: some instances more or less." if study.neighbours else ""
     return Chart(
         "frontier",
         f"Goodput against {'price' if priced else 'GPUs'}",

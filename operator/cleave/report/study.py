@@ -86,7 +86,7 @@ class Study:
     latencies: tuple[Latencies, ...]
     """Of the selected plan (or the best there is) and the best of the other kind."""
     neighbours: tuple[Plan, ...] = ()
-    """Plans with one instance more or less, for comparison."""
+    """Plans with some instances more or less, for comparison."""
 
 
 def study(
