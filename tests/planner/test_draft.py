@@ -1,0 +1,89 @@
+"""Drafts: what they take, the fleet they stand for, the way of their KV."""
+
+import pytest
+
+from cleave.api.planning import Objective
+from cleave.api.role import Role
+from cleave.perf.link import Link, LinkKind
+from cleave.planner import draft as drafts
+from cleave.planner.draft import Draft, Group
+
+import worlds
+
+
+def pair(asked, n=1, m=1, **kinds) -> Draft:
+    first = worlds.of_size(asked, 2)
+    second = worlds.of_size(asked, 1)
+    return worlds.split(asked, first, n, second, m)
+
+
+def test_a_draft_takes_gpus_money_and_power_of_all_its_cells() -> None:
+    draft = pair(worlds.problem(), 3, 2).copied(5)
+    assert draft.gpus == 5 * (3 * 2 + 2)
+    assert draft.cost_per_hour == 2.0 * draft.gpus
+    assert draft.power_watts == 400.0 * draft.gpus
+    assert draft.resources(Objective.GOODPUT_PER_GPU) == draft.gpus
+
+
+def test_instances_are_added_taken_away_and_joined_in_the_order_of_roles() -> None:
+    asked = worlds.problem()
+    draft = pair(asked, 2, 1)
+    mixed = worlds.whole(asked, worlds.of_size(asked)).groups[0]
+    joined = draft.joined(mixed).joined(mixed)
+    assert [(g.role, g.replicas) for g in joined.groups] == [
+        (Role.PREFILL, 2),
+        (Role.DECODE, 1),
+        (Role.MIXED, 2),
+    ]
+    assert not draft.changed({Role.PREFILL: -2}).is_disaggregated
+
+
+def test_the_fleet_is_one_cell_and_the_pools_are_all_of_them() -> None:
+    asked = worlds.problem()
+    draft = pair(asked, 2, 1).copied(3)
+    fleet = drafts.cell_fleet(asked, draft)
+    assert [pool.replicas for pool in (*fleet.prefill, *fleet.decode)] == [2, 1]
+    pools = drafts.planned_pools(draft)
+    assert [(pool.role, pool.replicas) for pool in pools] == [(Role.PREFILL, 6), (Role.DECODE, 3)]
+    assert pools[0].batching == "PREFILL_FIRST"
+    assert pools[0].max_num_batched_tokens == 512
+    assert drafts.describe(draft) == "6 prefill (TP 2) + 3 decode (TP 1)"
+
+
+def test_kv_stays_on_the_nodes_links_when_one_node_holds_the_plan_or_algorithm_2_says_so() -> None:
+    asked = worlds.problem(supplies=(worlds.nodes(4, network=worlds.SLOW_NETWORK),))
+    small, large = pair(asked), pair(asked, 6, 6)
+    assert drafts.link(small) == worlds.NVLINK
+    assert drafts.link(large) == worlds.SLOW_NETWORK
+    assert drafts.link(Draft(large.groups, is_in_node=True)) == worlds.NVLINK
+    alone = worlds.problem(supplies=(worlds.nodes(1, gpus_per_node=64),))
+    assert drafts.link(pair(alone, 6, 6)) == worlds.NVLINK
+
+
+def test_between_unlike_nodes_the_slower_network_counts() -> None:
+    fast = Link(LinkKind.INFINIBAND, 50.0)
+    asked = worlds.problem(
+        supplies=(worlds.nodes(2), worlds.nodes(2, gpu="H100", network=fast)),
+    )
+    first, second = asked.supplies
+    found = {each.supply: each for each in worlds.candidates(asked) if each.gpus == 1}
+    draft = worlds.split(asked, found[second], 1, found[first], 1)
+    assert drafts.link(draft).gb_per_s == worlds.INFINIBAND.gb_per_s
+
+
+def test_a_hand_off_takes_as_long_as_its_kv_over_the_links_of_the_smaller_side() -> None:
+    asked = worlds.problem(supplies=(worlds.nodes(4),))
+    draft = pair(asked, 6, 6)
+    moved = drafts.transfer(asked, draft)
+    # OPT-13B: 2 * 40 layers * 5,120 * 2 bytes per token, through one decode GPU.
+    bytes_per_ms = worlds.INFINIBAND.effective_gb_per_s * 1e6
+    assert moved.token_ms == pytest.approx(819_200 / bytes_per_ms)
+    assert moved.latency_ms == worlds.INFINIBAND.start_ms
+
+
+def test_mixed_instances_move_nothing() -> None:
+    asked = worlds.problem()
+    draft = worlds.whole(asked, worlds.of_size(asked), 3)
+    assert drafts.transfer(asked, draft).token_ms == 0
+    group = draft.groups[0]
+    assert draft.joined(Group(Role.MIXED, group.instance, 2)).replicas(Role.MIXED) == 5
