@@ -2,7 +2,7 @@
 ARGS ?=
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: run test check lint generate bench clean setup
+.PHONY: run test check lint generate bench bench-planner bench-papers clean setup
 
 run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
@@ -25,6 +25,12 @@ generate: setup ## crds/ and operator/cleave/rpc/v1 from their only sources
 
 bench: setup ## the gateway's cost per request and per token beside a C floor
 	.venv/bin/python benchmarks/gateway/run.py $(ARGS)
+
+bench-planner: setup ## the planner's speed on one core; ARGS='--anchor FOLDER': beside simdistserve
+	.venv/bin/python benchmarks/planner/run.py $(ARGS)
+
+bench-papers: setup ## the planner's answers beside the papers' tables
+	.venv/bin/python benchmarks/papers/run.py $(ARGS)
 
 clean:
 	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache

@@ -48,11 +48,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        tp, pp = self.prefill
-        if self.backend == "vllm":
-            return f"{self.model} colocated tp{tp} pp{pp} @ {self.rate:g}/s"
-        decode = "tp{} pp{}".format(*self.decode)
-        return f"{self.model} prefill tp{tp} pp{pp}, decode {decode} @ {self.rate:g}/s"
+        """`opt-13b TP 2 / TP 1 @ 4/s`: prefill / decode."""
+        sizes = [self.prefill] if self.backend == "vllm" else [self.prefill, self.decode]
+        parts = [f"TP {tp}" + (f" PP {pp}" if pp > 1 else "") for tp, pp in sizes]
+        colocated = " colocated" if len(sizes) == 1 else ""
+        return f"{self.model} {' / '.join(parts)}{colocated} @ {self.rate:g}/s"
 
     @property
     def has_stages(self) -> bool:

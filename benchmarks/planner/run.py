@@ -163,7 +163,7 @@ def _table(*columns: str) -> Table:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of the main figures")
     parser.add_argument("--anchor", type=Path, help="clone of LLMServe/DistServe")
     parser.add_argument("--vidur", type=Path, help="clone of microsoft/vidur at e2d00e9")
