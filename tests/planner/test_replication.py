@@ -1,0 +1,123 @@
+"""Replicas for a rate: enough, and not one too many."""
+
+import pytest
+
+from cleave.api.planning import Planning
+from cleave.api.role import Role
+from cleave.planner import packing, replication
+from cleave.planner.draft import Draft
+from cleave.planner.problem import Problem
+from cleave.planner.replication import CELL_GPUS, Load
+from cleave.planner.trials import Trials
+
+import worlds
+
+
+def pair(asked: Problem, n: int, m: int) -> Draft:
+    candidate = worlds.of_size(asked)
+    return worlds.split(asked, candidate, n, candidate, m)
+
+
+def holds(asked: Problem, trials: Trials, draft: Draft, load: Load) -> bool:
+    share = Load(load.rate / draft.copies, load.targets)
+    return replication.shares(asked, trials, draft, share).both >= load.targets.attainment
+
+
+@pytest.mark.parametrize("start", [(1, 1), (3, 3), (8, 2), (2, 8)])
+def test_a_fitted_plan_holds_the_rate_and_no_smaller_neighbour_does(start: tuple[int, int]) -> None:
+    asked = worlds.problem(worlds.chat(rate=25.0))
+    trials, load = Trials(asked.demand), Load(25.0, worlds.targets(asked))
+    fitted = replication.fit(asked, trials, pair(asked, *start), load)
+    assert fitted is not None
+    assert holds(asked, trials, fitted, load)
+    for role in (Role.PREFILL, Role.DECODE):
+        assert not holds(asked, trials, fitted.changed({role: -1}), load)
+
+
+def test_where_replicas_start_hardly_matters() -> None:
+    asked = worlds.problem(worlds.chat(rate=25.0))
+    trials, load = Trials(asked.demand), Load(25.0, worlds.targets(asked))
+    sizes = set()
+    for start in ((1, 1), (6, 6), (9, 2)):
+        fitted = replication.fit(asked, trials, pair(asked, *start), load)
+        assert fitted is not None
+        sizes.add(fitted.gpus)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_rate_beyond_the_inventory_has_no_fit() -> None:
+    asked = worlds.problem(worlds.chat(rate=60.0), planning=Planning(max_gpus=4))
+    trials = Trials(asked.demand)
+    load = Load(60.0, worlds.targets(asked))
+    assert replication.fit(asked, trials, pair(asked, 1, 1), load) is None
+    assert replication.fit(asked, trials, pair(asked, 5, 5), load) is None
+
+
+def test_a_large_plan_is_made_of_cells_whose_simulation_holds_their_share() -> None:
+    asked = worlds.problem(worlds.chat(rate=400.0), supplies=(worlds.nodes(16),))
+    trials, load = Trials(asked.demand), Load(400.0, worlds.targets(asked))
+    fitted = replication.fit(asked, trials, pair(asked, 30, 60), load)
+    assert fitted is not None
+    assert fitted.copies > 1
+    assert fitted.gpus / fitted.copies <= 2 * CELL_GPUS
+    assert holds(asked, trials, fitted, load)
+    assert packing.fits(asked, fitted)
+
+
+def test_one_dispatcher_over_all_cells_serves_no_worse_than_one_cell_alone() -> None:
+    asked = worlds.problem()
+    trials, targets = Trials(asked.demand), worlds.targets(asked)
+    cell, four = pair(asked, 2, 3), pair(asked, 8, 12)
+    alone = replication.shares(asked, trials, cell, Load(15.0, targets))
+    together = replication.shares(asked, trials, four, Load(60.0, targets))
+    assert together.both >= alone.both - 0.02
+
+
+def test_mixed_instances_stand_in_where_that_takes_less() -> None:
+    # Colocated instances serve this workload better than split ones.
+    asked = worlds.problem(worlds.chat(rate=25.0))
+    trials, load = Trials(asked.demand), Load(25.0, worlds.targets(asked))
+    spare = worlds.whole(asked, worlds.of_size(asked)).groups[0]
+    start = pair(asked, 4, 5)
+    apart = replication.fit(asked, trials, start, load)
+    together = replication.fit(asked, trials, start, load, spare)
+    assert apart is not None
+    assert together is not None
+    assert together.gpus <= apart.gpus
+    assert holds(asked, trials, together, load)
+
+
+def test_all_gpus_are_filled_in_the_ratio_that_serves_most() -> None:
+    asked = worlds.problem(supplies=(worlds.nodes(1),))
+    trials, targets = Trials(asked.demand), worlds.targets(asked)
+    groups = pair(asked, 1, 1).groups
+    filled = replication.fill(asked, trials, groups, [5.0, 5.0], targets)
+    assert filled is not None
+    assert filled.gpus == 8
+    rates = {
+        n: replication.goodput.find(
+            trials, replication.cell_fleet(asked, pair(asked, n, 8 - n)), targets
+        ).rate
+        for n in range(1, 8)
+    }
+    assert rates[filled.replicas(Role.PREFILL)] == max(rates.values())
+
+
+def test_a_cell_too_large_for_the_nodes_is_not_filled() -> None:
+    asked = worlds.problem(planning=Planning(max_gpus=1))
+    one = worlds.problem()
+    trials = Trials(asked.demand)
+    groups = pair(one, 1, 1).groups
+    assert replication.fill(asked, trials, groups, [5.0, 5.0], worlds.targets(asked)) is None
+
+
+def test_whole_cells_are_the_rate_by_the_goodput_rounded_up() -> None:
+    asked = worlds.problem()
+    cell = pair(asked, 1, 1)
+    copies = replication.copies(asked, cell, 3.0, 10.0)
+    assert copies is not None
+    assert copies.copies == 4
+    exact = replication.copies(asked, cell, 2.5, 10.0)
+    assert exact is not None
+    assert exact.copies == 4
+    assert replication.copies(asked, cell, 0.1, 10.0) is None
