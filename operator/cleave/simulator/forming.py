@@ -35,7 +35,7 @@ from cleave.simulator.rows import (
     slot_at,
     stage_at,
 )
-from cleave.simulator.waking import alert, announce
+from cleave.simulator.tournament import wake
 
 _UNLIMITED = 1 << 60
 
@@ -108,7 +108,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     count = cut_chunk(request.todo, inst.max_tokens - slot.tokens - slot.rows)
     if not _has_room(state, i, s, r, count):
         return False
-    _pop(state, i, queue, now)
+    _pop(state, i, queue)
     inst.running += 1
     _take_chunk(state, i, s, r, count, now, begin)
     return True
@@ -153,7 +153,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
         count = request.todo
         if not joins_prompts(slot.tokens, count, limit) or not _has_room(state, i, s, r, count):
             break
-        _pop(state, i, queue, now)
+        _pop(state, i, queue)
         inst.running += 1
         _take_chunk(state, i, s, r, count, now, begin)
 
@@ -164,7 +164,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     request = request_at(state, r)
     if not _has_room(state, i, s, r, request.prompt + request.made):
         return False
-    _pop(state, i, queue, now)
+    _pop(state, i, queue)
     inst = instance_at(state, i)
     tokens = request.prompt + request.made
     hold(inst, now, count_blocks(inst, tokens), tokens - 1)
@@ -172,7 +172,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     return True
 
 
-def _pop(state: State, i: int, queue: int, now: float) -> None:
+def _pop(state: State, i: int, queue: int) -> None:
     """Instance `i` takes the first request of a queue."""
     request = request_at(state, pop(state, queue))
     if instance_at(state, i).role == PREFILL:
@@ -181,7 +181,7 @@ def _pop(state: State, i: int, queue: int, now: float) -> None:
         request.decode = i
     if queue > 2 * state.num_instances and queue_at(state, queue).size > 0:
         # The next one may have room where this one had none.
-        announce(state, queue, now)
+        state.offered = queue
 
 
 def _start_pull(state: State, r: int, now: float) -> None:
@@ -212,7 +212,7 @@ def end_pull(state: State, r: int, now: float) -> None:
     if request.prefill != NONE:
         source = instance_at(state, request.prefill)
         hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
-        alert(state, request.prefill, now)
+        wake(state, request.prefill, now)
     push(state, state.num_instances + request.decode, r)
 
 

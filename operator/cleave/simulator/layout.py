@@ -78,7 +78,7 @@ TIME = _dtype("value", "")
 STATE = _dtype(
     "dispatch_ms latency token overlapped_token now",
     "dispatch overlap_from is_shared first_by_decode has_prefill has_decode random turn "
-    "entry decoder num_pulls pull_order events max_events "
+    "entry decoder num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;

@@ -8,16 +8,16 @@ not started.
 
 import math
 
-from cleave.simulator.completing import complete, end_request
+from cleave.simulator.completing import complete, end_request, interrupt
 from cleave.simulator.fleet import Dispatch
 from cleave.simulator.forming import end_pull, form
-from cleave.simulator.layout import NONE, Records, State
+from cleave.simulator.layout import DECODE, NONE, PREFILL, Records, State
 from cleave.simulator.lists import has_waiting, pop, pop_pull, push
 from cleave.simulator.outcome import Fate
 from cleave.simulator.ring import spin
 from cleave.simulator.routing import place
 from cleave.simulator.rows import instance_at, node_at, pull_at, queue_at, request_at, slot_at
-from cleave.simulator.waking import alert, announce, set_next
+from cleave.simulator.tournament import set_next, wake
 
 
 def run_events(rows: Records) -> None:
@@ -45,6 +45,8 @@ def run_events(rows: Records) -> None:
                 continue
             state.now = passes
             _step(state, winner, passes)
+            if state.offered:
+                _announce(state, state.offered, passes)
             continue
         if now == math.inf:
             break
@@ -60,7 +62,7 @@ def run_events(rows: Records) -> None:
         else:
             r = pop_pull(state)
             end_pull(state, r, now)
-            alert(state, request_at(state, r).decode, now)
+            _alert(state, request_at(state, r).decode, now)
     for r in range(count):
         if math.isnan(request_at(state, r).end) and request_at(state, r).fate == Fate.SERVED:
             request_at(state, r).fate = Fate.UNFINISHED
@@ -86,11 +88,11 @@ def _deliver(state: State, r: int, now: float) -> None:
         hand_offs = 2 * state.num_instances + 1
         queue = hand_offs if request.is_pulled else hand_offs + 1
         push(state, queue, r)
-        announce(state, queue, now)
+        _announce(state, queue, now)
         return
     i = request.prefill if request.prefill != NONE else request.decode
     push(state, i, r)
-    alert(state, i, now)
+    _alert(state, i, now)
 
 
 def _find_hand_off_ms(state: State) -> float:
@@ -104,10 +106,10 @@ def _hand_off(state: State, now: float) -> None:
     r = pop(state, 2 * state.num_instances)
     if state.dispatch == Dispatch.LATE:
         push(state, 2 * state.num_instances + 1, r)
-        announce(state, 2 * state.num_instances + 1, now)
+        _announce(state, 2 * state.num_instances + 1, now)
         return
     push(state, request_at(state, r).decode, r)
-    alert(state, request_at(state, r).decode, now)
+    _alert(state, request_at(state, r).decode, now)
 
 
 def _step(state: State, i: int, now: float) -> None:
@@ -137,3 +139,20 @@ def _has_work(state: State, i: int) -> bool:
     if queue_at(state, state.num_instances + i).size > 0:
         return True
     return instance_at(state, i).partial != NONE or has_waiting(state, i)
+
+
+def _alert(state: State, i: int, now: float) -> None:
+    """Something new is at instance `i`: it looks as soon as its micro-batches allow."""
+    inst = instance_at(state, i)
+    if inst.in_flight == 1 and slot_at(state, inst.oldest).passes > 1:
+        interrupt(state, i, inst.oldest, now)
+    wake(state, i, now)
+
+
+def _announce(state: State, queue: int, now: float) -> None:
+    """A central queue has another head: whoever can take it first does."""
+    state.offered = 0
+    closed = PREFILL if queue == 2 * state.num_instances + 1 else DECODE
+    for i in range(state.num_instances):
+        if instance_at(state, i).role != closed:
+            _alert(state, i, now)

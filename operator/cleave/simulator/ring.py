@@ -14,7 +14,7 @@ from cleave.simulator.rows import instance_at, key_at, node_at, queue_at, slot_a
 
 
 def spin(state: State, i: int, until: float) -> bool:
-    """Run the passes that end before `until` and before anybody else acts; whether there were any."""
+    """Run the passes that end before `until` and before anybody else acts; False: none do."""
     inst = instance_at(state, i)
     if inst.in_flight < 2 or inst.partial != NONE or has_waiting(state, i):
         return False

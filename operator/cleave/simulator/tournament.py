@@ -1,26 +1,15 @@
-"""When each instance acts next. Compiled."""
+"""Which instance acts next: a tournament between the times of their next events. Compiled."""
 
-from cleave.simulator.completing import interrupt
-from cleave.simulator.layout import DECODE, NONE, PREFILL, State
+from cleave.simulator.layout import NONE, State
 from cleave.simulator.rows import instance_at, node_at, slot_at
 
 
-def alert(state: State, i: int, now: float) -> None:
-    """Something new is at instance `i`: it looks as soon as its micro-batches allow."""
+def wake(state: State, i: int, now: float) -> None:
+    """Let instance `i` look for work now if it has an idle micro-batch."""
     inst = instance_at(state, i)
-    if inst.in_flight == 1 and slot_at(state, inst.oldest).passes > 1:
-        interrupt(state, i, inst.oldest, now)
     if inst.in_flight < inst.stages:
         inst.wake = now
     set_next(state, i)
-
-
-def announce(state: State, queue: int, now: float) -> None:
-    """A central queue has another head: whoever can take it first does."""
-    closed = PREFILL if queue == 2 * state.num_instances + 1 else DECODE
-    for i in range(state.num_instances):
-        if instance_at(state, i).role != closed:
-            alert(state, i, now)
 
 
 def set_next(state: State, i: int) -> None:
