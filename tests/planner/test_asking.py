@@ -1,0 +1,124 @@
+"""From a deployment and a cluster file to a question, or to faults with their paths."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment
+from cleave.api.manifest import ManifestError, validate
+from cleave.planner import asking, search
+from cleave.planner.placement import PlanError
+
+WORKLOAD = {"rate": 4, "promptTokens": {"mean": 512}, "outputTokens": {"mean": 64}}
+
+
+def deployment(**spec: object) -> LLMDeployment:
+    return validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": "chat"},
+            "spec": {
+                "model": "facebook/opt-13b",
+                "slo": {"ttftMs": 400, "tpotMs": 40},
+                "workload": WORKLOAD,
+                **spec,
+            },
+        }
+    )
+
+
+def cluster(text: str = "nodes: [{count: 4, gpu: A100-SXM-80GB}]") -> Cluster:
+    return Cluster.model_validate(yaml.safe_load(text))
+
+
+def test_the_question_carries_traffic_targets_and_machines() -> None:
+    asked = asking.problem(deployment(), cluster(), seed=3)
+    (supply,) = asked.supplies
+    assert (supply.gpu, supply.num_nodes, supply.gpus_per_node) == ("A100-SXM-80GB", 4, 8)
+    assert asked.max_gpus == 32
+    assert asked.rate == 4
+    assert asked.seed == 3
+    assert asked.shape.name == "opt-13b"
+    assert asked.demand.max_model_len == 2048
+
+
+def test_it_can_be_answered() -> None:
+    answer = search.plan(asking.problem(deployment(), cluster()))
+    assert answer.selected is not None
+    assert answer.selected.prediction.attainment >= 0.9
+
+
+def test_equal_groups_are_one_and_labels_are_names() -> None:
+    asked = asking.problem(
+        deployment(),
+        cluster(
+            "nodes: [{gpu: A100-SXM-80GB}, {gpu: NVIDIA-A100-SXM4-80GB, count: 2}, "
+            "{gpu: A100-SXM-80GB, gpusPerNode: 4}]"
+        ),
+    )
+    assert [(s.num_nodes, s.gpus_per_node) for s in asked.supplies] == [(3, 8), (1, 4)]
+
+
+def test_a_limit_on_a_kind_is_spent_over_its_groups_in_order() -> None:
+    choices = {"gpus": [{"type": "A100-SXM-80GB", "max": 10}]}
+    asked = asking.problem(
+        deployment(planning=choices),
+        cluster(
+            "nodes: [{gpu: A100-SXM-80GB}, {gpu: A100-SXM-80GB, gpusPerNode: 4}, "
+            "{gpu: H100-SXM-80GB}]"
+        ),
+    )
+    assert [supply.max_gpus for supply in asked.supplies] == [8, 2]
+
+
+def test_a_model_length_below_the_models_own_cuts_requests_and_is_told() -> None:
+    model = {"source": "facebook/opt-13b", "maxModelLen": 540}
+    lengths = {**WORKLOAD, "promptTokens": {"mean": 400, "p90": 800}}
+    asked = asking.problem(deployment(model=model, workload=lengths), cluster())
+    assert asked.demand.max_model_len == 540
+    assert any("longer than the model's 540 tokens" in note for note in asked.notes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        ({"model": "org/unheard-of"}, "spec.model.source: 'org/unheard-of'"),
+        ({"workload": None}, "spec.workload: is needed to plan from"),
+        ({"workload": {"trace": {"path": "gone.csv"}}}, "spec.workload: "),
+    ],
+)
+def test_what_is_wrong_in_the_deployment_is_one_line_with_its_path(
+    spec: dict[str, object], fault: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError) as raised:
+        asking.problem(deployment(**spec), cluster(), tmp_path)
+    (line,) = raised.value.faults
+    assert line.startswith(fault)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("nodes: [{gpu: Z9000}]", "nodes[0].gpu: "),
+        ("{nodes: [{gpu: A100-SXM-80GB}], profiles: [gone.yaml]}", "profiles[0]: "),
+    ],
+)
+def test_what_is_wrong_in_the_cluster_is_one_line_with_its_path(
+    text: str, fault: str, tmp_path: Path
+) -> None:
+    with pytest.raises((PlanError, ManifestError)) as raised:
+        asking.problem(deployment(), cluster(text), tmp_path)
+    (line,) = raised.value.faults
+    assert line.startswith(fault)
+
+
+def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
+    asked = asking.problem(
+        deployment(model="meta-llama/Llama-3.1-405B"), cluster("nodes: [{gpu: A10G}]")
+    )
+    with pytest.raises(PlanError, match=r"^spec.model: .*does not fit: .* GiB of weights"):
+        search.plan(asked)

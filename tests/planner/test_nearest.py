@@ -1,0 +1,34 @@
+"""The nearest SLO that holds."""
+
+import pytest
+
+from cleave.planner import nearest
+from cleave.planner.candidates import candidates
+from cleave.planner.problem import Problem
+from cleave.planner.trials import Targets, Trials
+
+import worlds
+
+
+def scale(asked: Problem, ttft_ms: float, tpot_ms: float) -> float:
+    targets = Targets(ttft_ms, tpot_ms, 0.9)
+    found = nearest.nearest_slo(asked, Trials(asked.demand), candidates(asked), targets)
+    assert found is not None
+    assert (found.ttft_ms, found.tpot_ms) == (ttft_ms * found.scale, tpot_ms * found.scale)
+    return found.scale
+
+
+def test_twice_as_tight_an_slo_is_twice_as_far() -> None:
+    asked = worlds.blog(rate=4.0)
+    assert scale(asked, 10, 2) == pytest.approx(2 * scale(asked, 20, 4), rel=0.12)
+
+
+def test_the_slo_found_is_near_the_fastest_passes_there_are() -> None:
+    # TP 4 decodes one token in 10.4 ms at 544 tokens of context: no plan is faster.
+    assert scale(worlds.blog(rate=1.0), 400, 5) >= 10.3 / 5
+
+
+def test_a_rate_beyond_all_gpus_has_no_nearest_slo() -> None:
+    asked = worlds.problem(worlds.chat(rate=500.0), supplies=(worlds.nodes(1),))
+    targets = worlds.targets(asked)
+    assert nearest.nearest_slo(asked, Trials(asked.demand), candidates(asked), targets) is None
