@@ -83,11 +83,18 @@ def test_wide_adds_interval_limits_algorithm_and_source(cli, file, said) -> None
         assert text not in run(cli, file).stdout
 
 
-def test_explain_says_what_the_answer_rests_on(cli, file, said) -> None:
-    said()
-    told = run(cli, file, "--explain").stdout
-    assert "2,400,000 requests in 0.94 s" in told
-    assert "batching VLLM, at most 256 requests and 8192 tokens in a pass" in told
+def test_explain_says_what_was_asked_and_what_the_answer_rests_on(cli, file) -> None:
+    told = run(cli, file.with_name("plan.yaml"), "--explain", "--slo-tpot", "22").stdout
+    facts = dict(line.split(maxsplit=1) for line in told.splitlines() if line[:1].isalpha())
+    assert facts["asked"].startswith(
+        "opt-13b, 4.00 req/s, 90 % within TTFT 400 ms and TPOT 22.0 ms"
+    )
+    assert "P90 6" in facts["prompts"]
+    assert facts["machines"].startswith("1 x 4 emulated GPU; at most 4 GPUs in use")
+    assert facts["network"].startswith("InfiniBand, 200 Gbit/s net")
+    assert facts["prefill"].startswith("batching VLLM, at most 256 requests")
+    assert "(DistServe, Eq. 1-2)" in facts["M/D/1"]
+    assert "distserve/opt-13b/tp1" in facts["latency"]
 
 
 def test_yaml_is_a_manifest_that_can_be_applied_with_the_plan_as_its_placement(

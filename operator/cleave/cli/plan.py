@@ -110,8 +110,10 @@ def _print(
         console = Console()
         plan_table.show(console, answer, top=top, wide=output is Output.WIDE)
         if explained:
+            from cleave.cli.explanation import explain
+
             console.print()
-            plan_table.explain(console, answer)
+            explain(console, question.problem, answer)
 
 
 def manifest(question: Question, answer: "Answer") -> dict[str, Any]:

@@ -64,31 +64,6 @@ def table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> "Table
     return drawn
 
 
-def explain(console: "Console", answer: Answer) -> None:
-    """Print how the answer was found and what it rests on."""
-    from rich.table import Table
-
-    facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(answer):
-        facts.add_row(name, value)
-    console.print(facts, highlight=False)
-
-
-def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
-    yield "candidates", f"{answer.num_candidates:,} ways to spread an instance or a plan over GPUs"
-    yield "simulated", f"{answer.num_simulated_requests:,} requests in {answer.elapsed_s:.2f} s"
-    sources = dict.fromkeys(trust_sentence(plan.prediction.trust) for plan in ranked(answer))
-    for source in sources:
-        yield "latency", source
-    for plan in ranked(answer)[:1]:
-        low, high = plan.prediction.goodput_interval
-        yield "goodput", f"{number(low)} to {number(high)} req/s with 95 % confidence"
-        for pool in plan.pools:
-            seqs, tokens = pool.max_num_seqs, pool.max_num_batched_tokens
-            limits = f"at most {seqs} requests and {tokens} tokens in a pass"
-            yield str(pool.role), f"batching {pool.batching}, {limits}"
-
-
 def _cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[str]:
     seen = plan.prediction
     yield f"{'*' if plan is selected else ' '} {plan_label(plan)}"
