@@ -1,0 +1,84 @@
+"""Refuses fleets and traces that cannot be simulated, each with one line. Called by `run`."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.simulator.errors import SimulationError
+from cleave.simulator.fleet import Engine, Fleet
+from cleave.simulator.trace import Trace
+
+LONGEST_TOKENS = 1 << 24
+"""Of a prompt or an output."""
+
+
+def check_trace(trace: Trace) -> None:
+    """Refuse a trace that is empty, unsorted or holds what is no time or length."""
+    arrival, prompt, output = trace.arrival_ms, trace.prompt_tokens, trace.output_tokens
+    if not len(arrival):
+        raise SimulationError("the trace is empty; it needs at least one request")
+    if not len(arrival) == len(prompt) == len(output):
+        raise SimulationError(
+            f"the trace has {len(arrival)} arrivals, {len(prompt)} prompts and {len(output)} "
+            "outputs; they must be as many"
+        )
+    if not (np.isfinite(arrival[-1]) and arrival[0] >= 0 and (arrival[1:] >= arrival[:-1]).all()):
+        _explain_arrivals(arrival)
+    for name, tokens in (("prompt_tokens", prompt), ("output_tokens", output)):
+        if not (tokens.min() >= 1 and tokens.max() <= LONGEST_TOKENS):
+            at = int(np.flatnonzero(~((tokens >= 1) & (tokens <= LONGEST_TOKENS)))[0])
+            raise SimulationError(
+                f"{name}[{at}] of the trace is {tokens[at]}; it must be in 1..{LONGEST_TOKENS}"
+            )
+
+
+def _explain_arrivals(arrival: NDArray[np.float64]) -> None:
+    for at, time in enumerate(arrival):
+        if not math.isfinite(time) or time < 0:
+            raise SimulationError(
+                f"arrival_ms[{at}] of the trace is {time}; it must be a number from 0 on"
+            )
+        if at and time < arrival[at - 1]:
+            raise SimulationError(
+                f"arrival_ms[{at}] of the trace is {time}, before the one ahead of it "
+                f"({arrival[at - 1]}); sort the trace by arrival"
+            )
+
+
+def check_fleet(fleet: Fleet) -> None:
+    """Refuse negative times and counts."""
+    for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed):
+        if pool.replicas < 0:
+            raise SimulationError(f"replicas is {pool.replicas}; it must be at least 0")
+    transfer = fleet.transfer
+    for name, value in (
+        ("dispatch_ms", fleet.dispatch_ms),
+        ("transfer.latency_ms", transfer.latency_ms),
+        ("transfer.token_ms", transfer.token_ms),
+        ("transfer.overlapped_token_ms", transfer.overlapped_token_ms),
+    ):
+        if not (math.isfinite(value) and value >= 0):
+            raise SimulationError(f"{name} is {value}; it must be a number from 0 on")
+
+
+def check_engine(engine: Engine) -> None:
+    """Refuse limits below 1, memory below one block and a latency model that gives no times."""
+    for name in ("kv_block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_sched_batch"):
+        value = getattr(engine, name)
+        if value < 1:
+            raise SimulationError(f"{name} is {value}; it must be at least 1")
+    if engine.kv_capacity_tokens < engine.kv_block_size:
+        raise SimulationError(
+            f"kv_capacity_tokens is {engine.kv_capacity_tokens}, less than one block of "
+            f"{engine.kv_block_size} tokens; the model does not fit"
+        )
+    timing = engine.timing
+    if timing.stages < 1 or not timing.prompt_step > 0:
+        raise SimulationError("timing: stages must be at least 1 and prompt_step above 0")
+    if min(len(timing.prompt_ms), len(timing.decode_ms)) < 2 or not timing.decode_context_ms:
+        raise SimulationError("timing: prompt_ms and decode_ms need two points, contexts one")
+    points = (*timing.prompt_ms, *timing.decode_ms, *timing.decode_context_ms)
+    others = (timing.prompt_square_ms, timing.hop_ms, timing.hop_token_ms)
+    if not all(map(math.isfinite, (*points, *others))):
+        raise SimulationError("timing: every value must be a finite number")

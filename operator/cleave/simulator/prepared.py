@@ -1,0 +1,159 @@
+"""A fleet in the form that the compiled code works on. Made by whoever simulates it often."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.simulator import layout
+from cleave.simulator.checks import check_engine, check_fleet
+from cleave.simulator.errors import SimulationError
+from cleave.simulator.fleet import Batching, Engine, Fleet
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A fleet in the form that the compiled code works on; unchanged by simulations."""
+
+    fleet: Fleet
+    instances: layout.Records
+    slots: layout.Records
+    state: layout.Records
+    max_batch: int
+    """Most requests that any instance has in a batch: each holds a block at least."""
+    max_block: int
+    max_stages: int
+    tables: NDArray[np.float64]
+    scores: NDArray[np.float64]
+    tree: NDArray[np.int64]
+
+
+def prepare(fleet: Fleet) -> Prepared:
+    """Check and lay out a fleet. Raises SimulationError."""
+    roles = ((layout.PREFILL, fleet.prefill), (layout.DECODE, fleet.decode))
+    pools = [(role, pool) for role, some in (*roles, (layout.MIXED, fleet.mixed)) for pool in some]
+    if not any(pool.replicas for _, pool in pools):
+        raise SimulationError("the fleet has no instances; state at least one pool with replicas")
+    for _, pool in pools:
+        check_engine(pool.engine)
+    check_fleet(fleet)
+    tables = _Tables()
+    kinds = [_lay_out_engine(role, pool.engine, tables) for role, pool in pools]
+    instances = np.concatenate(
+        [np.repeat(kind, pool.replicas) for kind, (_, pool) in zip(kinds, pools, strict=True)]
+    )
+    stages = instances["stages"]
+    instances["first_slot"] = np.cumsum(stages) - stages
+    slots = np.zeros(int(stages.sum()), layout.SLOT)
+    for name in ("oldest", "youngest", "prompts", "fresh", "next"):
+        slots[name] = layout.NONE
+    return Prepared(
+        fleet,
+        instances,
+        slots,
+        _lay_out_state(fleet, instances),
+        int(np.minimum(instances["max_seqs"], instances["blocks"]).max()),
+        int(instances["block"].max()),
+        int(stages.max()),
+        np.array(tables.points),
+        _lay_out_scores(instances["role"]),
+        _lay_out_tree(len(instances)),
+    )
+
+
+class _Tables:
+    """Points of latency models, one after another."""
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+
+    def add(self, points: tuple[float, ...]) -> tuple[int, int]:
+        """(where they begin, how many they are)."""
+        start = len(self.points)
+        self.points += points
+        return start, len(points)
+
+
+def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> layout.Records:
+    row = np.zeros(1, layout.INSTANCE)
+    timing = engine.timing
+    blocks = engine.kv_capacity_tokens // engine.kv_block_size
+    prompt, decode = tables.add(timing.prompt_ms), tables.add(timing.decode_ms)
+    context = tables.add(timing.decode_context_ms)
+    values: dict[str, Any] = {
+        "prompt_step": timing.prompt_step,
+        "prompt_square": timing.prompt_square_ms,
+        "hop": timing.hop_ms,
+        "hop_token": timing.hop_token_ms,
+        "next": math.inf,
+        "wake": math.inf,
+        "role": role,
+        "batching": engine.batching,
+        "order": engine.order,
+        "admission": engine.admission,
+        "block": engine.kv_block_size,
+        "blocks": blocks,
+        "free": blocks,
+        "max_seqs": engine.max_num_seqs,
+        "max_tokens": engine.max_num_batched_tokens,
+        "sched_batch": engine.prefill_sched_batch,
+        "stages": timing.stages,
+        "partial": layout.NONE,
+    }
+    values["prompt_table"], values["prompt_points"] = prompt
+    values["decode_table"], values["decode_points"] = decode
+    values["context_table"], values["context_points"] = context
+    if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
+        # -1: as long as the longest request of the trace.
+        values["reserve"] = -(-(engine.max_model_len or 0) // engine.kv_block_size) or -1
+    for name, value in values.items():
+        row[name] = value
+    return row
+
+
+def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
+    row = np.zeros(1, layout.STATE)
+    transfer = fleet.transfer
+    role = instances["role"]
+    values: dict[str, Any] = {
+        "dispatch": fleet.dispatch,
+        "dispatch_ms": fleet.dispatch_ms,
+        "latency": transfer.latency_ms,
+        "token": transfer.token_ms,
+        "overlapped_token": transfer.overlapped_token_ms,
+        "overlap_from": transfer.overlap_from_tokens,
+        "is_shared": transfer.is_shared,
+        "first_by_decode": fleet.first_token_by_decode,
+        "has_prefill": bool((role != layout.DECODE).any()),
+        "has_decode": bool((role != layout.PREFILL).any()),
+        "num_instances": len(instances),
+        "num_leaves": _count_leaves(len(instances)),
+        "max_block": instances["block"].max(),
+        "max_stages": instances["stages"].max(),
+    }
+    for name, value in values.items():
+        row[name] = value
+    return row
+
+
+def _lay_out_scores(role: NDArray[np.int64]) -> NDArray[np.float64]:
+    scores = np.zeros((4, len(role)))
+    scores[0, role != layout.PREFILL] = np.inf
+    scores[1, role == layout.PREFILL] = np.inf
+    scores[2, role != layout.MIXED] = np.inf
+    return scores
+
+
+def _count_leaves(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _lay_out_tree(count: int) -> NDArray[np.int64]:
+    leaves = _count_leaves(count)
+    tree = np.full(2 * leaves, layout.NONE, np.int64)
+    tree[leaves : leaves + count] = range(count)
+    for at in range(leaves - 1, 0, -1):
+        tree[at] = tree[2 * at]
+    return tree
