@@ -8,34 +8,29 @@ token budget.
 
 import math
 
-from cleave.policy.admission import Admission, find_peak, may_join
 from cleave.policy.batching import cut_chunk, joins_prompts
+from cleave.simulator.admitting import has_room, may_let_in
 from cleave.simulator.fleet import Batching
 from cleave.simulator.layout import NONE, PREFILL, Record, State
 from cleave.simulator.lists import (
     add_member,
     find_phase,
     find_waiting,
-    has_waiting,
     heap_remove,
     pop,
-    push,
     push_first,
-    push_pull,
     remove_member,
 )
 from cleave.simulator.memory import count_blocks, count_growth, hold
 from cleave.simulator.passes import start_pass
 from cleave.simulator.rows import (
     instance_at,
-    key_at,
     queue_at,
     request_at,
-    scratch,
     slot_at,
     stage_at,
 )
-from cleave.simulator.tournament import wake
+from cleave.simulator.transfers import start_pull
 
 _UNLIMITED = 1 << 60
 
@@ -60,16 +55,8 @@ def form(state: State, i: int, s: int, now: float) -> bool:
     if slot.rows + slot.tokens == 0:
         return False
     is_alone = slot.prompts == NONE and inst.partial == NONE and sufficed
-    start_pass(state, i, s, begin, is_alone and not _may_let_in(state, i))
+    start_pass(state, i, s, begin, is_alone and not may_let_in(state, i))
     return True
-
-
-def _may_let_in(state: State, i: int) -> bool:
-    """Whether somebody waits who may join although nothing but time has passed."""
-    inst = instance_at(state, i)
-    if inst.admission != Admission.RESERVE_DYNAMIC and inst.batching != Batching.LIGHTLLM:
-        return False
-    return has_waiting(state, i)
 
 
 def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
@@ -106,7 +93,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     if request.is_pulled:
         return _admit_pull(state, i, s, queue, now)
     count = cut_chunk(request.todo, inst.max_tokens - slot.tokens - slot.rows)
-    if not _has_room(state, i, s, r, count):
+    if not has_room(state, i, s, r, count):
         return False
     _pop(state, i, queue)
     inst.running += 1
@@ -151,7 +138,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
                 break
             continue
         count = request.todo
-        if not joins_prompts(slot.tokens, count, limit) or not _has_room(state, i, s, r, count):
+        if not joins_prompts(slot.tokens, count, limit) or not has_room(state, i, s, r, count):
             break
         _pop(state, i, queue)
         inst.running += 1
@@ -162,13 +149,13 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     """Reserve blocks for the KV of the request at the head of a queue and pull it."""
     r = queue_at(state, queue).head
     request = request_at(state, r)
-    if not _has_room(state, i, s, r, request.prompt + request.made):
+    if not has_room(state, i, s, r, request.prompt + request.made):
         return False
     _pop(state, i, queue)
     inst = instance_at(state, i)
     tokens = request.prompt + request.made
     hold(inst, now, count_blocks(inst, tokens), tokens - 1)
-    _start_pull(state, r, now)
+    start_pull(state, r, now)
     return True
 
 
@@ -182,38 +169,6 @@ def _pop(state: State, i: int, queue: int) -> None:
     if queue > 2 * state.num_instances and queue_at(state, queue).size > 0:
         # The next one may have room where this one had none.
         state.offered = queue
-
-
-def _start_pull(state: State, r: int, now: float) -> None:
-    request = request_at(state, r)
-    end = now
-    request.transfer_start = now
-    if request.prefill != NONE:
-        source = instance_at(state, request.prefill)
-        tokens = -(-request.prompt // source.block) * source.block
-        token_ms = state.token
-        if request.prompt >= state.overlap_from:
-            token_ms = max(token_ms - state.overlapped_token, 0.0)
-        if state.is_shared:
-            request.transfer_start = max(now, source.link)
-        end = request.transfer_start + state.latency + tokens * token_ms
-        source.link = end
-    if end > now:
-        push_pull(state, end, r)
-    else:
-        end_pull(state, r, now)
-
-
-def end_pull(state: State, r: int, now: float) -> None:
-    """The KV of request `r` has come: its prefill instance is free of it, it may decode."""
-    request = request_at(state, r)
-    request.transfer_end = now
-    request.is_pulled = 0
-    if request.prefill != NONE:
-        source = instance_at(state, request.prefill)
-        hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
-        wake(state, request.prefill, now)
-    push(state, state.num_instances + request.decode, r)
 
 
 def _join_loaded(state: State, i: int, s: int) -> bool:
@@ -267,54 +222,6 @@ def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
     if request.computed == 0:
         return count_blocks(inst, count)
     return count_blocks(inst, request.computed + count) - count_blocks(inst, request.computed)
-
-
-def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
-    """Whether blocks are free for `tokens` of a waiting request, and admission lets it in."""
-    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
-    if count_blocks(inst, tokens) > inst.free:
-        return False
-    if inst.role == PREFILL:
-        return True
-    held = request.prompt + request.made
-    left = request.output - request.made
-    if inst.batching == Batching.LIGHTLLM:
-        return _find_future_peak(state, s, held, left) <= inst.blocks * inst.block
-    if inst.admission == Admission.GREEDY:
-        return True
-    shortest = (
-        (key_at(state, s * state.heap_size + 0).value >> 32) - slot.steps if slot.batch else left
-    )
-    free = inst.free * inst.block
-    # The last token is never written.
-    return may_join(inst.admission, free, held, left - 1, slot.batch, shortest)
-
-
-def _find_future_peak(state: State, s: int, held: int, left: int) -> int:
-    """The most KV tokens that the slot's members and a new request will hold."""
-    slot = slot_at(state, s)
-    size = slot.batch + 1
-    r = slot.prompts
-    while r != NONE:
-        size += 1
-        r = request_at(state, r).next
-    tokens, rest = scratch(state, 0, size), scratch(state, size, size)
-    tokens[0] = held
-    rest[0] = left - 1
-    at = 1
-    r = slot.prompts
-    while r != NONE:
-        request = request_at(state, r)
-        tokens[at] = request.prompt + request.made
-        rest[at] = request.output - request.made - 1
-        r = request.next
-        at += 1
-    for place in range(slot.batch):
-        request = request_at(state, key_at(state, s * state.heap_size + place).value & 0xFFFFFFFF)
-        rest[at] = request.end_step - slot.steps - 1
-        tokens[at] = request.prompt + request.output - 1 - rest[at]
-        at += 1
-    return find_peak(tokens, rest)
 
 
 def _grow(state: State, i: int, s: int, now: float) -> bool:

@@ -10,7 +10,6 @@ from cleave.simulator.rows import (
     instance_at,
     key_at,
     phase_at,
-    pull_at,
     queue_at,
     request_at,
     scratch,
@@ -180,51 +179,3 @@ def heap_remove(state: State, s: int, size: int, gone: int) -> None:
         key_at(state, top + at).value = key_at(state, child).value
         at = child - top
     key_at(state, top + at).value = key
-
-
-def push_pull(state: State, time: float, r: int) -> None:
-    """Note when the transfer of request `r` ends."""
-    at = state.num_pulls
-    state.num_pulls += 1
-    state.pull_order += 1
-    pull = pull_at(state, at)
-    pull.time = time
-    pull.order = state.pull_order
-    pull.request = r
-    while at > 0 and _ends_before(state, at, (at - 1) >> 1):
-        _swap_pulls(state, at, (at - 1) >> 1)
-        at = (at - 1) >> 1
-
-
-def pop_pull(state: State) -> int:
-    """The request whose transfer ends first, which is no longer under way."""
-    first: int = pull_at(state, 0).request
-    state.num_pulls -= 1
-    count = state.num_pulls
-    _swap_pulls(state, 0, count)
-    at = 0
-    while 2 * at + 1 < count:
-        child = 2 * at + 1
-        if child + 1 < count and _ends_before(state, child + 1, child):
-            child += 1
-        if not _ends_before(state, child, at):
-            break
-        _swap_pulls(state, child, at)
-        at = child
-    return first
-
-
-def _ends_before(state: State, one: int, other: int) -> bool:
-    """Whether one transfer ends before another; of those that end together, the first started."""
-    first, second = pull_at(state, one), pull_at(state, other)
-    ends: bool = first.time < second.time
-    if first.time == second.time:
-        ends = first.order < second.order
-    return ends
-
-
-def _swap_pulls(state: State, one: int, other: int) -> None:
-    first, second = pull_at(state, one), pull_at(state, other)
-    first.time, second.time = second.time, first.time
-    first.order, second.order = second.order, first.order
-    first.request, second.request = second.request, first.request

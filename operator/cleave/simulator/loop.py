@@ -10,14 +10,15 @@ import math
 
 from cleave.simulator.completing import complete, end_request, interrupt
 from cleave.simulator.fleet import Dispatch
-from cleave.simulator.forming import end_pull, form
+from cleave.simulator.forming import form
 from cleave.simulator.layout import DECODE, NONE, PREFILL, Records, State
-from cleave.simulator.lists import has_waiting, pop, pop_pull, push
+from cleave.simulator.lists import has_waiting, pop, push
 from cleave.simulator.outcome import Fate
 from cleave.simulator.ring import spin
 from cleave.simulator.routing import place
 from cleave.simulator.rows import instance_at, node_at, pull_at, queue_at, request_at, slot_at
 from cleave.simulator.tournament import set_next, wake
+from cleave.simulator.transfers import end_pull, pop_pull
 
 
 def run_events(rows: Records) -> None:

@@ -1,0 +1,92 @@
+"""Moving KV from prefill to decode instances. Compiled.
+
+What is hard: transfers of one prefill instance may share its link, and those that end at the same
+time end in the order in which they began.
+"""
+
+from cleave.simulator.layout import NONE, State
+from cleave.simulator.lists import push
+from cleave.simulator.memory import count_blocks, hold
+from cleave.simulator.rows import instance_at, pull_at, request_at
+from cleave.simulator.tournament import wake
+
+
+def start_pull(state: State, r: int, now: float) -> None:
+    """The decode instance of request `r` has reserved blocks: move its KV there."""
+    request = request_at(state, r)
+    end = now
+    request.transfer_start = now
+    if request.prefill != NONE:
+        source = instance_at(state, request.prefill)
+        tokens = -(-request.prompt // source.block) * source.block
+        token_ms = state.token
+        if request.prompt >= state.overlap_from:
+            token_ms = max(token_ms - state.overlapped_token, 0.0)
+        if state.is_shared:
+            request.transfer_start = max(now, source.link)
+        end = request.transfer_start + state.latency + tokens * token_ms
+        source.link = end
+    if end > now:
+        _push(state, end, r)
+    else:
+        end_pull(state, r, now)
+
+
+def end_pull(state: State, r: int, now: float) -> None:
+    """The KV of request `r` has come: its prefill instance is free of it, it may decode."""
+    request = request_at(state, r)
+    request.transfer_end = now
+    request.is_pulled = 0
+    if request.prefill != NONE:
+        source = instance_at(state, request.prefill)
+        hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
+        wake(state, request.prefill, now)
+    push(state, state.num_instances + request.decode, r)
+
+
+def _push(state: State, time: float, r: int) -> None:
+    """Note when the transfer of request `r` ends."""
+    at = state.num_pulls
+    state.num_pulls += 1
+    state.pull_order += 1
+    pull = pull_at(state, at)
+    pull.time = time
+    pull.order = state.pull_order
+    pull.request = r
+    while at > 0 and _ends_before(state, at, (at - 1) >> 1):
+        _swap_pulls(state, at, (at - 1) >> 1)
+        at = (at - 1) >> 1
+
+
+def pop_pull(state: State) -> int:
+    """The request whose transfer ends first, which is no longer under way."""
+    first: int = pull_at(state, 0).request
+    state.num_pulls -= 1
+    count = state.num_pulls
+    _swap_pulls(state, 0, count)
+    at = 0
+    while 2 * at + 1 < count:
+        child = 2 * at + 1
+        if child + 1 < count and _ends_before(state, child + 1, child):
+            child += 1
+        if not _ends_before(state, child, at):
+            break
+        _swap_pulls(state, child, at)
+        at = child
+    return first
+
+
+def _ends_before(state: State, one: int, other: int) -> bool:
+    """Whether one transfer ends before another; of those that end together, the first started."""
+    first, second = pull_at(state, one), pull_at(state, other)
+    ends: bool = first.time < second.time
+    if first.time == second.time:
+        ends = first.order < second.order
+    return ends
+
+
+def _swap_pulls(state: State, one: int, other: int) -> None:
+    first, second = pull_at(state, one), pull_at(state, other)
+    first.time, second.time = second.time, first.time
+    first.order, second.order = second.order, first.order
+    first.request, second.request = second.request, first.request
