@@ -3,7 +3,7 @@
 import pytest
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.manifest import validate
+from cleave.api.manifest import load_cluster, validate
 from cleave.perf import latency
 from cleave.planner import emulated
 from cleave.planner.placement import PlanError
@@ -57,6 +57,9 @@ def test_instances_are_not_split_and_say_why() -> None:
 def test_there_are_as_many_instances_as_max_gpus_says() -> None:
     assert emulated.problem(deployment(planning={"maxGPUs": 5})).max_gpus == 5
     assert emulated.problem(deployment()).max_gpus == emulated.MAX_INSTANCES
+    six = load_cluster("nodes: [{count: 3, gpu: any, gpusPerNode: 2}]")
+    assert emulated.problem(deployment(), cluster=six).max_gpus == 6
+    assert emulated.problem(deployment(planning={"maxGPUs": 5}), cluster=six).max_gpus == 5
 
 
 def test_requests_are_cut_to_what_the_model_takes() -> None:

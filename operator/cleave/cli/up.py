@@ -39,13 +39,13 @@ def up(
     allow_shared_cores: SharedCores = False,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="Plan vLLM for the machines in this YAML file.", show_default=False),
+        typer.Option(help="YAML file with the machines to plan for.", show_default=False),
     ] = None,
 ) -> None:
     """Bring a deployment up on this machine, without a cluster.
 
-    A workload without a placement is planned: for emulated engines from their latency profile, at
-    most spec.planning.maxGPUs of them; for vLLM with --cluster.
+    A workload without a placement is planned: vLLM for the machines of --cluster; emulated engines
+    from their latency profile, at most spec.planning.maxGPUs (16) or one per GPU of --cluster.
 
     Example: cleave up -f examples/emulated.yaml -d
     """

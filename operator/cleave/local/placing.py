@@ -46,7 +46,7 @@ def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) 
     if spec.engine.type is EngineType.EMULATED:
         from cleave.planner import emulated
 
-        return emulated.problem(deployment, folder)
+        return emulated.problem(deployment, folder, cluster=cluster)
     if cluster is None:
         return None
     from cleave.planner import asking

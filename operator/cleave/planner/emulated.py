@@ -7,6 +7,7 @@ as one GPU.
 
 from pathlib import Path
 
+from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.perf import latency, model, pipeline
 from cleave.perf.estimate import Estimate
@@ -62,9 +63,15 @@ class ProfileEstimator:
         return "emulated instances are planned without parallelism; their profile has its own"
 
 
-def problem(deployment: LLMDeployment, folder: Path = Path(), seed: int = 0) -> Problem:
+def problem(
+    deployment: LLMDeployment,
+    folder: Path = Path(),
+    seed: int = 0,
+    cluster: Cluster | None = None,
+) -> Problem:
     """How many prefill, decode and mixed instances; `folder` is where a relative trace lies.
 
+    A cluster has room for one instance per GPU; without one there may be MAX_INSTANCES.
     Raises PlanError when the deployment states no workload or names an unknown profile.
     """
     spec = deployment.spec
@@ -79,7 +86,9 @@ def problem(deployment: LLMDeployment, folder: Path = Path(), seed: int = 0) -> 
     except workload.DemandError as error:
         raise PlanError([f"spec.workload: {error}"]) from error
     shape = _shape(deployment)
-    instances = spec.planning.max_gpus or MAX_INSTANCES
+    instances = spec.planning.max_gpus or (cluster.total_gpus if cluster else MAX_INSTANCES)
+    if cluster:
+        instances = min(instances, cluster.total_gpus)
     link = _link(emulation.time_scale)
     longest = spec.model.max_model_len or shape.max_model_len
     return Problem(
