@@ -43,7 +43,7 @@ def test_one_request_per_second_is_not_worth_splitting() -> None:
 
 
 def test_the_selected_plan_holds_the_rate_and_its_prediction_hangs_together() -> None:
-    for asked in (worlds.blog(rate=10.0), worlds.problem(), worlds.problem(policies=Policies())):
+    for asked in (worlds.blog(rate=10.0), worlds.problem(policies=Policies())):
         plan = best(search.plan(asked))
         seen = plan.prediction
         low, high = seen.goodput_interval
@@ -106,12 +106,12 @@ def test_the_best_colocated_plan_stands_beside_even_when_splitting_was_asked_for
 
 def test_a_slow_network_keeps_kv_in_its_node_and_a_fast_one_does_not() -> None:
     always = Planning(disaggregation=Disaggregation.ALWAYS)
-    slow = worlds.nodes(4, network=worlds.SLOW_NETWORK)
+    slow = worlds.nodes(2, network=worlds.SLOW_NETWORK, gpus_per_node=4)
     algorithms = {
         name: best(search.plan(asked)).algorithm
         for name, asked in {
             "slow": worlds.problem(supplies=(slow,), planning=always),
-            "fast": worlds.problem(planning=always),
+            "fast": worlds.problem(supplies=(worlds.nodes(2, gpus_per_node=4),), planning=always),
             "told": worlds.problem(
                 supplies=(slow,),
                 planning=Planning(
@@ -144,6 +144,18 @@ def test_unlike_gpus_for_prefill_and_decode_are_chosen_where_they_cost_least() -
     assert plan.score == pytest.approx(60 / plan.prediction.cost_per_hour)
 
 
+def test_unlike_gpus_fill_the_nodes_where_one_kind_has_no_room_for_both_phases() -> None:
+    asked = worlds.problem(
+        worlds.chat(rate=60.0),
+        supplies=(worlds.nodes(1, gpus_per_node=1), worlds.nodes(1, gpus_per_node=1, gpu="H100")),
+        planning=Planning(disaggregation=Disaggregation.ALWAYS),
+    )
+    answer = search.plan(asked)
+    (split,) = (plan for plan in answer.alternatives if plan.is_disaggregated)
+    assert {pool.gpu for pool in split.pools} == {"A100", "H100"}
+    assert split.prediction.goodput > 5
+
+
 def test_the_objective_decides() -> None:
     plans = {each: best(search.plan(unlike(each))) for each in Objective}
     least_gpus, cheapest = plans[Objective.GOODPUT_PER_GPU], plans[Objective.COST]
@@ -162,7 +174,7 @@ def test_limits_on_gpus_are_kept() -> None:
 
 def test_a_looser_slo_never_takes_more_gpus() -> None:
     gpus = [
-        best(search.plan(worlds.problem(worlds.chat(30.0), Slo(ttft_ms=ttft, tpot_ms=tpot)))).gpus
+        best(search.plan(worlds.problem(worlds.chat(12.0), Slo(ttft_ms=ttft, tpot_ms=tpot)))).gpus
         for ttft, tpot in ((200, 50), (300, 75), (600, 150))
     ]
     assert gpus == sorted(gpus, reverse=True)

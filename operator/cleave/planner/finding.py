@@ -107,16 +107,33 @@ def _high(
         if best is not None:
             fitted.append(best)
     yield from (Found(draft, HIGH, True) for draft in _distinct(fitted))
-    if not fitted and pairs and (filled := _all_there_is(problem, trials, pairs[0], targets)):
-        yield Found(filled, HIGH, False)
+    if not fitted:
+        best_pair = max(pairs, key=lambda pair: _served_by_all(problem, pair), default=None)
+        filled = _all_there_is(problem, trials, best_pair, targets) if best_pair else None
+        if filled is not None:
+            yield Found(filled, HIGH, False)
+
+
+def _served_by_all(problem: Problem, pair: tuple[Rated, Rated]) -> float:
+    """What the phases say that the nodes full of a pair's instances serve; 0: no room for it."""
+    groups, goodputs = _parts(pair)
+    filled = replication.filled(problem, groups, goodputs)
+    if filled is None:
+        return 0.0
+    served = (g.replicas * each for g, each in zip(filled.groups, goodputs, strict=True))
+    return filled.copies * min(served)
 
 
 def _all_there_is(
     problem: Problem, trials: Trials, pair: tuple[Rated, Rated], targets: Targets
 ) -> Draft | None:
-    groups = [group for rated in pair for group in rated.draft.groups]
-    goodputs = [rated.goodput.rate for rated in pair]
+    groups, goodputs = _parts(pair)
     return replication.fill(problem, trials, groups, goodputs, targets)
+
+
+def _parts(pair: tuple[Rated, Rated]) -> tuple[list[Group], list[float]]:
+    groups = [group for rated in pair for group in rated.draft.groups]
+    return groups, [rated.goodput.rate for rated in pair]
 
 
 def _phases(

@@ -26,8 +26,8 @@ _SAMPLE_SLACK = 0.02
 """The sample looked at first is not the one that a trial counts."""
 _WIDEN = 1.15
 """First step away from a guess."""
-_BELOW, _ABOVE = (0.5, 0.8, 0.95), (1.05, 1.2, 1.5)
-"""Where attainment must be met and missed, as factors on the goodput."""
+_AROUND = (0.5, 0.8, 0.95, 1.05, 1.2, 1.5)
+"""Where attainment is looked at once more, as factors on the goodput."""
 _EDGE = 0.3
 """Closest that a trial comes to an end of its bracket, as a share of the bracket."""
 _NEGLIGIBLE = 1 / 256
@@ -125,14 +125,13 @@ def _best_alone(sample: Trace, targets: Targets, engines: list[Engine]) -> bool:
 
 
 def _falls(trials: Trials, fleet: Fleet, targets: Targets, rate: float) -> bool:
-    """Whether attainment is met at lower rates and missed at higher ones."""
+    """Whether no rate holds above one that fails, far below and above `rate` too."""
     span = trials.span(rate, targets)
-
-    def holds(factor: float) -> bool:
-        shares = trials.shares(fleet, rate * factor, targets, span)
-        return shares.both >= targets.attainment
-
-    return rate == 0 or (all(map(holds, _BELOW)) and not any(map(holds, _ABOVE)))
+    met = [
+        trials.shares(fleet, rate * factor, targets, span).both >= targets.attainment
+        for factor in _AROUND
+    ]
+    return met == sorted(met, reverse=True)
 
 
 @dataclass(slots=True)

@@ -106,7 +106,7 @@ def what_would_help(problem: Problem, ranking: Ranking, nearest: NearestSlo | No
     best = _most(ranking)
     if best is not None and best.plan.prediction.goodput > 0:
         needed = math.ceil(best.plan.gpus * problem.rate / best.plan.prediction.goodput)
-        ways.append(f"about {_gpus(needed)}")
+        ways.append(f"about {_gpus(needed)} in the proportion of the best plan")
         ways.append(f"a rate of {number(best.plan.prediction.goodput)} req/s")
     return f"{' or '.join(ways) or 'only faster GPUs'} would make it feasible"
 
