@@ -21,9 +21,7 @@ def has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
         return _find_future_peak(state, s, held, left) <= inst.blocks * inst.block
     if inst.admission == Admission.GREEDY:
         return True
-    shortest = (
-        (key_at(state, s * state.heap_size + 0).value >> 32) - slot.steps if slot.batch else left
-    )
+    shortest = (key_at(state, s * state.heap_size).value >> 32) - slot.steps if slot.batch else left
     free = inst.free * inst.block
     # The last token is never written.
     return may_join(inst.admission, free, held, left - 1, slot.batch, shortest)

@@ -40,9 +40,8 @@ def form(state: State, i: int, s: int, now: float) -> bool:
     inst, slot = instance_at(state, i), slot_at(state, s)
     begin = now
     if inst.stages > 1:
-        begin = max(now, stage_at(state, i * state.max_stages + 0).value)
+        begin = max(now, stage_at(state, i * state.max_stages).value)
     slot.tokens = 0
-    slot.decodes = 0
     slot.squares = 0
     slot.rows = 0
     slot.contexts = 0

@@ -23,7 +23,6 @@ def compile_function(function: Function, given: dict[Function, Any]) -> Function
     """A compiled `function`, the same for the same sources; it compiles at its first call.
 
     `given`: what stands for some of the functions that it calls, compiled already.
-
     What it calls must be in numba's subset of Python and take only types that numba knows.
     """
     import numba
@@ -56,8 +55,11 @@ def compile_function(function: Function, given: dict[Function, Any]) -> Function
 
 
 def find_sources(function: Function) -> list[Path]:
-    """The files that `function` and everything of ours that it calls are defined in."""
-    files: set[str] = set()
+    """The files that `function` and everything of ours that it calls are defined in.
+
+    All of this package are among them, for constants do not tell where they come from.
+    """
+    files = {str(file) for file in Path(__file__).parent.glob("*.py")}
     seen: set[Function] = set()
     rest = [function]
     while rest:
@@ -83,7 +85,7 @@ def _find_globals(function: FunctionType) -> set[str]:
 
 def _hash_sources(function: Function, version: str) -> str:
     digest = hashlib.blake2b(f"{version} {sys.version_info}".encode(), digest_size=8)
-    for file in [*find_sources(function), Path(__file__)]:
+    for file in find_sources(function):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

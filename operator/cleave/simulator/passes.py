@@ -26,7 +26,7 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
     slot.change = 0.0
     slot.passes = 1
     if is_alone and slot.tokens == 0 and inst.in_flight == 0:
-        end = key_at(state, s * state.heap_size + 0).value >> 32
+        end = key_at(state, s * state.heap_size).value >> 32
         end = find_last_step(state, inst, s, slot.steps + 1, end)
         passes = end - slot.steps
         if passes > 1:
