@@ -163,7 +163,7 @@ def test_files_that_are_no_text_or_too_large_or_absent_are_refused(tmp_path, mon
     monkeypatch.setattr(history, "MAX_REQUESTS", 1)
     assert "1 can be read" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n2,1,1\n")
     monkeypatch.setattr(history, "MAX_BYTES", 10)
-    assert "at most 0 are read" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n")
+    assert "has over 0 MiB" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n")
 
 
 @given(

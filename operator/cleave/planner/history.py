@@ -106,14 +106,15 @@ def write(path: Path, trace: Trace) -> None:
 
 def _text(path: Path) -> str:
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise HistoryError(
-                f"{path}: has {size >> 20} MiB; at most {MAX_BYTES >> 20} are read: cut it"
-            )
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            # Not by its size: pipes and devices have none.
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise HistoryError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > MAX_BYTES:
+        raise HistoryError(f"{path}: has over {MAX_BYTES >> 20} MiB, which are not read: cut it")
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise HistoryError(f"{path}: is not UTF-8 text (byte {error.start}); convert it") from error
 
