@@ -1,13 +1,9 @@
 """Charts: what is drawn, what is said, and the same in a table."""
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cleave.planner.words import percent
-from cleave.report.charts import attainment, cdf, charts, frontier, pareto, stages, tradeoff
+from cleave.report.charts import attainment, cdf, charts, stages
 from cleave.simulator.breakdown import Stage
 
 KEYS = ["attainment", "cdf-ttft", "cdf-tpot", "stages", "frontier"]
@@ -48,36 +44,3 @@ def test_stage_shares_add_up_to_one(made) -> None:
     assert [trace.name for trace in chart.figure.data] == [str(stage) for stage in Stage]
     for shares in zip(*(trace.x for trace in chart.figure.data), strict=True):
         assert sum(shares) == pytest.approx(1)
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
-def test_nothing_beats_the_frontier_and_all_else_is_beaten(points) -> None:
-    kept = pareto(points)
-    for place, (cost, worth) in enumerate(points):
-        beaten = any(c <= cost and w >= worth for c, w in (points[i] for i in kept))
-        assert beaten
-        if place in kept:
-            assert not any(c <= cost and w >= worth and (c, w) != (cost, worth) for c, w in points)
-
-
-def test_without_prices_the_frontier_counts_gpus(made) -> None:
-    def free(plan):
-        return replace(plan, prediction=replace(plan.prediction, cost_per_hour=0.0))
-
-    answer = replace(
-        made.answer,
-        selected=free(made.answer.selected),
-        alternatives=tuple(map(free, made.answer.alternatives)),
-    )
-    chart = frontier(replace(made, answer=answer))
-    assert chart.heading[1] == "GPUs"
-    assert chart.rows[0][1] == "6.00"
-
-
-def test_latencies_that_lie_far_apart_get_a_logarithmic_axis(made) -> None:
-    slow = made.answer.alternatives[0]
-    late = replace(slow.prediction, ttft_ms=replace(slow.prediction.ttft_ms, p90=90_000.0))
-    answer = replace(made.answer, alternatives=(replace(slow, prediction=late),))
-    assert tradeoff(replace(made, answer=answer), "ttft").figure.layout.xaxis.type == "log"
-    near = replace(made.answer, alternatives=made.answer.alternatives[:3])
-    assert tradeoff(replace(made, answer=near), "ttft").figure.layout.xaxis.type is None

@@ -76,12 +76,10 @@ def _problem(
     deployment: "LLMDeployment", machines: "Cluster | None", folder: Path, seed: int
 ) -> "Problem":
     from cleave.api.engine import EngineType
-    from cleave.planner import emulated
+    from cleave.planner import asking, emulated
     from cleave.planner.placement import PlanError
 
     if machines is not None:
-        from cleave.planner import asking
-
         return asking.problem(deployment, machines, folder, seed)
     if deployment.spec.engine.type is not EngineType.EMULATED:
         raise PlanError([f"--cluster: is needed: a YAML file with the machines, {_EXAMPLE}"])

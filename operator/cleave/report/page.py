@@ -27,8 +27,9 @@ from cleave.planner.words import (
     reason_alone,
 )
 from cleave.report import tables
-from cleave.report.charts import Chart, charts
+from cleave.report.charts import charts
 from cleave.report.drawing import describe, draw
+from cleave.report.figures import Chart
 from cleave.report.layout import lay_out
 from cleave.report.study import Study
 from cleave.report.whatif import WhatIf, what_if

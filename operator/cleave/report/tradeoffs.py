@@ -1,0 +1,154 @@
+"""Charts that set plans side by side: what they serve against what they take and how late they are.
+
+Pure. Plans of the answer are full marks, their neighbours hollow ones.
+"""
+
+import math
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+
+from cleave.planner.plan import Plan
+from cleave.planner.words import milliseconds, number, plan_label
+from cleave.report.figures import Chart, blank, rule
+from cleave.report.study import Study
+
+_LOG_SPAN = 30.0
+"""Largest over smallest value from which an axis is logarithmic."""
+
+
+def frontier(study: Study) -> Chart:
+    """Cost (GPUs where nothing has a price) against goodput."""
+    plans = _every(study)
+    priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
+    axis = "price per hour" if priced else "GPUs"
+    figure = blank(axis, "goodput (req/s)")
+    spent = [plan.prediction.cost_per_hour if priced else float(plan.gpus) for plan in plans]
+    edge = pareto([(x, plan.prediction.goodput) for x, plan in zip(spent, plans, strict=True)])
+    figure.add_scatter(
+        x=[spent[i] for i in edge],
+        y=[plans[i].prediction.goodput for i in edge],
+        name="frontier",
+        mode="lines",
+        line={"color": "var(--muted)", "width": 1.5, "dash": "dot", "shape": "hv"},
+        hoverinfo="skip",
+    )
+    _add_plans(figure, study, spent, [plan.prediction.goodput for plan in plans])
+    figure.update_xaxes(rangemode="tozero")
+    figure.update_yaxes(rangemode="tozero")
+    best = ", ".join(plan_label(plans[i]) for i in edge)
+    hollow = " Hollow: some instances more or less." if study.neighbours else ""
+    return Chart(
+        "frontier",
+        f"Goodput against {'price' if priced else 'GPUs'}",
+        f"No plan has more goodput for less than those on the frontier: {best}.{hollow}",
+        figure,
+        ("plan", axis, "goodput (req/s)"),
+        tuple(
+            (plan_label(plan), number(x), number(plan.prediction.goodput))
+            for plan, x in zip(plans, spent, strict=True)
+        ),
+    )
+
+
+def tradeoff(study: Study, metric: str) -> Chart:
+    """P90 latency against goodput per cost, the SLO's side shaded (Vidur, figure 5)."""
+    plans, slo = _every(study), study.subject.slo
+    name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
+    late = [getattr(plan.prediction, f"{metric}_ms").p90 for plan in plans]
+    priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
+    by = [plan.prediction.cost_per_hour if priced else plan.gpus for plan in plans]
+    worth = [plan.prediction.goodput / each for plan, each in zip(plans, by, strict=True)]
+    unit = "goodput per price of an hour" if priced else "goodput per GPU (req/s)"
+    figure = blank(f"P90 {name} (ms)", unit)
+    _add_plans(figure, study, late, worth)
+    finite = [value for value in late if math.isfinite(value) and value > 0]
+    _scale(figure, [*finite, target])
+    figure.add_vrect(x0=0.001, x1=target, fillcolor="var(--good-area)", line_width=0, layer="below")
+    rule(figure, x=target, text=f"target {milliseconds(target)}")
+    figure.update_yaxes(rangemode="tozero")
+    within = sum(value <= target for value in late)
+    return Chart(
+        f"tradeoff-{metric}",
+        f"Goodput per {'price' if priced else 'GPU'} against {name}",
+        f"At {number(study.subject.rate)} req/s {within} of {len(plans)} plans have their P90 "
+        f"{name} within {milliseconds(target)}, the shaded side.",
+        figure,
+        ("plan", f"P90 {name}", unit),
+        tuple(
+            (plan_label(plan), milliseconds(x), number(y))
+            for plan, x, y in zip(plans, late, worth, strict=True)
+        ),
+    )
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Places of the points that no other beats: none costs less and brings as much."""
+    order = sorted(range(len(points)), key=lambda place: (points[place][0], -points[place][1]))
+    kept: list[int] = []
+    for place in order:
+        if not kept or points[place][1] > points[kept[-1]][1]:
+            kept.append(place)
+    return kept
+
+
+def _every(study: Study) -> tuple[Plan, ...]:
+    answer = study.answer
+    listed = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    return (*listed, *study.neighbours)
+
+
+def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[float]) -> None:
+    """One marker per plan: shape and colour say the kind, a ring the selected one.
+
+    Neighbours of the answer's plans are hollow.
+    """
+    plans = _every(study)
+    for kind, colour, symbol in (
+        ("disaggregated", "var(--first)", "circle"),
+        ("colocated", "var(--second)", "square"),
+    ):
+        places = [
+            i
+            for i, plan in enumerate(plans)
+            if plan.is_disaggregated == (kind == "disaggregated") and math.isfinite(x[i])
+        ]
+        hollow = [plans[i] in study.neighbours for i in places]
+        figure.add_scatter(
+            x=[x[i] for i in places],
+            y=[y[i] for i in places],
+            name=kind,
+            mode="markers",
+            marker={
+                "size": [9 if each else 12 for each in hollow],
+                "color": colour,
+                "opacity": 1,
+                "symbol": [f"{symbol}-open" if each else symbol for each in hollow],
+            },
+            text=[plan_label(plans[i]) for i in places],
+            hovertemplate="%{text}<br>%{x:.4g}, %{y:.3g}<extra></extra>",
+        )
+    if study.answer.selected and math.isfinite(x[0]):
+        figure.add_scatter(
+            x=[x[0]],
+            y=[y[0]],
+            name="selected",
+            mode="markers",
+            marker={
+                "size": 21,
+                "symbol": "circle-open",
+                "color": "var(--ink)",
+                "line": {"width": 2},
+            },
+            hoverinfo="skip",
+        )
+
+
+def _scale(figure: go.Figure, values: Sequence[float]) -> None:
+    low, high = min(values), max(values)
+    if high > _LOG_SPAN * low:
+        figure.update_xaxes(
+            type="log", range=[math.log10(low / 1.6), math.log10(high * 1.6)], dtick=1
+        )
+    else:
+        figure.update_xaxes(range=[0, high * 1.12])

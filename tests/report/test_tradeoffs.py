@@ -1,0 +1,41 @@
+"""Plans side by side."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.report.tradeoffs import frontier, pareto, tradeoff
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
+def test_nothing_beats_the_frontier_and_all_else_is_beaten(points) -> None:
+    kept = pareto(points)
+    for place, (cost, worth) in enumerate(points):
+        beaten = any(c <= cost and w >= worth for c, w in (points[i] for i in kept))
+        assert beaten
+        if place in kept:
+            assert not any(c <= cost and w >= worth and (c, w) != (cost, worth) for c, w in points)
+
+
+def test_without_prices_the_frontier_counts_gpus(made) -> None:
+    def free(plan):
+        return replace(plan, prediction=replace(plan.prediction, cost_per_hour=0.0))
+
+    answer = replace(
+        made.answer,
+        selected=free(made.answer.selected),
+        alternatives=tuple(map(free, made.answer.alternatives)),
+    )
+    chart = frontier(replace(made, answer=answer))
+    assert chart.heading[1] == "GPUs"
+    assert chart.rows[0][1] == "6.00"
+
+
+def test_latencies_that_lie_far_apart_get_a_logarithmic_axis(made) -> None:
+    slow = made.answer.alternatives[0]
+    late = replace(slow.prediction, ttft_ms=replace(slow.prediction.ttft_ms, p90=90_000.0))
+    answer = replace(made.answer, alternatives=(replace(slow, prediction=late),))
+    assert tradeoff(replace(made, answer=answer), "ttft").figure.layout.xaxis.type == "log"
+    near = replace(made.answer, alternatives=made.answer.alternatives[:3])
+    assert tradeoff(replace(made, answer=near), "ttft").figure.layout.xaxis.type is None
