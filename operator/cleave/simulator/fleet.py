@@ -25,7 +25,8 @@ class Batching(IntEnum):
     ORCA_PAGED = 3
     """Orca+ of Vidur's section 7.3: Orca's batches over paged KV."""
     FASTER_TRANSFORMER = 4
-    """Request-level batches: a batch runs until its last request ends."""
+    """Request-level batches: nothing joins a batch until its last request has ended. Requests
+    leave as they end; KV is reserved as for Orca."""
     LIGHTLLM = 5
     """Prefill first, admitting only what fits at the batch's future peak of KV."""
 
@@ -38,12 +39,17 @@ class Dispatch(IntEnum):
     ROUND_ROBIN = 1
     RANDOM = 2
     LATE = 3
-    """Deferred binding (Vidur, section 4.5): requests wait centrally until an instance is free."""
+    """Deferred binding (Vidur, section 4.5): requests wait centrally, and so do hand-offs, first
+    come first served, until an instance between two passes has room for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One kind of instance."""
+    """One kind of instance.
+
+    With pipeline stages there are as many micro-batches as stages. Requests stay in the one that
+    they join; each forms its next pass when its last one is through, as vLLM's do.
+    """
 
     timing: Timing
     """Its passes; `timing.stages` is the pipeline parallel size."""
@@ -77,8 +83,10 @@ class Transfer:
     """Moving the KV of one request to its decode instance; the decode side pulls.
 
     `latency_ms + tokens * token_ms`, of which `overlapped_token_ms * tokens` happen while the
-    prompt still runs (per layer: Splitwise, section IV-C). One prefill instance's transfers share
-    its link, first come first served; its KV blocks are held until the pull ends.
+    prompt still runs (per layer: Splitwise, section IV-C). Whole blocks of the prefill instance are
+    moved. One prefill instance's transfers share its link, first come first served; its KV blocks
+    are held until the pull ends. The decode instance reserves its own before, between two passes,
+    when the request's turn comes; what has been pulled joins between two passes as well.
     """
 
     is_shared: bool = True
