@@ -95,6 +95,19 @@ def test_few_requests_are_told_with_the_error_of_their_mean() -> None:
     assert not said(diagnose(drawn(1000)), "only")
 
 
+def test_a_handful_of_requests_is_only_said_to_be_one() -> None:
+    for num in (3, 20, 150):
+        for seed in range(20):
+            (warning,) = diagnose(drawn(num, seed=seed)).warnings
+            assert warning.startswith(f"only {num} requests")
+
+
+def test_bursts_alone_are_no_drift() -> None:
+    for seed in range(20):
+        diagnosis = diagnose(drawn(1500, 5.0, 4.0, seed))
+        assert not said(diagnosis, "the second half")
+
+
 def test_requests_without_arrivals_are_described_by_their_lengths() -> None:
     trace = drawn(2000)
     at_once = Trace(np.zeros(2000), trace.prompt_tokens, trace.output_tokens)

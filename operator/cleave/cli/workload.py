@@ -3,6 +3,7 @@
 import re
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -176,7 +177,7 @@ def _spec(
     if found.recording is None:
         return _manifest(fit(found.trace, found.demand.rate, _poisson_unless(burstiness)))
     if may_replay and not diagnose(found.trace).is_fit_good:
-        return _manifest(Workload(trace=TraceSource(path=str(found.recording.absolute()))))
+        return _manifest(Workload(trace=TraceSource(path=abspath(found.recording))))
     return _manifest(fit(found.trace, rate, burstiness))
 
 

@@ -20,6 +20,8 @@ THRESHOLDS = (512, 2048, 8192, 32768)
 prompt batches lose throughput (section III-D)."""
 
 _FEW = 1000
+_TOO_FEW = 200
+"""Below so many requests chance alone looks like waves, drift and odd lengths."""
 _WINDOWS = 20
 """At least so many windows, and on average so many requests in one, to speak of dispersion."""
 _MAX_BURSTINESS = 20.0
@@ -87,9 +89,11 @@ def diagnose(trace: Trace) -> Diagnosis:
     arrivals = _arrivals(trace) if trace.rate else None
     correlation = _rank_correlation(trace.prompt_tokens, trace.output_tokens)
     doubts = [
-        *([] if arrivals is None else _arrival_doubts(arrivals)),
+        *([] if arrivals is None else _arrival_doubts(arrivals, len(trace))),
         *_length_doubts(prompts, outputs, correlation),
     ]
+    if len(trace) < _TOO_FEW:
+        doubts = []
     verdict = ["replay the trace rather than its fit: " + "; ".join(doubts)] if doubts else []
     return Diagnosis(
         len(trace),
@@ -214,7 +218,7 @@ def _notes(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
         )
     if arrivals is None:
         notes.append("no arrival times: state a rate and a burstiness")
-    elif arrivals.peak_to_mean > 1.5:
+    elif arrivals.peak_to_mean > 1.5 and _is_a_peak(arrivals, len(trace)):
         notes.append(
             f"the busiest tenth of the recording has {arrivals.peak_to_mean:.1f} times the mean "
             f"rate: to hold the SLO there, plan for {arrivals.rate * arrivals.peak_to_mean:.3g} "
@@ -223,7 +227,17 @@ def _notes(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
     return notes
 
 
-def _arrival_doubts(arrivals: ArrivalSummary) -> list[str]:
+def _is_a_peak(arrivals: ArrivalSummary, num: int) -> bool:
+    above_mean = (arrivals.peak_to_mean - 1) * num / 10
+    return num >= _TOO_FEW and _is_beyond_chance(above_mean, arrivals, num // 10)
+
+
+def _is_beyond_chance(difference: float, arrivals: ArrivalSummary, num: int) -> bool:
+    """Whether a count of about `num` differs by more than three of its standard deviations."""
+    return difference > 3 * max(1.0, arrivals.burstiness) * math.sqrt(num)
+
+
+def _arrival_doubts(arrivals: ArrivalSummary, num: int) -> list[str]:
     doubts = []
     independent = max(1.0, arrivals.burstiness**2)
     if arrivals.dispersion is not None and arrivals.dispersion > 2 * independent:
@@ -232,7 +246,8 @@ def _arrival_doubts(arrivals: ArrivalSummary) -> list[str]:
             f"{arrivals.dispersion:.1f} times as much as Poisson's, where independent gaps give "
             f"{independent:.1f})"
         )
-    if not 0.75 < arrivals.drift < 1.33:
+    between_halves = num * abs(arrivals.drift - 1) / (arrivals.drift + 1)
+    if not 0.75 < arrivals.drift < 1.33 and _is_beyond_chance(between_halves, arrivals, num):
         doubts.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
     if arrivals.burstiness > _MAX_BURSTINESS:
         doubts.append(
