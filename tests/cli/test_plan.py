@@ -218,3 +218,12 @@ def test_a_folder_is_no_file_for_a_page(cli, file, tmp_path) -> None:
     done = run(cli, file, "--report", str(tmp_path))
     assert done.exit_code == 1
     assert done.stderr == f"error: {tmp_path} cannot be written: Is a directory\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_without_the_planner_the_remedy_is_one_line(cli, file, monkeypatch, command) -> None:
+    monkeypatch.setattr("cleave.local.placing.find_spec", lambda _: None)
+    done = cli.invoke(app, [command, "-f", str(file)])
+    assert done.exit_code == 1
+    fault = "planning needs the extra planner: pip install 'cleave[planner]'"
+    assert done.stderr == f"error: {fault}\n"

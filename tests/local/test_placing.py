@@ -6,6 +6,7 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
+from cleave.local import placing
 from cleave.local.errors import UpError
 from cleave.local.node import Node
 from cleave.local.placing import place
@@ -83,3 +84,10 @@ def test_what_cannot_hold_is_refused_with_the_nearest_slo(monkeypatch, infeasibl
 def test_a_trace_that_is_not_there_is_said_at_its_field(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"^spec.workload: "):
         place(deployment(workload={"trace": {"path": "gone.csv"}}), tmp_path)
+
+
+def test_planning_without_the_planner_is_refused_with_the_remedy(monkeypatch) -> None:
+    monkeypatch.setattr(placing, "find_spec", lambda name: None if name == "numba" else name)
+    with pytest.raises(UpError, match=r"^planning needs the extra planner: pip install"):
+        place(deployment(workload=WORKLOAD))
+    assert place(deployment()).gpus == 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cleave.cli.faults import BAD_INPUT, fail
+from cleave.cli.faults import BAD_INPUT, fail, told
 
 if TYPE_CHECKING:
     from cleave.api.cluster import Cluster
@@ -62,8 +62,11 @@ class Question:
 def ask(file: Path, cluster: Path | None, overrides: Overrides, seed: int) -> Question:
     """Read both files. Ends with exit code 2 and one line per fault."""
     from cleave.api.manifest import ManifestError, load, load_cluster
+    from cleave.local.placing import planner_must_be_installed
     from cleave.planner.placement import PlanError
 
+    with told():
+        planner_must_be_installed()
     try:
         deployment = overridden(load(file), overrides)
         machines = load_cluster(cluster) if cluster else None

@@ -5,7 +5,9 @@ latency profile, with real ones for the machines of a cluster file.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
@@ -13,8 +15,12 @@ from cleave.api.engine import EngineType
 from cleave.local.errors import UpError
 from cleave.planner.placement import Placement, plan
 from cleave.planner.plan import Answer
-from cleave.planner.problem import Problem
 from cleave.planner.words import reason_alone
+
+if TYPE_CHECKING:
+    from cleave.planner.problem import Problem
+
+_PACKAGES = ("numpy", "numba", "plotly")
 
 Tick = Callable[[int, int, str], None]
 
@@ -27,7 +33,8 @@ def place(
 ) -> Placement:
     """The placement of `deployment`; `folder` is where a relative trace lies.
 
-    Raises PlanError when something stated is wrong, UpError when no plan holds the targets.
+    Raises PlanError when something stated is wrong, UpError when no plan holds the targets or the
+    planner is not installed.
     """
     question = _question(deployment, folder, cluster)
     if question is None:
@@ -38,20 +45,25 @@ def place(
     return _chosen(search.plan(question, tick))
 
 
-def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) -> Problem | None:
+def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) -> "Problem | None":
     """What to ask the planner; None: nothing."""
     spec = deployment.spec
     if spec.placement is not None or spec.workload is None:
         return None
-    if spec.engine.type is EngineType.EMULATED:
-        from cleave.planner import emulated
-
-        return emulated.problem(deployment, folder, cluster=cluster)
-    if cluster is None:
+    if spec.engine.type is not EngineType.EMULATED and cluster is None:
         return None
-    from cleave.planner import asking
+    planner_must_be_installed()
+    from cleave.planner import asking, emulated
 
-    return asking.problem(deployment, cluster, folder)
+    if spec.engine.type is EngineType.EMULATED:
+        return emulated.problem(deployment, folder, cluster=cluster)
+    return asking.problem(deployment, cluster, folder) if cluster else None
+
+
+def planner_must_be_installed() -> None:
+    """Raises UpError naming what to install before anything can be planned or simulated."""
+    if any(find_spec(package) is None for package in _PACKAGES):
+        raise UpError(["planning needs the extra planner: pip install 'cleave[planner]'"])
 
 
 def _chosen(answer: Answer) -> Placement:
