@@ -8,21 +8,23 @@ somebody would run today.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from facts import APPLICATIONS, Application
-from setting import pose
+from setting import Known, pose
 
-from cleave.planner import colocated, high_affinity, low_affinity, published
+from cleave.planner import colocated, high_affinity, history, low_affinity, published
 from cleave.planner.candidates import Candidate, candidates
 from cleave.planner.draft import describe
-from cleave.planner.problem import PAPER, Policies, Problem
+from cleave.planner.problem import Policies, Problem
 from cleave.planner.rating import Rated
 from cleave.planner.trials import CONFIRMED, Targets, Trials
-from cleave.planner.workload import Demand
+from cleave.planner.workload import from_trace
 from cleave.simulator.fleet import Batching
 
 ATTAINMENT = 0.9
+LLAMA = "llama-2-70b"
 CHUNKED = Policies(
     prefill=Batching.PREFILL_FIRST, mixed=(Batching.VLLM,), first_token_by_decode=False
 )
@@ -48,8 +50,8 @@ class Gain:
     paper: str
     algorithm_1: Best
     algorithm_2: Best
-    vllm: Best
-    """Its own coefficients, the paper's parallelism, whole prompts first."""
+    vllm: Best | None
+    """Its own coefficients, the paper's parallelism, whole prompts first; None: no such figure."""
     prefill_first: Best
     """DistServe's coefficients, best parallelism."""
     chunked: Best
@@ -61,44 +63,36 @@ def applications() -> list[Gain]:
     return [_application(row) for row in APPLICATIONS]
 
 
-def azure() -> list[Gain]:
-    """Azure's services on OPT-66B. Their SLOs are not published: those of DistServe's chatbot for
-    conversation, and for code the double TTFT, as its prompts are twice as long."""
-    rows = (
-        ("Azure conversation OPT-66B", "azure-conversation", Targets(400, 100, ATTAINMENT)),
-        ("Azure code OPT-66B", "azure-code", Targets(800, 100, ATTAINMENT)),
-    )
-    return [
-        _gain(name, "opt-66b", published.find(workload).demand(1.0, 1.0), targets, 4, "-")
-        for name, workload, targets in rows
-    ]
+def azure(data: Path) -> list[Gain]:
+    """Azure's services on Llama-2-70B as Splitwise measured it, recorded requests as they came.
+
+    Their SLOs are not published: TTFT 2 s and TPOT 100 ms, about twice what a request alone takes.
+    """
+    targets = Targets(2000, 100, ATTAINMENT)
+    rows = []
+    for service, name in (("conv", "Azure conversation"), ("code", "Azure code")):
+        trace = history.read(data / f"AzureLLMInferenceTrace_2023_{service}.csv")
+        question = pose(LLAMA, from_trace(trace), targets, engine=None)
+        question = replace(question, estimator=Known(question.estimator))
+        rows.append(_gain(f"{name} Llama-2-70B", "-", question, None, targets))
+    return rows
 
 
 def _application(row: Application) -> Gain:
-    return _gain(
-        row.name,
-        row.model,
-        published.find(row.dataset).demand(),
-        Targets(row.ttft_ms, row.tpot_ms, ATTAINMENT),
-        row.vllm_tp,
-        row.gain,
-    )
+    targets = Targets(row.ttft_ms, row.tpot_ms, ATTAINMENT)
+    demand = published.find(row.dataset).demand()
+    question = pose(row.model, demand, targets)
+    baseline = pose(row.model, demand, targets, engine="vllm")
+    own = [each for each in candidates(baseline) if _is(each, row.vllm_tp, 1)]
+    trials = Trials(baseline.demand, precision=CONFIRMED)
+    vllm = _best(colocated.optimise(baseline, trials, own, targets))
+    return _gain(row.name, row.gain, question, vllm, targets)
 
 
-def _gain(
-    name: str,
-    model: str,
-    demand: Demand,
-    targets: Targets,
-    vllm_tp: int,
-    paper: str,
-) -> Gain:
-    question = pose(model, demand, targets)
-    baseline = pose(model, demand, targets, engine="vllm")
-    today = pose(model, demand, targets, policies=CHUNKED)
+def _gain(name: str, paper: str, question: Problem, vllm: Best | None, targets: Targets) -> Gain:
     found = candidates(question)
     trials = Trials(question.demand, precision=CONFIRMED)
-    own = [each for each in candidates(baseline) if _is(each, vllm_tp, 1)]
+    chunked = replace(question, policies=CHUNKED)
     return Gain(
         name=name,
         ttft_ms=targets.ttft_ms,
@@ -106,9 +100,9 @@ def _gain(
         paper=paper,
         algorithm_1=_algorithm_1(question, trials, found, targets),
         algorithm_2=_best(low_affinity.optimise(question, trials, found, targets)),
-        vllm=_best(_plain(baseline, trials, own, targets)),
-        prefill_first=_best(_plain(question, trials, found, targets)),
-        chunked=_best(colocated.optimise(today, trials, candidates(today), targets)),
+        vllm=vllm,
+        prefill_first=_best(colocated.optimise(question, trials, found, targets)),
+        chunked=_best(colocated.optimise(chunked, trials, found, targets)),
     )
 
 
@@ -121,14 +115,6 @@ def _algorithm_1(
         return Best("none", 0.0)
     together = 1 / (1 / phases.prefill.per_resource + 1 / phases.decode.per_resource)
     return Best(f"{describe(phases.prefill.draft)} + {describe(phases.decode.draft)}", together)
-
-
-def _plain(
-    question: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets
-) -> Rated | None:
-    """Colocated as the paper's vLLM: whole prompts first."""
-    assert question.policies.mixed == PAPER.mixed
-    return colocated.optimise(question, trials, found, targets)
 
 
 def _best(rated: Rated | None) -> Best:

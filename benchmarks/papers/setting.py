@@ -11,6 +11,7 @@ from cleave.perf.estimator import for_cluster
 from cleave.perf.gpu import find
 from cleave.perf.latency import to_timing
 from cleave.perf.link import within_node
+from cleave.perf.trust import Basis
 from cleave.planner.problem import PAPER, Policies, Problem, Supply
 from cleave.planner.trials import Targets
 from cleave.planner.workload import Demand
@@ -39,6 +40,19 @@ class Fitted:
             return None
         timing = to_timing(fit, pipeline_parallel_size)
         return replace(known, timing=replace(timing, hop_ms=known.timing.hop_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An estimator that says nothing where passes would be computed rather than measured."""
+
+    estimator: Estimator
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        found = self.estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
+        return None if found is None or found.trust.basis is Basis.ROOFLINE else found
 
 
 def pose(

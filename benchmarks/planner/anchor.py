@@ -22,6 +22,10 @@ DRIVER = Path(__file__).with_name("simdistserve_driver.py")
 TIMEOUT_S = 3600.0
 
 
+Config = tuple[int, int, int, int, int]
+"""Stages across nodes, then tensor and pipeline parallel size of prefill, and of decode."""
+
+
 class AnchorError(RuntimeError):
     """A peer did not run."""
 
@@ -66,9 +70,16 @@ class GridResult:
     seconds: float
     """For the whole grid; scaled up when it was sampled."""
     is_sampled: bool
-    best: tuple[tuple[int, ...], float] | None
-    """Configuration (stages across nodes, tp and pp of prefill, tp and pp of decode) and req/s per
-    GPU; None when sampled."""
+    found: tuple[tuple[Config, float | None], ...]
+    """Requests per second and GPU of each measured configuration; None: it could not run."""
+
+    @property
+    def best(self) -> tuple[Config, float] | None:
+        """None when sampled, or when nothing ran."""
+        ran = [(config, rate) for config, rate in self.found if rate is not None]
+        if self.is_sampled or not ran:
+            return None
+        return max(ran, key=lambda each: each[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +164,11 @@ def _describe(trial: Trial, path: Path) -> dict[str, object]:
 
 def _read_grid(grid: Grid, result: dict) -> GridResult:
     scale = result["num_configs"] / len(result["seconds"])
-    served = [one for one in result["found"] if one["goodput_per_gpu"] is not None]
-    best = max(served, key=lambda one: one["goodput_per_gpu"], default=None)
     return GridResult(
         num_configs=result["num_configs"],
         seconds=sum(result["seconds"]) * scale,
         is_sampled=grid.sample is not None,
-        best=None
-        if best is None or grid.sample is not None
-        else (tuple(best["config"]), best["goodput_per_gpu"]),
+        found=tuple((tuple(one["config"]), one["goodput_per_gpu"]) for one in result["found"]),
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import searches
 import speed
 from agreement import Agreement, agree
-from anchor import Grid, GridResult, Trial, run_simdistserve, run_vidur
+from anchor import Config, Grid, GridResult, Trial, run_simdistserve, run_vidur
+from bisecting import find_rate
 from matched import Case, Match, match, to_fleet, to_trace
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,7 @@ from rich.table import Table
 from cleave.planner import published
 from cleave.simulator.fleet import Engine, Fleet, Pool
 from cleave.simulator.run import simulate
+from cleave.simulator.trace import Trace
 
 NUM_REQUESTS = 1000
 DATASET_SIZE = 20_000
@@ -64,6 +66,8 @@ class Peers:
 
     compared: list[Compared]
     grids: dict[str, GridResult]
+    differing: dict[str, list[tuple[Config, float | None, float | None]]]
+    """By grid: configurations whose goodput per GPU is not the same, theirs and ours."""
     vidur_per_second: float | None
     """Requests."""
     ours_as_vidur_per_second: float | None
@@ -111,18 +115,32 @@ def measure(options: argparse.Namespace, console: Console) -> Peers:
     """Raises AnchorError."""
     compared: list[Compared] = []
     grids: dict[str, GridResult] = {}
+    differing: dict[str, list[tuple[Config, float | None, float | None]]] = {}
     theirs = ours = None
     if options.anchor is not None:
         console.print(f"running simdistserve ({options.grid} grid)", style="dim")
-        compared, grids = _compare(options)
+        dataset = published.find(searches.WORKLOAD).demand().draw(DATASET_SIZE)
+        compared, grids = _compare(options, dataset)
+        differing = {
+            grid.name: _differing(grid, grids[grid.name], dataset) for grid in GRIDS[options.grid]
+        }
     if options.vidur is not None:
         console.print("running Vidur", style="dim")
         seconds = run_vidur(options.vidur, options.python, NUM_REQUESTS, VIDUR_RATE)
         theirs, ours = NUM_REQUESTS / seconds, _as_vidur()
-    return Peers(compared, grids, theirs, ours)
+    return Peers(compared, grids, differing, theirs, ours)
 
 
-def _compare(options: argparse.Namespace) -> tuple[list[Compared], dict[str, GridResult]]:
+def _differing(
+    grid: Grid, result: GridResult, dataset: Trace
+) -> list[tuple[Config, float | None, float | None]]:
+    rates = [(config, rate, find_rate(grid, config, dataset)) for config, rate in result.found]
+    return [(config, theirs, ours) for config, theirs, ours in rates if theirs != ours]
+
+
+def _compare(
+    options: argparse.Namespace, dataset: Trace
+) -> tuple[list[Compared], dict[str, GridResult]]:
     demand = published.find(searches.WORKLOAD).demand()
     wanted = cases()
     traces = [demand.draw(NUM_REQUESTS, case.rate) for case in wanted]
@@ -131,7 +149,6 @@ def _compare(options: argparse.Namespace) -> tuple[list[Compared], dict[str, Gri
         for case, trace in zip(wanted, traces, strict=True)
     ]
     grids = GRIDS[options.grid]
-    dataset = demand.draw(DATASET_SIZE)
     found, results = run_simdistserve(options.anchor, options.python, dataset, grids, trials)
     compared = []
     for case, trace, theirs in zip(wanted, traces, results, strict=True):
@@ -225,6 +242,18 @@ def _print_grids(
             f"simdistserve, {name}: {grid.num_configs} configurations, {grid.seconds:,.0f} CPU s "
             f"(300 requests a trial); {how}"
         )
+        differing = peers.differing[name]
+        console.print(
+            f"  the same bisection on Cleave's simulator: {len(grid.found) - len(differing)} of "
+            f"{len(grid.found)} configurations give the same goodput"
+        )
+        if any(max(config[0] * config[2], config[0] * config[4]) > 1 for config, *_ in differing):
+            console.print(
+                "  with pipeline stages it lets any number of passes in; its engine does not, nor "
+                "does vLLM or Cleave"
+            )
+        for config, theirs, ours in differing:
+            console.print(f"  {config}: {theirs} there, {ours} here")
     for names, own in COUNTERPARTS:
         if all(name in peers.grids for name in names):
             theirs = sum(peers.grids[name].seconds for name in names)

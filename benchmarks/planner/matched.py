@@ -7,13 +7,15 @@ Called by run.py. What differs there from Cleave's own assumptions, and is copie
   output tokens: one more than the tokens that remain;
 - memory is never short: a prefill pass takes the whole queue up to the instance's KV capacity.
 What cannot be copied: its decode pass takes at most 50,000 tokens of context, a constant left in
-its source, and requests beyond that take turns; with pipeline stages it charges the overhead to the
-first stage alone, where all stages are equal here, and lets micro-batches merge. Cases in which
-neither happens are `Match.EXACT`: both programs describe the same passes.
+its source, and requests beyond that take turns. With pipeline stages it charges the overhead to the
+first stage alone, where all stages are equal here, and it lets any number of passes into a pipeline;
+vLLM and DistServe's own engine let in as many as there are stages (single_stage_engine.py), and so
+does Cleave. Cases in which neither happens are `Match.EXACT`: both programs describe the same
+passes.
 """
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 
@@ -60,7 +62,7 @@ class Case:
         return max(self.prefill[1], self.decode[1]) > 1
 
 
-class Match(Enum):
+class Match(StrEnum):
     """How much of a case both programs mean alike."""
 
     EXACT = "exact"

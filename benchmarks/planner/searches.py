@@ -16,7 +16,7 @@ from cleave.perf.latency import to_timing
 from cleave.perf.link import Link, LinkKind
 from cleave.perf.model import load
 from cleave.perf.trust import Basis, Trust
-from cleave.planner import high_affinity, low_affinity, published
+from cleave.planner import high_affinity, low_affinity, published, search
 from cleave.planner.candidates import Candidate, candidates
 from cleave.planner.draft import describe
 from cleave.planner.low_affinity import Replicas
@@ -26,6 +26,7 @@ from cleave.planner.trials import Targets, Trials
 WORKLOAD = "sharegpt"
 TARGETS_MS = (200.0, 100.0)
 ATTAINMENT = 0.9
+RATE_PER_GPU = 2.0
 NVLINK = Link(LinkKind.NVLINK, 300.0)
 NETWORK = Link(LinkKind.INFINIBAND, 25.0, 5.0)
 PAIR = Replicas(prefill=1, decode=1)
@@ -64,7 +65,8 @@ class Search:
     best: str
     goodput_per_gpu: float
     num_candidates: int
-    num_trials: int
+    num_trials: int | None
+    """None: not counted."""
     num_requests: int
     """Simulated."""
     cpu_s: float
@@ -100,11 +102,34 @@ def algorithm_2(
     return _result(describe(rated.draft), rated.per_resource, count, trials, seconds)
 
 
-def problem(num_nodes: int, gpus_per_node: int = 8) -> Problem:
+def whole_answer(num_nodes: int) -> Search:
+    """`search.plan`: both algorithms, the best colocated plan, replicas for a rate that needs most
+    of the GPUs, predictions with confidence intervals, verdict and runner-up."""
+    gpus = 8 * num_nodes
+    question = problem(num_nodes, rate=RATE_PER_GPU * gpus)
+    started = time.process_time()
+    answer = search.plan(question)
+    seconds = time.process_time() - started
+    chosen = answer.selected
+    pools = chosen.pools if chosen is not None else ()
+    plan = " + ".join(
+        f"{pool.replicas} {pool.role} (TP {pool.parallelism.tensor})" for pool in pools
+    )
+    return Search(
+        best=f"{answer.verdict}: {plan}",
+        goodput_per_gpu=chosen.goodput_per_gpu if chosen is not None else 0.0,
+        num_candidates=answer.num_candidates,
+        num_trials=None,
+        num_requests=answer.num_simulated_requests,
+        cpu_s=seconds,
+    )
+
+
+def problem(num_nodes: int, gpus_per_node: int = 8, rate: float = 10.0) -> Problem:
     """Of so many nodes."""
     gpus = num_nodes * gpus_per_node
     return Problem(
-        demand=published.find(WORKLOAD).demand(10.0),
+        demand=published.find(WORKLOAD).demand(rate),
         slo=Slo(ttft_ms=TARGETS_MS[0], tpot_ms=TARGETS_MS[1], attainment=ATTAINMENT),
         supplies=(Supply("A100", num_nodes, gpus_per_node, gpus, NVLINK, NETWORK),),
         shape=load("opt-13b"),
