@@ -35,6 +35,7 @@ bench-papers: setup ## the planner's answers beside the papers' tables
 clean:
 	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache
 
-setup: # uv, system libraries, .venv
+setup: # uv, system libraries, .venv, the compiled simulator
 	@scripts/bootstrap
 	@PATH="$$PATH:.tools/bin" uv sync --frozen $(if $(wildcard .venv),--quiet) --extra worker-cpu
+	@.venv/bin/python -m cleave.simulator.warm

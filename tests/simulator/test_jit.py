@@ -44,3 +44,24 @@ def test_without_a_folder_to_write_to_the_code_is_kept_elsewhere(
 def test_importing_the_simulator_does_not_import_numba() -> None:
     script = "import sys, cleave.simulator.run; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_what_is_compiled_is_known_without_importing_numba(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert not jit.is_compiled(timing.line)
+    jit.compile_function(timing.line, {})(1.0, (0.0, 2.0), 0.5)
+    assert jit.is_compiled(timing.line)
+
+
+def test_the_code_of_old_versions_makes_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for age in range(9):
+        (tmp_path / "cleave-simulator" / f"version-{age}").mkdir(parents=True)
+        (tmp_path / f"of-others-{age}").mkdir()
+    assert not jit.is_compiled(timing.line)
+    assert len(list((tmp_path / "cleave-simulator").iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 10

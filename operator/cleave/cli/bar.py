@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+
+import typer
 
 Tick = Callable[[int, int, str], None]
 """Done, of how many, and what is going on."""
@@ -23,3 +26,18 @@ def progress_bar(what: str) -> Iterator[Tick]:
             bar.update(task, completed=done, total=total, description=text or what)
 
         yield tick
+
+
+@contextmanager
+def simulating_bar(what: str) -> Iterator[Tick]:
+    """The same before work that simulates; says so when the simulator has to be compiled first."""
+    if find_spec("numba") and not _is_compiled():
+        typer.echo("compiling the simulator, once for this version: about 10 seconds", err=True)
+    with progress_bar(what) as tick:
+        yield tick
+
+
+def _is_compiled() -> bool:
+    from cleave.simulator.run import is_compiled
+
+    return is_compiled()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cleave.cli.bar import progress_bar
+from cleave.cli.bar import progress_bar, simulating_bar
 from cleave.cli.faults import BAD_INPUT, FAILED, fail
 from cleave.cli.question import (
     ClusterFile,
@@ -83,7 +83,7 @@ def _search(question: Question) -> "Answer":
     from cleave.planner.placement import PlanError
 
     try:
-        with progress_bar("planning") as tick:
+        with simulating_bar("planning") as tick:
             return search.plan(question.problem, tick)
     except PlanError as error:
         fail(error.faults, BAD_INPUT)

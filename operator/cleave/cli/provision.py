@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.bar import progress_bar
+from cleave.cli.bar import simulating_bar
 from cleave.cli.faults import BAD_INPUT, FAILED, fail
 from cleave.cli.question import Overrides, Rate, Seed, TraceFile, ask
 from cleave.cli.up import File
@@ -92,7 +92,7 @@ def provision(
             max_machines=max_machines,
             seed=seed,
         )
-        with progress_bar("provisioning") as tick:
+        with simulating_bar("provisioning") as tick:
             designs = search(question, tick)
     except ProvisioningError as error:
         fail([str(error)], BAD_INPUT)

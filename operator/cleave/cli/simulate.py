@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.bar import progress_bar
+from cleave.cli.bar import simulating_bar
 from cleave.cli.faults import BAD_INPUT, fail
 from cleave.cli.question import (
     ClusterFile,
@@ -104,7 +104,7 @@ def _print_figures(bench: "Bench", fleet: "Fleet", rates: Sequence[float], outpu
     from cleave.planner.digest import digest
 
     slo, found = bench.problem.slo, []
-    with _simulations(), progress_bar("simulating") as tick:
+    with _simulations(), simulating_bar("simulating") as tick:
         for done, rate in enumerate(rates):
             tick(done, len(rates), f"simulating {rate:g} req/s")
             found.append(digest(bench.run(fleet, rate), fleet, rate, slo))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.bar import progress_bar
+from cleave.cli.bar import progress_bar, simulating_bar
 from cleave.cli.faults import BAD_INPUT, fail, load_deployment, told
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def _place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Pl
 
     try:
         machines = load_cluster(cluster) if cluster else None
-        with told(), progress_bar("planning") as tick:
+        is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
+        bar = simulating_bar if is_planned else progress_bar
+        with told(), bar("planning") as tick:
             return place(deployment, file.parent, machines, tick)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)

@@ -89,14 +89,13 @@ class Transfer:
     when the request's turn comes; what has been pulled joins between two passes as well.
     """
 
-    is_shared: bool = True
-    """False: every transfer has the whole link to itself, as the emulated engine does."""
-
     latency_ms: float = 0.0
     token_ms: float = 0.0
     overlapped_token_ms: float = 0.0
     overlap_from_tokens: int = 1 << 40
     """Prompts at least this long are sent per layer, shorter ones serialised."""
+    is_shared: bool = True
+    """False: every transfer has the whole link to itself, as the emulated engine does."""
 
 
 @dataclass(frozen=True, slots=True)

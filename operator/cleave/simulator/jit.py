@@ -9,14 +9,19 @@ only, so the cache lies in a folder named by a hash of all sources that take par
 import dis
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 Function = Callable[..., Any]
+
+_KEPT = 4
+"""Versions whose machine code is kept."""
 
 
 def compile_function(function: Function, given: dict[Function, Any]) -> Function:
@@ -45,7 +50,7 @@ def compile_function(function: Function, given: dict[Function, Any]) -> Function
         return compiled
 
     assert isinstance(function, FunctionType)
-    folder = _find_cache(_hash_sources(function, numba.__version__))
+    folder = _find_cache(_hash_sources(function))
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:
@@ -83,8 +88,14 @@ def _find_globals(function: FunctionType) -> set[str]:
     return {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
 
 
-def _hash_sources(function: Function, version: str) -> str:
-    digest = hashlib.blake2b(f"{version} {sys.version_info}".encode(), digest_size=8)
+def is_compiled(function: Function) -> bool:
+    """Whether the machine code for these very sources is kept; numba is not imported."""
+    folder = _find_cache(_hash_sources(function))
+    return any(folder.rglob("*.nbi"))
+
+
+def _hash_sources(function: Function) -> str:
+    digest = hashlib.blake2b(f"{version('numba')} {sys.version_info}".encode(), digest_size=8)
     for file in find_sources(function):
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -94,13 +105,22 @@ def _find_cache(name: str) -> Path:
     """A folder that can be written: the user's cache, else one for temporary files."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    first = Path(given) if given else Path(home) / "cleave" / "simulator"
+    first = Path(given or home) / "cleave-simulator"
     folder = first / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            _prune(first)
     except OSError:
         return _make_private(name)
     return folder if os.access(folder, os.W_OK) else _make_private(name)
+
+
+def _prune(cache: Path) -> None:
+    """Leave the code of the latest few versions; each takes some MB."""
+    versions = sorted(cache.iterdir(), key=lambda folder: folder.stat().st_mtime)
+    for folder in versions[:-_KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _make_private(name: str) -> Path:

@@ -47,6 +47,14 @@ def measure(
     return first - requests["arrival"], (requests["end"] - first) / gaps
 
 
+def is_compiled() -> bool:
+    """Whether a first call only loads; else it compiles, which takes seconds."""
+    from cleave.simulator import jit
+    from cleave.simulator.loop import run_events
+
+    return jit.is_compiled(run_events)
+
+
 def _run(
     prepared: Prepared, trace: Trace, seed: int
 ) -> tuple[layout.Records, layout.Records, layout.Records]:
