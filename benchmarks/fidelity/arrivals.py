@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cleave.planner import history
 from cleave.simulator.trace import Trace
+from cleave.traffic import history
 
 FILE = "AzureLLMInferenceTrace_2023_conv.csv"
 """Of Azure/AzurePublicDataset (CC-BY-4.0; described in Splitwise, ISCA 2024)."""

@@ -11,9 +11,9 @@ from facts import ATTAINMENTS, PLACEMENTS, Attainments
 
 from cleave.perf.distserve import FITS, KV_CAPACITY_TOKENS
 from cleave.perf.latency import to_timing
-from cleave.planner import published
 from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
 from cleave.simulator.run import simulate
+from cleave.traffic import published
 
 MODEL, WORKLOAD = "opt-13b", "sharegpt"
 TARGETS_MS = (200.0, 100.0)

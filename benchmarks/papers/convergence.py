@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from setting import pose
 
 from cleave.api.role import Role
-from cleave.planner import goodput, published
+from cleave.planner import goodput
 from cleave.planner.candidates import Candidate, candidates, decode_instance, prefill_instance
 from cleave.planner.draft import Draft, Group, cell_fleet
 from cleave.planner.problem import Problem
 from cleave.planner.trials import CONFIRMED, Precision, Targets, Trials
 from cleave.simulator.fleet import Fleet
 from cleave.simulator.run import simulate
+from cleave.traffic import published
 
 TARGETS = Targets(200.0, 100.0, 0.9)
 COUNTS = (100, 300, 1_000, 3_000, 10_000, 30_000)

@@ -14,14 +14,15 @@ from pathlib import Path
 from facts import APPLICATIONS, Application
 from setting import Known, pose
 
-from cleave.planner import colocated, high_affinity, history, low_affinity, published
+from cleave.planner import colocated, high_affinity, low_affinity
 from cleave.planner.candidates import Candidate, candidates
 from cleave.planner.draft import describe
 from cleave.planner.problem import Policies, Problem
 from cleave.planner.rating import Rated
 from cleave.planner.trials import CONFIRMED, Targets, Trials
-from cleave.planner.workload import from_trace
 from cleave.simulator.fleet import Batching
+from cleave.traffic import history, published
+from cleave.traffic.workload import from_trace
 
 ATTAINMENT = 0.9
 LLAMA = "llama-2-70b"

@@ -10,11 +10,12 @@ from facts import APPLICATIONS, PLACEMENTS, Application, Parallel
 from setting import pose
 
 from cleave.api.role import Role
-from cleave.planner import goodput, published, rating
+from cleave.planner import goodput, rating
 from cleave.planner.candidates import Candidate, candidates, decode_instance, prefill_instance
 from cleave.planner.draft import Draft, Group, cell_fleet
 from cleave.planner.problem import Problem
 from cleave.planner.trials import Targets, Trials
+from cleave.traffic import published
 
 MAX_GPUS = 32
 
@@ -47,7 +48,7 @@ def _compare(row: Application) -> Row:
         for decode in found
         if (draft := _pair(question, prefill, decode)).gpus <= MAX_GPUS
     ]
-    entries = [rating.bounded(trials, draft, cell_fleet(question, draft)) for draft in drafts]
+    entries = rating.entries(question, trials, drafts)
     best = rating.best(trials, entries, targets, lambda draft: float(draft.gpus))
     paper = PLACEMENTS[row.model, row.dataset]
     theirs = next((draft for draft in drafts if _sizes(draft) == paper), None)

@@ -14,7 +14,7 @@ from cleave.perf.link import within_node
 from cleave.perf.trust import Basis
 from cleave.planner.problem import PAPER, Policies, Problem, Supply
 from cleave.planner.trials import Targets
-from cleave.planner.workload import Demand
+from cleave.traffic.workload import Demand
 
 A100 = "A100-SXM-80GB"
 H100 = "H100-SXM-80GB"

@@ -13,9 +13,9 @@ from setting import A100, H100
 from cleave.api.cluster import Cluster, NodeGroup
 from cleave.perf import model
 from cleave.perf.estimator import for_cluster
-from cleave.planner import published
 from cleave.planner.provisioning import Goal, Machine, Pair, Question, Search
 from cleave.simulator.fleet import Transfer
+from cleave.traffic import published
 
 MODEL = "bloom-176b"
 GPUS = 8

@@ -12,13 +12,14 @@ from facts import WHAT_IFS
 from setting import A100, H100, pose
 
 from cleave.api.planning import Objective, Planning
-from cleave.planner import colocated, published
+from cleave.planner import colocated
 from cleave.planner.candidates import Candidate, candidates
 from cleave.planner.draft import describe
 from cleave.planner.problem import Policies, Problem
 from cleave.planner.rating import Rated
 from cleave.planner.trials import CONFIRMED, Targets, Trials
 from cleave.simulator.fleet import Batching
+from cleave.traffic import published
 
 MODEL = "llama-2-70b"
 TARGETS = Targets(2000.0, 200.0, 0.9)

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 300.0
 SIMULATE = (
-    "from speed import pairs; from cleave.planner.workload import fixed; "
+    "from speed import pairs; from cleave.traffic.workload import fixed; "
     "from cleave.simulator.run import simulate; "
     "simulate(pairs(1), fixed(512, 64, 4.0).draw(100))"
 )

@@ -18,10 +18,10 @@ from matched import Case, Match, match, to_fleet, to_trace
 from rich.console import Console
 from rich.table import Table
 
-from cleave.planner import published
 from cleave.simulator.fleet import Engine, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
+from cleave.traffic import published
 
 NUM_REQUESTS = 1000
 DATASET_SIZE = 20_000

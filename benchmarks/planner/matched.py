@@ -8,7 +8,7 @@ Called by run.py. What differs there from Cleave's own assumptions, and is copie
 - memory is never short: a prefill pass takes the whole queue up to the instance's KV capacity.
 What cannot be copied: its decode pass takes at most 50,000 tokens of context, a constant left in
 its source, and requests beyond that take turns. With pipeline stages it charges the overhead to the
-first stage alone, where all stages are equal here, and it lets any number of passes into a pipeline;
+first stage alone, where all stages are equal here, and lets any number of passes into a pipeline;
 vLLM and DistServe's own engine let in as many as there are stages (single_stage_engine.py), and so
 does Cleave. Cases in which neither happens are `Match.EXACT`: both programs describe the same
 passes.

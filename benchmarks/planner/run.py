@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from spreads import Spread, spread
 
-from cleave.planner import published
+from cleave.traffic import published
 
 WIDTH = 118
 BOTH = ("Algorithm 1, 32 GPUs", "Algorithm 2, 32 GPUs, pairs")

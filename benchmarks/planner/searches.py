@@ -16,12 +16,13 @@ from cleave.perf.latency import to_timing
 from cleave.perf.link import Link, LinkKind
 from cleave.perf.model import load
 from cleave.perf.trust import Basis, Trust
-from cleave.planner import high_affinity, low_affinity, published, search
+from cleave.planner import high_affinity, low_affinity, search
 from cleave.planner.candidates import Candidate, candidates
 from cleave.planner.draft import describe
 from cleave.planner.low_affinity import Replicas
 from cleave.planner.problem import PAPER, Problem, Supply
 from cleave.planner.trials import Targets, Trials
+from cleave.traffic import published
 
 WORKLOAD = "sharegpt"
 TARGETS_MS = (200.0, 100.0)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from cleave.perf import latency
 from cleave.perf.distserve import FITS, KV_CAPACITY_TOKENS
-from cleave.planner.workload import Demand
 from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
 from cleave.simulator.run import simulate
+from cleave.traffic.workload import Demand
 
 MODEL = "opt-13b"
 AMPLE_TOKENS = 1_000_000

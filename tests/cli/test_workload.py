@@ -8,10 +8,10 @@ from typer.testing import CliRunner, Result
 
 from cleave.api.workload import Workload
 from cleave.cli.main import app
-from cleave.planner import history, prometheus, published
-from cleave.planner.history import HistoryError
-from cleave.planner.prometheus import Observed
-from cleave.planner.workload import Quantiles
+from cleave.traffic import history, prometheus, published
+from cleave.traffic.history import HistoryError
+from cleave.traffic.prometheus import Observed
+from cleave.traffic.workload import Quantiles
 
 
 @pytest.fixture

@@ -9,14 +9,15 @@ from cleave.api.deployment import Slo
 from cleave.perf.distserve import FITS, KV_CAPACITY_TOKENS, Affine, Fit
 from cleave.perf.latency import to_timing
 from cleave.perf.timing import Timing
-from cleave.planner import goodput, low_affinity, published, queueing, search
+from cleave.planner import goodput, low_affinity, queueing, search
 from cleave.planner.candidates import candidates
 from cleave.planner.plan import Verdict
 from cleave.planner.trials import CONFIRMED, RANKING, Precision, Targets, Trials
-from cleave.planner.workload import fixed
 from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
+from cleave.traffic import published
+from cleave.traffic.workload import fixed
 
 import worlds
 

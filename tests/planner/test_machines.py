@@ -8,9 +8,10 @@ from cleave.api.deployment import Slo
 from cleave.api.manifest import ManifestError
 from cleave.perf import link, model
 from cleave.perf.estimator import for_cluster
-from cleave.planner import machines, published
+from cleave.planner import machines
 from cleave.planner.problem import Problem, Supply
 from cleave.planner.provisioning import Goal, ProvisioningError, Question, provision
+from cleave.traffic import published
 
 CLUSTER = Cluster(nodes=[NodeGroup(gpu="A100-SXM-80GB"), NodeGroup(gpu="H100-SXM-80GB")])
 

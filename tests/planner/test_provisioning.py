@@ -5,7 +5,6 @@ import pytest
 from cleave.perf.estimate import Estimate
 from cleave.perf.timing import Timing
 from cleave.perf.trust import Basis, Trust
-from cleave.planner import workload
 from cleave.planner.plan import Percentiles
 from cleave.planner.provisioning import (
     Design,
@@ -18,8 +17,9 @@ from cleave.planner.provisioning import (
     provision,
 )
 from cleave.planner.slowdown import TABLE_VI, Slowdowns
-from cleave.planner.workload import Demand, Drawn, Independent, LogNormal
 from cleave.simulator.fleet import Transfer
+from cleave.traffic import workload
+from cleave.traffic.workload import Demand, Drawn, Independent, LogNormal
 
 CHAT = Demand(1.0, Drawn(Independent(LogNormal.through(900, 1800), LogNormal.through(60, 120))))
 

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.perf.timing import Timing
-from cleave.planner import queueing, workload
+from cleave.planner import queueing
 from cleave.planner.queueing import QueueingError
 from cleave.planner.trials import Trials
 from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
 from cleave.simulator.run import simulate
+from cleave.traffic import workload
 
 import worlds
 

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from cleave.perf import distserve, latency
 from cleave.perf.estimate import Estimate
 from cleave.perf.trust import Basis, Trust
-from cleave.planner import scaling, workload
+from cleave.planner import scaling
 from cleave.planner.scaling import ComputeLaw, ScalingError, WorkerLaw
 from cleave.planner.trials import Targets, Trials
-from cleave.planner.workload import Demand, Drawn, Independent, LogNormal
 from cleave.simulator.fleet import Engine, Fleet, Pool
+from cleave.traffic import workload
+from cleave.traffic.workload import Demand, Drawn, Independent, LogNormal
 
 CHAT = Demand(1.0, Drawn(Independent(LogNormal.through(300, 600), LogNormal.through(100, 200))))
 

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from cleave.perf import latency
-from cleave.planner import slowdown, workload
+from cleave.planner import slowdown
 from cleave.planner.plan import Percentiles
 from cleave.planner.slowdown import TABLE_VI, Slowdowns
-from cleave.planner.workload import Drawn, Independent, LogNormal
 from cleave.simulator.fleet import Engine, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
+from cleave.traffic import workload
+from cleave.traffic.workload import Drawn, Independent, LogNormal
 
 PROFILE = latency.load("distserve/opt-13b/tp1")
 LENGTHS = Independent(LogNormal.through(300, 600), LogNormal.through(50, 100))

@@ -23,7 +23,7 @@ from cleave.planner.candidates import (
 from cleave.planner.draft import Draft, Group
 from cleave.planner.problem import PAPER, Policies, Problem, Supply
 from cleave.planner.trials import Targets
-from cleave.planner.workload import Demand, Drawn, Independent, LogNormal, fixed
+from cleave.traffic.workload import Demand, Drawn, Independent, LogNormal, fixed
 
 NVLINK = Link(LinkKind.NVLINK, 300.0)
 INFINIBAND = Link(LinkKind.INFINIBAND, 25.0, 5.0)

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from cleave.api.role import Role
 from cleave.planner.bench import to_draft
-from cleave.planner.diagnosis import LengthSummary, diagnose
 from cleave.planner.plan import Answer, Plan
 from cleave.planner.problem import Problem
 from cleave.planner.queueing import QueueingError, mean_ttft_inter_op_ms
 from cleave.planner.words import milliseconds, number, percent, plan_label, trust_sentence
+from cleave.traffic.diagnosis import LengthSummary, diagnose
 
 if TYPE_CHECKING:
     from rich.console import Console

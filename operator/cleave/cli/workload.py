@@ -13,9 +13,9 @@ from cleave.cli.faults import BAD_INPUT, fail
 
 if TYPE_CHECKING:
     from cleave.api.workload import Workload
-    from cleave.planner.diagnosis import Diagnosis
-    from cleave.planner.workload import Demand
     from cleave.simulator.trace import Trace
+    from cleave.traffic.diagnosis import Diagnosis
+    from cleave.traffic.workload import Demand
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
 _SURVEY = 20_000
@@ -96,8 +96,8 @@ def workload(
 
     Example: cleave workload requests.csv --sample 5000 --rate 12 -O more.csv
     """
-    from cleave.planner.history import HistoryError
-    from cleave.planner.workload import DemandError
+    from cleave.traffic.history import HistoryError
+    from cleave.traffic.workload import DemandError
 
     if (source is None) == (prometheus is None):
         fail(["state either a file or name, or --prometheus URL"], BAD_INPUT)
@@ -119,14 +119,14 @@ def workload(
 
 def complete(incomplete: str) -> list[str]:
     """Names of published workloads; the shell completes files itself."""
-    from cleave.planner import published
+    from cleave.traffic import published
 
     return [name for name in published.names() if name.startswith(incomplete)]
 
 
 def _named(source: str, rate: float | None, burstiness: float | None) -> Found:
     """A file if there is one of that name, else a published workload."""
-    from cleave.planner import diagnosis, history, published, workload
+    from cleave.traffic import diagnosis, history, published, workload
 
     path = Path(source)
     if path.exists() or path.suffix or "/" in source:
@@ -145,7 +145,7 @@ def _observed(
 ) -> Found:
     import time
 
-    from cleave.planner import prometheus
+    from cleave.traffic import prometheus
 
     observed = prometheus.read(url, time.time(), window_s, model)
     demand = observed.demand(rate, _poisson_unless(burstiness))
@@ -172,7 +172,7 @@ def _spec(
 ) -> dict[str, Any]:
     """`spec.workload` as it is written in a manifest."""
     from cleave.api.workload import TraceSource, Workload
-    from cleave.planner.diagnosis import diagnose, fit
+    from cleave.traffic.diagnosis import diagnose, fit
 
     if found.recording is None:
         return _manifest(fit(found.trace, found.demand.rate, _poisson_unless(burstiness)))
@@ -186,7 +186,7 @@ def _manifest(spec: "Workload") -> dict[str, Any]:
 
 
 def _write_sample(found: Found, num: int, seed: int, file: Path) -> None:
-    from cleave.planner import history
+    from cleave.traffic import history
 
     trace = found.demand.draw(num, seed=seed)
     history.write(file, trace)
@@ -194,7 +194,7 @@ def _write_sample(found: Found, num: int, seed: int, file: Path) -> None:
 
 
 def _print(found: Found, spec: dict[str, Any], output: Output) -> None:
-    from cleave.planner.diagnosis import diagnose
+    from cleave.traffic.diagnosis import diagnose
 
     diagnosis = diagnose(found.trace)
     remarks = [*found.notes, *(diagnosis.warnings if found.recording else _drawn(diagnosis))]

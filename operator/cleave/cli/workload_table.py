@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cleave.planner.diagnosis import Diagnosis, LengthSummary
 from cleave.simulator.trace import Trace
+from cleave.traffic.diagnosis import Diagnosis, LengthSummary
 
 _BAR = 24
 """Widest bar in characters."""

@@ -14,10 +14,10 @@ from cleave.perf import estimator, inventory, model
 from cleave.perf.gpu import Gpu, find
 from cleave.perf.link import within_node
 from cleave.perf.model import ModelShape
-from cleave.planner import diagnosis, workload
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply
-from cleave.planner.workload import Demand
+from cleave.traffic import diagnosis, workload
+from cleave.traffic.workload import Demand
 
 
 def problem(

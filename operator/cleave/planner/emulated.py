@@ -14,9 +14,9 @@ from cleave.perf.estimate import Estimate
 from cleave.perf.link import Link, LinkKind
 from cleave.perf.model import ModelShape
 from cleave.perf.trust import Basis, Trust
-from cleave.planner import diagnosis, workload
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply
+from cleave.traffic import diagnosis, workload
 
 MAX_INSTANCES = 16
 """Where spec.planning.maxGPUs says nothing."""

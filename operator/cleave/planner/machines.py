@@ -19,8 +19,8 @@ from cleave.perf.link import Link, slower
 from cleave.perf.model import ModelShape
 from cleave.planner.problem import Problem, Supply
 from cleave.planner.provisioning import Machine, Pair, ProvisioningError
-from cleave.planner.workload import Demand
 from cleave.simulator.fleet import Transfer
+from cleave.traffic.workload import Demand
 
 _NO_OVERLAP = 1 << 40
 _PROMPT_TOKENS = 1024

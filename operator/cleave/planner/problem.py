@@ -11,8 +11,8 @@ from cleave.api.planning import Planning
 from cleave.perf.estimate import Estimator
 from cleave.perf.link import Link
 from cleave.perf.model import ModelShape
-from cleave.planner.workload import Demand
 from cleave.simulator.fleet import Batching
+from cleave.traffic.workload import Demand
 
 
 @dataclass(frozen=True, slots=True)

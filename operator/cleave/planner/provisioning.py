@@ -20,8 +20,8 @@ from cleave.perf.timing import Timing
 from cleave.planner import capacity, slowdown
 from cleave.planner.slowdown import TABLE_VI, Alone, Slowdowns
 from cleave.planner.trials import Span, Trials
-from cleave.planner.workload import Demand
 from cleave.simulator.fleet import Batching, Engine, Fleet, Pool, Transfer
+from cleave.traffic.workload import Demand
 
 PROMPT_BATCH_TOKENS = 2048
 """Prompts are batched up to here (Splitwise, section IV-B); throughput falls beyond (fig. 6a)."""

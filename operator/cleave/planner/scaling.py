@@ -15,7 +15,7 @@ import numpy as np
 
 from cleave.perf.estimate import Estimate
 from cleave.perf.timing import Timing
-from cleave.planner.workload import Demand
+from cleave.traffic.workload import Demand
 
 _MOST_WORKERS = 4096
 _LARGEST_BATCH = 4096

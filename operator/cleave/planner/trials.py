@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.planner.capacity import Lengths
-from cleave.planner.workload import Demand
 from cleave.simulator.fleet import Fleet
 from cleave.simulator.outcome import Outcome
 from cleave.simulator.run import Prepared, measure, simulate
 from cleave.simulator.trace import Trace
+from cleave.traffic.workload import Demand
 
 OVERLOAD = 100.0
 """A trial lasts so many TTFT targets at least."""

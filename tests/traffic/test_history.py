@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.planner import history
-from cleave.planner.history import HistoryError
 from cleave.simulator.trace import Trace
+from cleave.traffic import history
+from cleave.traffic.history import HistoryError
 
 PLAIN = "arrival_s,prompt_tokens,output_tokens"
 

@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import pytest
 
-from cleave.planner import prometheus
-from cleave.planner.history import HistoryError
+from cleave.traffic import prometheus
+from cleave.traffic.history import HistoryError
 
 END_S = 1_700_000_000.0
 PROMPTS = {"10": "0", "20": "20", "50": "20", "100": "80", "+Inf": "100"}

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cleave.planner.workload import (
+from cleave.traffic.workload import (
     Demand,
     DemandError,
     Drawn,

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api import workload as api
-from cleave.planner import history
 from cleave.simulator.trace import Trace
+from cleave.traffic import history
 
 Counts = NDArray[np.int64]
 Values = NDArray[np.float64]

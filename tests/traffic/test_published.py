@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from cleave.planner import published
-from cleave.planner.workload import DemandError
+from cleave.traffic import published
+from cleave.traffic.workload import DemandError
 
 TABLE_1 = {
     # name: prompt mean, median, p90; output mean, median, p90 (Vidur, table 1)

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.api import workload as api
-from cleave.planner import workload
-from cleave.planner.workload import (
+from cleave.simulator.trace import Trace
+from cleave.traffic import workload
+from cleave.traffic.workload import (
     Demand,
     DemandError,
     Drawn,
@@ -14,7 +15,6 @@ from cleave.planner.workload import (
     Quantiles,
     Samples,
 )
-from cleave.simulator.trace import Trace
 
 CHAT = api.Workload(
     rate=5.0,

@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.planner import workload
-from cleave.planner.diagnosis import Diagnosis, diagnose, fit, remarks
-from cleave.planner.workload import Demand, DemandError, Drawn, Independent, LogNormal
 from cleave.simulator.trace import Trace
+from cleave.traffic import workload
+from cleave.traffic.diagnosis import Diagnosis, diagnose, fit, remarks
+from cleave.traffic.workload import Demand, DemandError, Drawn, Independent, LogNormal
 
 CHAT = Independent(LogNormal.through(700, 1400), LogNormal.through(200, 420))
 

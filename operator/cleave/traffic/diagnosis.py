@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api import workload as api
-from cleave.planner.workload import MAX_P90_TO_MEAN, Demand, DemandError, LogNormal, Replay
 from cleave.simulator.trace import Trace
+from cleave.traffic.workload import MAX_P90_TO_MEAN, Demand, DemandError, LogNormal, Replay
 
 THRESHOLDS = (512, 2048, 8192, 32768)
 """Prompts above the first saturate a GPU (TetriInfer, section 2.2.1); above the second Splitwise's

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.planner.history import HistoryError
-from cleave.planner.workload import Demand, Drawn, Independent, Quantiles
+from cleave.traffic.history import HistoryError
+from cleave.traffic.workload import Demand, Drawn, Independent, Quantiles
 
 PROMPT_METRIC = "vllm:request_prompt_tokens_bucket"
 OUTPUT_METRIC = "vllm:request_generation_tokens_bucket"

@@ -1,0 +1,1 @@
+"""The traffic to plan for: recorded, published or stated, and what draws requests from it."""
