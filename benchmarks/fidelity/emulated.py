@@ -51,8 +51,8 @@ class Emulated:
         """Times of an idle fleet: they tell what HTTP and the gateway cost."""
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
-    def twin(self, folder: Path) -> Fleet:
-        """The same engines, links and ways for the simulator."""
+    def twin(self, folder: Path, rate: float) -> Fleet:
+        """The same engines, links and ways for the simulator, at any rate."""
         profile = latency.load(PROFILE)
         engine = Engine(
             profile.timing,

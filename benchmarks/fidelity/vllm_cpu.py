@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from front import measure_front, read_front, share_core
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
 from stage import Case, Stage
 from subject import make_fleet
@@ -27,8 +28,8 @@ BLOCK_SIZE = 128
 MAX_BATCHED_TOKENS = 4096
 MAX_NUM_SEQS = 64
 FULL = Settings(
-    repeats=7,
-    batches=(1, 2, 4, 8, 12, 16, 24, 32),
+    repeats=5,
+    batches=(1, 2, 4, 8, 16, 32),
     contexts=(64, 256, 1024),
     longest_fill_s=5.0,
 )
@@ -72,12 +73,14 @@ class Vllm:
         if self.case.mixed and not file.exists():
             profiles.write(asyncio.run(self._profile(stage.engines["mixed"][0])), file)
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
+        measure_front(stage, self.model, folder / "front.json")
 
-    def twin(self, folder: Path) -> Fleet:
-        """Engines as profiled; ways and transfers from the times of idle fleets."""
+    def twin(self, folder: Path, rate: float) -> Fleet:
+        """Engines as profiled less what their fronts take; ways and pulls from an idle fleet."""
         profile = latency.load(str(_profile(folder)))
+        front_ms = read_front(folder / "front.json")
         engine = Engine(
-            profile.timing,
+            share_core(profile.timing, rate * front_ms / 1e3),
             profile.kv_capacity_tokens,
             BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,

@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from cleave.perf import latency
 from cleave.profiling.client import Client
 from cleave.simulator.trace import Trace
 
@@ -130,6 +131,16 @@ def test_the_way_is_shared_by_the_ways_and_pulls_lie_on_a_line(module: Import) -
     assert found.latency_ms == pytest.approx(3.0)
     assert found.token_ms == pytest.approx(0.01)
     assert not found.is_shared
+
+
+def test_a_front_that_takes_a_fifth_of_the_core_makes_passes_a_quarter_longer(
+    module: Import,
+) -> None:
+    front = module("front")
+    timing = latency.load("distserve/opt-13b/tp1").timing
+    shared = front.share_core(timing, 0.2)
+    assert shared.prefill_ms([300, 40]) == pytest.approx(1.25 * timing.prefill_ms([300, 40]))
+    assert shared.decode_pass_ms(9, 900) == pytest.approx(1.25 * timing.decode_pass_ms(9, 900))
 
 
 async def test_load_is_offered_when_it_is_due_whatever_fails(module: Import) -> None:
