@@ -75,6 +75,12 @@ def test_as_many_plans_are_shown_as_asked(cli, file, said) -> None:
     assert len(json.loads(run(cli, file, "--top", "2", "-o", "json").stdout)["alternatives"]) == 1
 
 
+def test_json_holds_aladdins_laws_where_explanations_are_asked_for(cli, file) -> None:
+    told = json.loads(run(cli, file, "-o", "json", "--explain").stdout)
+    assert told["aladdin"]["workers"]["k5"] > 0
+    assert "aladdin" not in json.loads(run(cli, file, "-o", "json").stdout)
+
+
 def test_wide_adds_interval_limits_algorithm_and_source(cli, file, said) -> None:
     said()
     wide = run(cli, file, "-o", "wide").stdout
@@ -91,9 +97,11 @@ def test_explain_says_what_was_asked_and_what_the_answer_rests_on(cli, file) -> 
     )
     assert "P90 6" in facts["prompts"]
     assert facts["machines"].startswith("1 x 4 emulated GPU; at most 4 GPUs in use")
-    assert facts["network"].startswith("InfiniBand, 200 Gbit/s net")
-    assert facts["prefill"].startswith("batching VLLM, at most 256 requests")
-    assert "(DistServe, Eq. 1-2)" in facts["M/D/1"]
+    assert facts["network"].startswith("InfiniBand, about 200 Gbit/s")
+    assert facts["prefill"].startswith("batches as vLLM does today, at most 256 requests")
+    assert "(DistServe, Eq. 1-2)" in told
+    assert "rounded up, times 1P tp1 + 2D tp1" in told
+    assert "best for decoding 1 x emulated GPU" in told
     assert "distserve/opt-13b/tp1" in facts["latency"]
 
 

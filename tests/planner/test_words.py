@@ -5,8 +5,17 @@ import math
 import pytest
 
 from cleave.api.role import Parallelism, Role
+from cleave.perf.trust import Basis, Trust
 from cleave.planner.plan import PlannedPool
-from cleave.planner.words import milliseconds, number, percent, plan_label, pool_sentence, power
+from cleave.planner.words import (
+    milliseconds,
+    number,
+    percent,
+    plan_label,
+    pool_sentence,
+    power,
+    trust_sentence,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +52,15 @@ def test_a_pool_is_described_in_full() -> None:
     pool = PlannedPool(Role.PREFILL, 2, Parallelism(tensor=4, pipeline=2), "A100")
     assert pool_sentence(pool) == ("2 prefill instances, each on 8 x A100 (tensor 4, pipeline 2)")
     assert pool_sentence(PlannedPool(Role.MIXED, 1)) == "1 mixed instance on 1 x GPU"
+
+
+@pytest.mark.parametrize(
+    ("basis", "error", "text"),
+    [
+        (Basis.FITTED, 0.041, "4.1 % off on average"),
+        (Basis.FITTED, None, "published, residuals not stated"),
+        (Basis.MEASURED, None, "never compared with measured passes"),
+    ],
+)
+def test_trust_tells_how_wrong_times_have_been_or_that_nobody_said(basis, error, text) -> None:
+    assert trust_sentence(Trust(basis, "source", error)) == f"{basis} (source), {text}"

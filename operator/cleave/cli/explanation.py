@@ -4,11 +4,20 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cleave.api.role import Role
+from cleave.planner import growth
 from cleave.planner.bench import to_draft
 from cleave.planner.plan import Answer, Plan
 from cleave.planner.problem import Problem
 from cleave.planner.queueing import QueueingError, mean_ttft_inter_op_ms
-from cleave.planner.words import milliseconds, number, percent, plan_label, trust_sentence
+from cleave.planner.scaling import ScalingError, WorkerSize
+from cleave.planner.words import (
+    milliseconds,
+    number,
+    percent,
+    plan_label,
+    pool_label,
+    trust_sentence,
+)
 from cleave.traffic.diagnosis import LengthSummary, diagnose
 
 if TYPE_CHECKING:
@@ -16,6 +25,20 @@ if TYPE_CHECKING:
 
 _SURVEY = 5000
 """Requests drawn to describe the workload."""
+
+_FINDERS = {
+    "Algorithm 1": "DistServe's Algorithm 1: prefill and decode instances anywhere",
+    "Algorithm 2": "DistServe's Algorithm 2: prefill and decode instances within nodes",
+    "colocated": "the search for mixed instances",
+}
+_BATCHING = {
+    "VLLM": "as vLLM does today",
+    "PREFILL_FIRST": "whole waiting prompts first",
+    "ORCA": "as Orca does",
+    "ORCA_PAGED": "as Orca does, with paged KV",
+    "FASTER_TRANSFORMER": "as FasterTransformer does, one batch after the other",
+    "LIGHTLLM": "as LightLLM does",
+}
 
 Fact = tuple[str, str]
 
@@ -47,31 +70,41 @@ def _asked(problem: Problem) -> Iterator[Fact]:
     )
     yield "machines", f"{', '.join(machines)}; at most {problem.max_gpus} GPUs in use"
     link = problem.supplies[0].network_link
-    yield "network", f"{link.kind}, {number(link.effective_gb_per_s * 8)} Gbit/s net for one GPU"
+    yield (
+        "network",
+        f"{link.kind}, about {number(link.effective_gb_per_s * 8)} Gbit/s per GPU in use",
+    )
 
 
 def _found(problem: Problem, answer: Answer) -> Iterator[Fact]:
-    yield "candidates", f"{answer.num_candidates:,} ways to spread one instance over GPUs"
+    ways = "1 way" if answer.num_candidates == 1 else f"{answer.num_candidates:,} ways"
+    yield "candidates", f"{ways} to spread one instance over GPUs"
     yield "simulated", f"{answer.num_simulated_requests:,} requests in {answer.elapsed_s:.2f} s"
     plans = ((answer.selected,) if answer.selected else ()) + answer.alternatives
     for source in dict.fromkeys(trust_sentence(plan.prediction.trust) for plan in plans):
         yield "latency", source
     for plan in plans[:1]:
         low, high = plan.prediction.goodput_interval
-        yield "best plan", f"{plan_label(plan)}, by {plan.algorithm}"
+        yield "best plan", f"{plan_label(plan)}, found by {_finder(plan)}"
         yield "goodput", f"{number(low)} to {number(high)} req/s with 95 % confidence"
         yield from _engines(plan)
         yield from _formula(problem, plan)
+        yield from _aladdin(problem, plan)
 
 
 def _engines(plan: Plan) -> Iterator[Fact]:
     for pool in plan.pools:
         limits = f"{pool.max_num_seqs} requests and {pool.max_num_batched_tokens} tokens"
-        yield str(pool.role), f"batching {pool.batching}, at most {limits} in a pass"
+        how = _BATCHING.get(pool.batching or "", pool.batching)
+        yield str(pool.role), f"batches {how}, at most {limits} in a pass"
+
+
+def _finder(plan: Plan) -> str:
+    return _FINDERS.get(plan.algorithm, plan.algorithm)
 
 
 def _formula(problem: Problem, plan: Plan) -> Iterator[Fact]:
-    """The queue of a prefill instance by DistServe's Eq. 1 and 2, for prompts of mean length."""
+    """The queue of a prefill instance by DistServe's Eq. 1 and 2 (M/D/1), for mean prompts."""
     groups = to_draft(problem, plan.pools, plan.algorithm).groups
     pools = {pool.role: pool for pool in plan.pools}
     for group in groups:
@@ -83,11 +116,41 @@ def _formula(problem: Problem, plan: Plan) -> Iterator[Fact]:
         try:
             mean_ms = mean_ttft_inter_op_ms(share, prefill_ms, timing.stages)
         except QueueingError as error:
-            yield "M/D/1", str(error)
+            yield "by formula", str(error)
         else:
-            after = f"equal prompts would be computed {milliseconds(mean_ms)} after they arrive"
-            doubt = "unlike lengths wait longer, joined ones less"
-            yield "M/D/1", f"{after} (DistServe, Eq. 1-2); {doubt}"
+            mean = f"were all prompts of mean length, {milliseconds(mean_ms)} to the end of prefill"
+            doubt = "unlike lengths wait longer, prompts that share a pass less"
+            yield "by formula", f"{mean} (DistServe, Eq. 1-2); {doubt}"
+
+
+def _aladdin(problem: Problem, plan: Plan) -> Iterator[Fact]:
+    """Aladdin's laws: GPUs per worker (Eq. 5-6) and workers per rate (Eq. 7)."""
+    try:
+        best = growth.best_size(problem)
+        ranked = ", then ".join(_size(best.gpu, size) for size in best.sizes[:2])
+        yield "worker size", f"best for decoding {ranked} (Aladdin, Eq. 5-6)"
+    except ScalingError as error:
+        yield "worker size", str(error)
+    try:
+        found = growth.growth(problem, plan)
+    except ScalingError as error:
+        yield "growth", str(error)
+        return
+    law, worker = found.law, " + ".join(pool_label(pool) for pool in found.worker)
+    line = f"{number(law.k5)} x rate {'-' if law.c5 < 0 else '+'} {abs(law.c5):.2f}"
+    seen = ", ".join(f"{count} at {number(rate)}" for rate, count in found.counts.items())
+    yield "growth", f"{line}, rounded up, times {worker} (Aladdin, Eq. 7)"
+    yield "", f"from short simulations: {seen} req/s"
+    if not law.holds_at(problem.rate):
+        yield "", f"a minute's requests are too unlike below {number(law.lowest_rate)} req/s"
+    else:
+        yield "", f"holds above {number(law.lowest_rate)} req/s, where every minute is like another"
+
+
+def _size(gpu: str, size: WorkerSize) -> str:
+    limit = "KV memory" if size.is_bound_by_kv else "TPOT"
+    speed = f"{number(size.tokens_per_s_per_gpu)} tokens/s per GPU"
+    return f"{size.gpus} x {gpu} ({speed}, {size.batch} requests at once, limited by {limit})"
 
 
 def _lengths(seen: LengthSummary) -> str:

@@ -97,7 +97,12 @@ def _print(
 
         from cleave.planner.summary import document
 
-        typer.echo(json.dumps(document(answer, top - 1), indent=2))
+        told = document(answer, top - 1)
+        if explained and answer.selected:
+            from cleave.planner import growth
+
+            told["aladdin"] = growth.document(question.problem, answer.selected)
+        typer.echo(json.dumps(told, indent=2))
     elif output is Output.YAML:
         import yaml
 

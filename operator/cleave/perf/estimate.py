@@ -30,6 +30,9 @@ class Estimate:
     """Provisioned, all GPUs of the instance."""
     cost_per_hour: float
     trust: Trust
+    peak_flops: float | None = None
+    """Dense FLOP/s of all GPUs of the instance in the precision of the weights' products, without
+    a power cap (for MFU); None: not known, as of an emulated engine."""
 
 
 class Estimator(Protocol):

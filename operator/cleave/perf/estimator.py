@@ -137,7 +137,14 @@ class ModelEstimator:
             power_watts=machine.gpu.power_watts * gpus,
             cost_per_hour=machine.gpu.price_per_hour * gpus,
             trust=source.trust,
+            peak_flops=self._peak_flops(machine.gpu) * gpus,
         )
+
+    def _peak_flops(self, gpu: Gpu) -> float:
+        """Of one GPU. A power cap does not count: MFU is of what the GPU is rated for."""
+        quantization = self.shape.quantization
+        is_8_bit = quantization is not None and quantization.is_8_bit_compute
+        return gpu.tflops(is_8_bit) * gpu.prompt_slowdown * 1e12
 
     def _source(self, machine: Machine, tensor: int, stages: int) -> _Source:
         for each in self._on(machine.gpu):
@@ -233,7 +240,7 @@ def _distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
     for name, fit in distserve.FITS.items():
         engine, model_name, parallelism = name.split("/")
         if (engine, parallelism) == ("distserve", f"tp{tensor}") and _is_same(shape, model_name):
-            trust = Trust(Basis.FITTED, "DistServe's published fit", None)
+            trust = Trust(Basis.FITTED, "DistServe's fit", None)
             return _Source(latency.to_timing(fit), trust)
     return None
 

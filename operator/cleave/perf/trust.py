@@ -23,4 +23,4 @@ class Trust:
     source: str
     """The profile, fit or calibration, in a few words."""
     error: float | None
-    """Mean absolute percentage error against measurements, 0.05 for 5 %; None: never compared."""
+    """Mean absolute percentage error against measurements, 0.05 for 5 %; None: not known."""

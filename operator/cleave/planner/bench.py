@@ -19,7 +19,8 @@ from cleave.simulator.fleet import Batching, Fleet
 from cleave.simulator.outcome import Outcome
 from cleave.simulator.run import simulate
 
-_IN_NODE = "Algorithm 2"
+IN_NODE = "Algorithm 2"
+"""Found by it: the same pipeline stage of all instances of a cell lies in one node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def to_draft(problem: Problem, pools: Iterable[PlannedPool], algorithm: str = ""
         Group(pool.role, _instance(problem, pool), pool.replicas)
         for pool in sorted(pools, key=lambda pool: order.index(pool.role))
     ]
-    if not algorithm.startswith(_IN_NODE):
+    if not algorithm.startswith(IN_NODE):
         return Draft(tuple(groups))
     cells = math.gcd(*(group.replicas for group in groups))
     cell = tuple(replace(group, replicas=group.replicas // cells) for group in groups)

@@ -3,7 +3,7 @@
 import math
 
 from cleave.api.role import Role
-from cleave.perf.trust import Trust
+from cleave.perf.trust import Basis, Trust
 from cleave.planner.plan import Answer, Plan, PlannedPool, Verdict
 
 VERDICTS = {
@@ -79,9 +79,12 @@ def power(watts: float) -> str:
 
 def trust_sentence(trust: Trust) -> str:
     """`fitted (DistServe, A100), 4 % off on average`."""
-    error = (
-        "never compared with measurements"
-        if trust.error is None
-        else f"{percent(trust.error)} off on average"
-    )
-    return f"{trust.basis} ({trust.source}), {error}"
+    return f"{trust.basis} ({trust.source}), {_error(trust)}"
+
+
+def _error(trust: Trust) -> str:
+    if trust.error is not None:
+        return f"{percent(trust.error)} off on average"
+    if trust.basis is Basis.FITTED:
+        return "published, residuals not stated"
+    return "never compared with measured passes"

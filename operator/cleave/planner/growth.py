@@ -1,0 +1,154 @@
+"""How a plan grows with its traffic: Aladdin's laws for one question. For `cleave plan --explain`.
+
+Eq. 5 and 6 name the best number of GPUs per worker, Eq. 7 the number of workers at other rates.
+What is hard: a worker is whatever can be added to the plan by itself. That is one mixed instance,
+or the smallest group of prefill and decode instances that has the plan's proportion.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cleave.perf.estimate import Estimate
+from cleave.planner import scaling
+from cleave.planner.bench import IN_NODE, to_draft
+from cleave.planner.capacity import fleet_rate
+from cleave.planner.draft import Draft, cell_fleet, planned_pools
+from cleave.planner.plan import Plan, PlannedPool
+from cleave.planner.problem import Problem
+from cleave.planner.scaling import ScalingError, WorkerLaw, WorkerSize
+from cleave.planner.trials import Span, Targets, Trials
+from cleave.planner.words import pool_label
+
+HEARTBEAT_S = 60.0
+"""How often whoever scales looks at the rate; Eq. 7's lower bound depends on it."""
+_AROUND = (0.5, 1.0, 2.0, 3.0, 4.0)
+"""Rates at which workers are counted, as factors on what the plan was found for."""
+_RAMP, _COUNTED = 4000, 2000
+"""Most requests of a trial: a law needs less than a prediction."""
+_MOST_WORKERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BestSize:
+    """Eq. 6's answer for the kind of GPU that decodes most per GPU."""
+
+    gpu: str
+    sizes: tuple[WorkerSize, ...]
+    """Best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Eq. 7 for one plan."""
+
+    worker: tuple[PlannedPool, ...]
+    """What is added: the smallest part of the plan with its proportion of roles."""
+    counts: dict[float, int]
+    """Fewest workers that hold each rate (req/s), by simulation."""
+    law: WorkerLaw
+
+
+def best_size(problem: Problem) -> BestSize:
+    """Tensor parallel sizes within a node, judged by Eq. 6; ties go to the first kind of GPU.
+
+    Raises ScalingError when no size decodes within the TPOT target.
+    """
+    found: list[BestSize] = []
+    faults: list[ScalingError] = []
+    for gpu, workers in _workers(problem).items():
+        try:
+            sizes = scaling.best_worker_size(workers, problem.demand, problem.slo.tpot_ms)
+        except ScalingError as error:
+            faults.append(error)
+        else:
+            found.append(BestSize(gpu, sizes))
+    if not found:
+        raise faults[0] if faults else ScalingError("the model fits no worker without a pipeline")
+    return max(found, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
+
+
+def growth(problem: Problem, plan: Plan) -> Growth:
+    """Workers of `plan` counted in short simulations at five rates, and the line through them.
+
+    The rates lie around the asked one, or the plan's goodput where that is more: below it one
+    worker is enough for all of them. Raises ScalingError when even 1,024 do not hold a rate.
+    """
+    slo = problem.slo
+    targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+    trials = Trials(problem.demand, problem.seed)
+    # Asked for as Algorithm 2's, pools come as cells, whoever found them.
+    cell = replace(to_draft(problem, plan.pools, IN_NODE), copies=1)
+    is_in_node = plan.algorithm.startswith(IN_NODE)
+    unit_rate = fleet_rate(cell_fleet(problem, cell), trials.lengths())
+
+    def holds(workers: int, rate: float) -> bool:
+        if rate > workers * unit_rate:
+            return False
+        served, share = (cell, rate / workers) if is_in_node else (_times(cell, workers), rate)
+        span = _short(trials.span(share, targets))
+        fleet = cell_fleet(problem, served)
+        return trials.shares(fleet, share, targets, span).both >= targets.attainment
+
+    middle = max(problem.rate, plan.prediction.goodput)
+    rates = [middle * factor for factor in _AROUND]
+    counts = scaling.count_workers(holds, rates, _MOST_WORKERS)
+    lowest = scaling.lowest_rate(problem.demand, HEARTBEAT_S)
+    law = replace(scaling.fit_workers(counts), lowest_rate=lowest)
+    return Growth(planned_pools(cell), counts, law)
+
+
+def document(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """Both laws for JSON; null where one cannot be said."""
+    return {"workerSizes": _sizes_document(problem), "workers": _growth_document(problem, plan)}
+
+
+def _sizes_document(problem: Problem) -> dict[str, Any] | None:
+    try:
+        best = best_size(problem)
+    except ScalingError:
+        return None
+    sizes = [
+        {
+            "gpus": size.gpus,
+            "tokensPerSecondPerGPU": size.tokens_per_s_per_gpu,
+            "batch": size.batch,
+            "isBoundByKV": size.is_bound_by_kv,
+        }
+        for size in best.sizes
+    ]
+    return {"gpu": best.gpu, "sizes": sizes}
+
+
+def _growth_document(problem: Problem, plan: Plan) -> dict[str, Any] | None:
+    try:
+        found = growth(problem, plan)
+    except ScalingError:
+        return None
+    return {
+        "worker": " + ".join(pool_label(pool) for pool in found.worker),
+        "k5": found.law.k5,
+        "c5": found.law.c5,
+        "lowestRate": found.law.lowest_rate,
+        "counts": [{"rate": rate, "workers": count} for rate, count in found.counts.items()],
+    }
+
+
+def _workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
+    """By kind of GPU and number of GPUs, for the kinds on which the model fits."""
+    found: dict[str, dict[int, Estimate]] = {}
+    for supply in problem.supplies:
+        most = min(supply.gpus_per_node, supply.max_gpus, problem.max_gpus)
+        for gpus in range(1, most + 1):
+            estimate = problem.estimator.estimate(supply.gpu, gpus, 1)
+            if estimate is not None:
+                found.setdefault(supply.gpu, {})[gpus] = estimate
+    return found
+
+
+def _times(cell: Draft, workers: int) -> Draft:
+    groups = (replace(group, replicas=group.replicas * workers) for group in cell.groups)
+    return replace(cell, groups=tuple(groups), is_in_node=False)
+
+
+def _short(span: Span) -> Span:
+    return Span(min(span.ramp, _RAMP), min(span.counted, _COUNTED))
