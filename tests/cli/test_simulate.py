@@ -38,7 +38,7 @@ def test_the_table_tells_attainment_latencies_stages_and_instances(cli, file) ->
     done = run(cli, file)
     assert done.exit_code == 0
     assert "400 requests at 4.00 req/s: " in done.stdout
-    for text in ("TTFT", "TPOT", "KV transfer", "prefill-1", "decode-0"):
+    for text in ("MFU", "TTFT", "TPOT", "KV transfer", "prefill-1", "decode-0"):
         assert text in done.stdout
 
 

@@ -116,6 +116,12 @@ def test_a_power_cap_slows_published_prompts_as_published() -> None:
     assert capped.timing.prefill_ms([1500]) == pytest.approx(1.3 * free.timing.prefill_ms([1500]))
     assert capped.timing.decode_pass_ms(8, 4000) == free.timing.decode_pass_ms(8, 4000)
     assert capped.power_watts == 350 * 8
+    assert capped.peak_flops == pytest.approx(free.peak_flops)
+
+
+def test_the_peak_is_that_of_all_gpus_in_the_precision_of_the_products() -> None:
+    asked = of("llama-3.1-8b")
+    assert known(asked.estimate(A100, 2, 2)).peak_flops == pytest.approx(4 * 312e12)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Simulating pools that somebody has chosen."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from cleave.api.engine import Engine
 from cleave.api.manifest import validate
 from cleave.api.role import Parallelism, Role
 from cleave.planner import emulated
-from cleave.planner.bench import Bench, fleet, limited
+from cleave.planner.bench import Bench, fleet, limited, mfu
 from cleave.planner.digest import digest, instance_names
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlannedPool
@@ -75,7 +76,7 @@ def test_parallelism_that_the_model_does_not_take_is_one_line(problem) -> None:
 def test_a_digest_agrees_with_its_outcome(problem) -> None:
     served = fleet(problem, PAIR)
     outcome = Bench(problem, 500).run(served, 4.0)
-    found = digest(outcome, served, 4.0, problem.slo)
+    found = digest(outcome, served, 4.0, problem.slo, mfu(problem, PAIR, outcome))
     assert found.attainment == outcome.attainment(400, 40)
     assert found.attainment <= min(found.ttft_attainment, found.tpot_attainment)
     assert sum(stage.share for stage in found.stages) == pytest.approx(1)
@@ -83,6 +84,24 @@ def test_a_digest_agrees_with_its_outcome(problem) -> None:
     assert all(0 < each.busy <= 1 for each in found.instances)
     assert [each.name for each in found.instances] == instance_names(served)
     assert (found.num_too_long, found.num_unfinished) == (0, 0)
+    assert all(math.isnan(each.mfu) for each in found.instances)
+
+
+def test_mfu_is_the_work_of_all_tokens_by_what_the_gpus_of_an_instance_could_do(problem) -> None:
+    known = replace(problem.estimator.estimate(emulated.KIND, 1, 1), peak_flops=312e12)
+
+    class Estimator:
+        def estimate(self, *_):
+            return known
+
+    problem = replace(problem, estimator=Estimator())
+    outcome = Bench(problem, 200).run(fleet(problem, PAIR), 4.0)
+    seen = outcome.instances
+    found = mfu(problem, PAIR, outcome)
+    could = 312e12 * seen.duration_ms / 1000
+    work = (seen.prompt_tokens + seen.decode_tokens) * problem.shape.flops_per_token
+    assert found == pytest.approx(work / could)
+    assert all(0 < each < 1 for each in found)
 
 
 def test_the_same_seed_serves_the_same_requests_at_every_rate(problem) -> None:

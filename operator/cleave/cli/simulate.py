@@ -26,7 +26,9 @@ from cleave.cli.up import File
 
 if TYPE_CHECKING:
     from cleave.planner.bench import Bench
-    from cleave.simulator.fleet import Fleet
+    from cleave.planner.plan import PlannedPool
+
+    Pools = Sequence[PlannedPool]
 
 
 class Output(StrEnum):
@@ -70,44 +72,50 @@ def simulate(
     if output is Output.CSV and len(asked) > 1:
         fail(["--rates with -o csv: state one rate, or -o json"], BAD_INPUT)
     question = ask(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
-    bench, fleet = _prepare(question, requests)
+    bench, pools = _prepare(question, requests)
     asked = asked or [question.problem.rate]
     if output is Output.CSV:
-        _print_requests(bench, fleet, asked[0])
+        _print_requests(bench, pools, asked[0])
     else:
-        _print_figures(bench, fleet, asked, output)
+        _print_figures(bench, pools, asked, output)
 
 
-def _prepare(question: Question, num_requests: int) -> tuple["Bench", "Fleet"]:
+def _prepare(question: Question, num_requests: int) -> tuple["Bench", "Pools"]:
     from cleave.planner import bench
     from cleave.planner.placement import PlanError, plan
 
     try:
         pools = bench.limited(plan(question.deployment).pools, question.deployment.spec.engine)
-        fleet = bench.fleet(question.problem, pools)
+        bench.fleet(question.problem, pools)
     except PlanError as error:
         fail(error.faults, BAD_INPUT)
-    return bench.Bench(question.problem, num_requests), fleet
+    return bench.Bench(question.problem, num_requests), pools
 
 
-def _print_requests(bench: "Bench", fleet: "Fleet", rate: float) -> None:
+def _print_requests(bench: "Bench", pools: "Pools", rate: float) -> None:
     from cleave.cli.simulate_table import write_csv
+    from cleave.planner import bench as benches
     from cleave.planner.digest import instance_names
 
+    fleet = benches.fleet(bench.problem, pools)
     with _simulations():
         outcome = bench.run(fleet, rate)
     write_csv(sys.stdout, outcome, instance_names(fleet))
 
 
-def _print_figures(bench: "Bench", fleet: "Fleet", rates: Sequence[float], output: Output) -> None:
+def _print_figures(bench: "Bench", pools: "Pools", rates: Sequence[float], output: Output) -> None:
     from cleave.cli import simulate_table
+    from cleave.planner import bench as benches
     from cleave.planner.digest import digest
 
-    slo, found = bench.problem.slo, []
+    problem, found = bench.problem, []
+    slo, fleet = problem.slo, benches.fleet(problem, pools)
     with _simulations(), simulating_bar("simulating") as tick:
         for done, rate in enumerate(rates):
             tick(done, len(rates), f"simulating {rate:g} req/s")
-            found.append(digest(bench.run(fleet, rate), fleet, rate, slo))
+            outcome = bench.run(fleet, rate)
+            mfu = benches.mfu(problem, pools, outcome)
+            found.append(digest(outcome, fleet, rate, slo, mfu))
     if output is Output.JSON:
         typer.echo(json.dumps(simulate_table.document(found), indent=2))
         return

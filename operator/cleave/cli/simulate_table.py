@@ -121,7 +121,7 @@ def _stages(seen: Digest) -> "Table":
 
 def _instances(seen: Digest) -> "Table":
     drawn = plain_table(
-        ("INSTANCE",), ("BUSY", "PASSES", "BATCH", "KV MEAN", "KV PEAK", "PREEMPTIONS")
+        ("INSTANCE",), ("BUSY", "MFU", "PASSES", "BATCH", "KV MEAN", "KV PEAK", "PREEMPTIONS")
     )
     for each in seen.instances[:_MOST_INSTANCES]:
         drawn.add_row(*_load(each))
@@ -131,6 +131,7 @@ def _instances(seen: Digest) -> "Table":
 def _load(each: InstanceLoad) -> Iterator[str]:
     yield each.name
     yield percent(each.busy)
+    yield "-" if math.isnan(each.mfu) else percent(each.mfu)
     yield f"{each.passes:,}"
     yield number(each.mean_batch)
     yield percent(each.kv_usage)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from cleave.api.engine import Engine
 from cleave.api.role import Role
 from cleave.planner.candidates import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Candidate, Instance
@@ -16,7 +18,7 @@ from cleave.planner.placement import PlanError
 from cleave.planner.plan import Plan, PlannedPool
 from cleave.planner.problem import Problem
 from cleave.simulator.fleet import Batching, Fleet
-from cleave.simulator.outcome import Outcome
+from cleave.simulator.outcome import Outcome, Times
 from cleave.simulator.run import simulate
 
 IN_NODE = "Algorithm 2"
@@ -47,6 +49,16 @@ def fleet(problem: Problem, pools: Iterable[PlannedPool]) -> Fleet:
     Raises PlanError when the model does not run with a pool's parallelism.
     """
     return cell_fleet(problem, to_draft(problem, pools))
+
+
+def mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: Outcome) -> Times:
+    """Model FLOPs utilisation of each instance of `fleet(problem, pools)`; nan: not known."""
+    peaks = [
+        group.instance.candidate.estimate.peak_flops or math.nan
+        for group in to_draft(problem, pools).groups
+        for _ in range(group.replicas)
+    ]
+    return outcome.instances.mfu(problem.shape.flops_per_token, np.array(peaks))
 
 
 def to_draft(problem: Problem, pools: Iterable[PlannedPool], algorithm: str = "") -> Draft:

@@ -30,6 +30,9 @@ class InstanceLoad:
     kv_peak: float
     """Most of it at once."""
     preemptions: int
+    mfu: float
+    """Model FLOPs utilisation: work of the linear layers by what its GPUs could do in the whole
+    time (Vidur, section 5.2); nan where the GPUs are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,8 @@ class Digest:
     instances: tuple[InstanceLoad, ...]
 
 
-def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo) -> Digest:
-    """The figures of one outcome. Requests that never end are the slowest."""
+def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo, mfu: Times) -> Digest:
+    """The figures of one outcome, `mfu` per instance. Requests that never end are the slowest."""
     seconds = outcome.instances.duration_ms / 1000
     tokens = float(np.sum(outcome.instances.decode_tokens))
     return Digest(
@@ -83,7 +86,7 @@ def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo) -> Digest:
         tpot_ms=percentiles(outcome.tpot_ms),
         latency_ms=percentiles(outcome.end_ms - outcome.arrival_ms),
         stages=tuple(_stages(outcome)),
-        instances=tuple(_instances(outcome, fleet)),
+        instances=tuple(_instances(outcome, fleet, mfu)),
     )
 
 
@@ -119,7 +122,7 @@ def _stages(outcome: Outcome) -> Iterator[StageTime]:
         yield StageTime(stage, mean, shares[stage])
 
 
-def _instances(outcome: Outcome, fleet: Fleet) -> Iterator[InstanceLoad]:
+def _instances(outcome: Outcome, fleet: Fleet, mfu: Times) -> Iterator[InstanceLoad]:
     seen = outcome.instances
     capacity = np.array(
         [
@@ -140,4 +143,5 @@ def _instances(outcome: Outcome, fleet: Fleet) -> Iterator[InstanceLoad]:
             kv_usage=float(usage[place]),
             kv_peak=float(seen.kv_peak_tokens[place] / capacity[place]),
             preemptions=int(seen.num_preemptions[place]),
+            mfu=float(mfu[place]),
         )

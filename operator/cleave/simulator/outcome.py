@@ -106,10 +106,11 @@ class Instances:
         """Share of the KV memory (tokens per instance) in use, mean over the simulation."""
         return np.asarray(self.kv_token_ms / (kv_capacity_tokens * self.duration_ms), np.float64)
 
-    def mfu(self, flops_per_token: float, peak_flops: float) -> Times:
+    def mfu(self, flops_per_token: float, peak_flops: float | Times) -> Times:
         """Model FLOPs utilisation of each instance over the simulation (Vidur, section 5.2).
 
-        `peak_flops`: per second, all GPUs of one instance. Recomputed tokens count as work.
+        `peak_flops`: per second, all GPUs of one instance; one figure, or one per instance.
+        Recomputed tokens count as work.
         """
         tokens = self.prompt_tokens + self.decode_tokens
         share = tokens * flops_per_token / (peak_flops * self.duration_ms / 1000)
