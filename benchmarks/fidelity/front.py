@@ -1,38 +1,34 @@
-"""What an engine's HTTP front takes of the core that it shares with the engine.
+"""What a request takes of an engine beyond its passes, where front and engine share a core.
 
-On CPU a vLLM instance has its cores to itself, but its API server runs on them as well: the time it
-needs for a request is taken from passes. CPU time is counted by the kernel, so a busy machine does
-not change it. What tokens cost the front is in the profile: gaps between tokens hold it.
+On CPU a vLLM instance has its cores to itself, but its API server and scheduler run on them as
+well: reading a request, queueing and ending it take time from passes. An engine that always has the
+next prompt waiting shows it: it needs longer for each than a pass. What tokens cost is in the
+profile: gaps between tokens hold it.
 """
 
 import asyncio
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
-
-import psutil
-from stage import Stage
+from statistics import median
 
 from cleave.perf.timing import Timing
 from cleave.profiling.client import Client
+from cleave.profiling.engine import read_counters
 from cleave.profiling.shots import draw
 
-REQUESTS = 50
 TOKENS = 256
-API_SERVER = "vllm.entrypoints.openai.api_server"
+TURNS = 15
+ALONE, QUEUED = 4, 16
+"""Requests of a turn: one by one, and two at a time."""
 
 
-def measure_front(stage: Stage, model: str, file: Path) -> None:
-    """Keep the front's CPU milliseconds of one request, per instance, unless `file` is there."""
-    if file.exists():
-        return
-    fronts = [_find_front(pid) for pid in stage.agents]
-    before = sum(map(_cpu_s, fronts))
-    asyncio.run(_ask(Client(stage.url, model)))
-    # Every instance of a small fleet of one per role sees every request.
-    spent_s = sum(map(_cpu_s, fronts)) - before
-    file.write_text(json.dumps(spent_s * 1e3 / REQUESTS / len(fronts)))
+def measure_front(engine_url: str, model: str, file: Path) -> None:
+    """Keep the milliseconds of one request beyond its pass in `file`, unless it is there."""
+    if not file.exists():
+        file.write_text(json.dumps(asyncio.run(_measure(Client(engine_url, model)))))
 
 
 def read_front(file: Path) -> float:
@@ -52,21 +48,21 @@ def share_core(timing: Timing, share: float) -> Timing:
     )
 
 
-async def _ask(client: Client) -> None:
+async def _measure(client: Client) -> float:
+    """Median over turns, so that pass and queue are of the same seconds."""
     rng = random.Random(1)
-    for _ in range(REQUESTS):
+    taken = []
+    for _ in range(TURNS):
+        before = await read_counters(client)
+        await _ask(client, rng, ALONE)
+        after = await read_counters(client, before.prefills + ALONE)
+        pass_s = (after.prefill_s - before.prefill_s) / ALONE
+        begin = time.perf_counter()
+        await asyncio.gather(*(_ask(client, rng, QUEUED // 2) for _ in range(2)))
+        taken.append((time.perf_counter() - begin) / QUEUED - pass_s)
+    return max(0.0, median(taken) * 1e3)
+
+
+async def _ask(client: Client, rng: random.Random, requests: int) -> None:
+    for _ in range(requests):
         await client.complete(draw(rng, TOKENS), 1)
-
-
-def _find_front(agent: int) -> psutil.Process:
-    """The API server below an agent: the first of the processes that run its module."""
-    return next(
-        process
-        for process in psutil.Process(agent).children(recursive=True)
-        if API_SERVER in (line := " ".join(process.cmdline())) and "warden" not in line
-    )
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)

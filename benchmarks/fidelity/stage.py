@@ -50,8 +50,6 @@ class Stage:
     url: str
     engines: dict[str, list[str]]
     """Role -> URLs of its engines."""
-    agents: list[int]
-    """Process ids of the agents beside them."""
 
 
 @contextmanager
@@ -73,12 +71,10 @@ def deployed(spec: dict[str, Any], case: Case, folder: Path) -> Iterator[Stage]:
         _cleave(folder, *up, timeout_s=UP_TIMEOUT_S + 60)
         (found,) = json.loads(_cleave(folder, "status", name, "-o", "json"))
         engines: dict[str, list[str]] = {}
-        agents: list[int] = []
         for instance in found["instances"]:
             if instance["role"] != "gateway":
                 engines.setdefault(instance["role"], []).append(instance["url"])
-                agents.append(instance["pid"])
-        yield Stage(f"http://127.0.0.1:{port}", engines, agents)
+        yield Stage(f"http://127.0.0.1:{port}", engines)
     finally:
         _cleave(folder, "down", name, must=False)
 

@@ -73,7 +73,8 @@ class Vllm:
         if self.case.mixed and not file.exists():
             profiles.write(asyncio.run(self._profile(stage.engines["mixed"][0])), file)
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
-        measure_front(stage, self.model, folder / "front.json")
+        engine_url = next(iter(stage.engines.values()))[0]
+        measure_front(engine_url, self.model, folder / "front.json")
 
     def twin(self, folder: Path, rate: float) -> Fleet:
         """Engines as profiled less what their fronts take; ways and pulls from an idle fleet."""
