@@ -150,6 +150,8 @@ def test_a_trace_takes_the_place_of_lengths_and_keeps_the_burstiness(file, tmp_p
     traffic = asked.spec.workload
     assert (traffic.trace.path, traffic.rate) == (str(tmp_path / "t.csv"), 3)
     assert (traffic.prompt_tokens, traffic.burstiness) == (None, 2)
+    replayed = overridden(stated, Overrides(trace=tmp_path / "t.csv"))
+    assert replayed.spec.workload.burstiness is None
 
 
 @pytest.mark.parametrize(

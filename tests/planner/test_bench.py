@@ -109,3 +109,30 @@ def test_the_same_seed_serves_the_same_requests_at_every_rate(problem) -> None:
     slow, fast = (bench.run(fleet(problem, PAIR), rate) for rate in (1.0, 8.0))
     assert (slow.output_tokens == fast.output_tokens).all()
     assert slow.arrival_ms == pytest.approx(8 * fast.arrival_ms)
+
+
+def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
+    (supply,) = problem.supplies
+    kinds = ("A100-SXM-80GB", "H100-SXM-80GB")
+    estimate = problem.estimator.estimate(emulated.KIND, 1, 1)
+
+    class Estimator:
+        def estimate(self, gpu, *_):
+            return estimate if gpu in kinds else None
+
+    supplies = tuple(replace(supply, gpu=kind) for kind in kinds)
+    problem = replace(problem, supplies=supplies, estimator=Estimator())
+    found = fleet(problem, [PlannedPool(Role.MIXED, 1, gpu="NVIDIA-H100-80GB-HBM3")])
+    assert found.mixed[0].replicas == 1
+    for gpu, fault in (
+        (None, "state one of A100-SXM-80GB, H100-SXM-80GB"),
+        ("L4", "there is no L4; there is A100-SXM-80GB"),
+        ("abacus", "unknown GPU 'abacus'"),
+    ):
+        with pytest.raises(PlanError, match=f"^spec.placement.manual: mixed: gpu: {fault}"):
+            fleet(problem, [PlannedPool(Role.MIXED, 1, gpu=gpu)])
+
+
+def test_emulated_instances_run_whatever_gpu_is_stated(problem) -> None:
+    pools = [PlannedPool(Role.MIXED, 2, gpu="H100")]
+    assert fleet(problem, pools).mixed[0].replicas == 2

@@ -1,5 +1,7 @@
 """Placements of this version: by hand, or the smallest disaggregated one."""
 
+from pathlib import Path
+
 import pytest
 
 from cleave.api.deployment import (
@@ -13,7 +15,7 @@ from cleave.api.model import Model
 from cleave.api.planned import ManualPool
 from cleave.api.resource import Metadata
 from cleave.api.role import Parallelism, Role
-from cleave.planner.placement import PlanError, plan
+from cleave.planner.placement import PlanError, located, plan
 from cleave.planner.plan import PlannedPool
 
 
@@ -27,6 +29,10 @@ def deployment(*manual: ManualPool, engine: Engine | None = None) -> LLMDeployme
             engine=engine or Engine(),
         ),
     )
+
+
+def emulated_by(profile: str) -> Engine:
+    return Engine(type=EngineType.EMULATED, emulated=Emulation(latency=profile))
 
 
 def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_reason_is_honest() -> (
@@ -72,3 +78,12 @@ def test_an_unknown_latency_profile_is_one_fault_that_names_its_field_and_those_
     (fault,) = raised.value.faults
     assert fault.startswith("spec.engine.emulated.latency: no latency profile 'distserve/opt-13b/")
     assert "distserve/opt-13b/tp1" in fault
+
+
+def test_a_profile_in_a_file_is_looked_for_beside_the_manifest() -> None:
+    stated = deployment(engine=emulated_by("own.yaml"))
+    moved = located(stated, Path("/manifests"))
+    assert moved.spec.engine.emulation.latency == "/manifests/own.yaml"
+    assert located(moved, Path("/elsewhere")) == moved
+    named = deployment(engine=emulated_by("vllm/opt-13b/tp1"))
+    assert located(named, Path("/manifests")) == named

@@ -1,8 +1,10 @@
 """Plans in the resource's own words."""
 
 import json
+from dataclasses import replace
 
 from cleave.api.manifest import validate
+from cleave.planner.plan import EMULATED_GPU
 from cleave.planner.summary import document, option, placement
 
 
@@ -40,3 +42,11 @@ def test_the_placement_block_is_one_that_a_manifest_takes(answer) -> None:
     prefill, decode = deployment.spec.placement.manual
     assert (prefill.replicas, prefill.parallelism.tensor, prefill.max_num_seqs) == (2, 2, 256)
     assert decode.role == "decode"
+
+
+def test_the_placement_block_keeps_kinds_of_gpu_but_not_the_emulated_one(answer) -> None:
+    stated = [pool["gpu"] for pool in placement(answer.selected)["manual"]]
+    assert stated == ["A100-SXM-80GB", "A100-SXM-80GB"]
+    pools = tuple(replace(pool, gpu=EMULATED_GPU) for pool in answer.selected.pools)
+    emulated = replace(answer.selected, pools=pools)
+    assert all("gpu" not in pool for pool in placement(emulated)["manual"])

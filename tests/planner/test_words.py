@@ -1,6 +1,7 @@
 """Plans and figures in words."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -64,3 +65,11 @@ def test_a_pool_is_described_in_full() -> None:
 )
 def test_trust_tells_how_wrong_times_have_been_or_that_nobody_said(basis, error, text) -> None:
     assert trust_sentence(Trust(basis, "source", error)) == f"{basis} (source), {text}"
+
+
+def test_a_label_names_the_kind_of_gpu_where_there_was_a_choice(answer) -> None:
+    chosen = replace(answer.selected, is_gpu_chosen=True)
+    assert plan_label(chosen) == "2P tp2 + 1D tp2 on A100-SXM-80GB"
+    prefill, decode = chosen.pools
+    unlike = replace(chosen, pools=(replace(prefill, gpu="H100"), decode))
+    assert plan_label(unlike) == "2P tp2 on H100 + 1D tp2 on A100-SXM-80GB"

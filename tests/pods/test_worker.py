@@ -184,3 +184,31 @@ def test_pods_share_no_parts_that_one_could_change_for_all(pool) -> None:
     container(first)["securityContext"].clear()
     container(first)["env"][0].clear()
     assert json.dumps(second) == before
+
+
+@pytest.mark.parametrize(
+    ("gpu", "label"),
+    [("A100-SXM-80GB", "NVIDIA-A100-SXM4-80GB"), ("our-own-gpu", "our-own-gpu")],
+)
+def test_a_kind_of_gpu_asks_for_nodes_with_its_label(pool, gpu, label) -> None:
+    stated = pool(placement={"manual": [{"role": "decode", "gpu": gpu}]})
+    on_gpus, on_cores = (worker_pod(stated, 0, device=device) for device in ("gpu", "cpu"))
+    assert on_gpus["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": label}
+    assert "nodeSelector" not in on_cores["spec"]
+
+
+def test_a_selector_by_hand_comes_before_the_kind_of_gpu(pool) -> None:
+    stated = pool(
+        placement={"manual": [{"role": "decode", "gpu": "H100"}]},
+        template={"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"}},
+    )
+    assert worker_pod(stated, 0)["spec"]["nodeSelector"] == {
+        "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"
+    }
+
+
+def test_emulated_engines_run_on_any_node(pool) -> None:
+    stated = pool(
+        placement={"manual": [{"role": "decode", "gpu": "H100"}]}, engine={"type": "Emulated"}
+    )
+    assert "nodeSelector" not in worker_pod(stated, 0)["spec"]

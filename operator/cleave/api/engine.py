@@ -62,8 +62,10 @@ class EnvVar(Shape):
 class Emulation(Shape):
     """How fast the emulated engine is."""
 
-    latency: Annotated[str, Field(min_length=1, max_length=256)] = "distserve/opt-13b/tp1"
-    """Latency profile: source/model/parallelism. It times every instance, whatever its own size."""
+    latency: Annotated[str, Field(min_length=1, max_length=1024)] = "distserve/opt-13b/tp1"
+    """Latency profile: source/model/parallelism, or a file of `cleave profile`, relative to the
+    manifest; in a cluster an absolute path inside the workers' image. It times every instance,
+    whatever its own size."""
     time_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Factor on every duration; 0.1 runs ten times faster than the profile."""
 

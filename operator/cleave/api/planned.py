@@ -15,7 +15,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class ManualPool(Shape):
-    """Instances of one role, counted by hand."""
+    """Instances of one role, by hand or planned."""
 
     role: Annotated[Role, Field(strict=False)]
     """prefill, decode or mixed."""
@@ -23,17 +23,13 @@ class ManualPool(Shape):
     """Instances of this role."""
     parallelism: Parallelism = Parallelism()
     """How one instance is spread over GPUs."""
+    gpu: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Kind of GPU, by its name in the catalogue, the cluster file or the node's label
+    nvidia.com/gpu.product; absent: whatever the nodes have. Emulated engines run anywhere."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Most requests in one pass; absent, or stated in engine.args: what the engine does then."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Most tokens in one pass; absent, or stated in engine.args: what the engine does then."""
-
-
-class PlannedInstances(ManualPool):
-    """Instances of one role in a plan."""
-
-    gpu: str | None = None
-    """Kind of GPU; absent: whatever the nodes have."""
 
 
 class LatencyPercentiles(Shape):
@@ -75,7 +71,7 @@ class Predicted(Shape):
 class PlanOption(Shape):
     """One way to serve the deployment."""
 
-    pools: list[PlannedInstances] = Field(default_factory=list, max_length=3)
+    pools: list[ManualPool] = Field(default_factory=list, max_length=3)
     """Instances, by role."""
     gpus: Annotated[int, Field(ge=0)]
     """GPUs of all instances."""

@@ -27,6 +27,8 @@ class InstancePoolSpec(Shape):
     """Instances."""
     parallelism: Parallelism = Parallelism()
     """How one instance is spread over GPUs."""
+    gpu: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Kind of GPU; absent: whatever the nodes have."""
     revision: Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]+$")]
     """Identifies engine and model; instances of unlike revisions never work together."""
     model: ModelField

@@ -44,8 +44,9 @@ class Workload(Shape):
     """Prompt lengths."""
     output_tokens: Lengths | None = None
     """Output lengths."""
-    burstiness: Annotated[float, Field(ge=0, le=20)] = 1.0
-    """Coefficient of variation of the gaps between arrivals: 0 regular, 1 Poisson, above bursty."""
+    burstiness: Annotated[float, Field(ge=0, le=20)] | None = None
+    """Coefficient of variation of the gaps between arrivals: 0 regular, 1 Poisson (also where it is
+    absent), above bursty. Not beside a trace without a rate, which has its own gaps."""
     trace: TraceSource | None = None
     """Recorded requests; lengths come from it, and arrivals unless a rate is stated."""
 
@@ -65,4 +66,15 @@ class Workload(Shape):
             message="is needed where no trace states the arrivals",
             field="rate",
         ),
+        Rule(
+            cel="!has(self.burstiness) || has(self.rate)",
+            holds=lambda w: w.burstiness is None or w.rate is not None,
+            message="has no effect on a trace that is replayed; state a rate too, or remove it",
+            field="burstiness",
+        ),
     )
+
+    @property
+    def gap_variation(self) -> float:
+        """The burstiness, Poisson's where none is stated."""
+        return 1.0 if self.burstiness is None else self.burstiness

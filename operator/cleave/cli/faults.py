@@ -46,10 +46,10 @@ def load_deployment(file: Path) -> "LLMDeployment":
     Ends with exit code 2 and one line per fault in it.
     """
     from cleave.api.manifest import ManifestError, load
-    from cleave.planner.placement import PlanError, plan
+    from cleave.planner.placement import PlanError, located, plan
 
     try:
-        deployment = load(file)
+        deployment = located(load(file), file.parent)
         plan(deployment)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)

@@ -63,12 +63,12 @@ def ask(file: Path, cluster: Path | None, overrides: Overrides, seed: int) -> Qu
     """Read both files. Ends with exit code 2 and one line per fault."""
     from cleave.api.manifest import ManifestError, load, load_cluster
     from cleave.local.placing import planner_must_be_installed
-    from cleave.planner.placement import PlanError
+    from cleave.planner.placement import PlanError, located
 
     with told():
         planner_must_be_installed()
     try:
-        deployment = overridden(load(file), overrides)
+        deployment = overridden(located(load(file), file.parent), overrides)
         machines = load_cluster(cluster) if cluster else None
         return Question(deployment, _problem(deployment, machines, file.parent, seed))
     except (ManifestError, PlanError) as error:
@@ -98,7 +98,9 @@ def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeploym
     spec = deployment.spec.model_dump(mode="json", exclude_none=True)
     traffic: dict[str, Any] = spec.setdefault("workload", {})
     if overrides.trace is not None:
-        kept = {key: traffic[key] for key in ("burstiness",) if key in traffic}
+        # Another trace is replayed with its own gaps, unless a rate is asked for.
+        is_resampled = overrides.rate is not None and "burstiness" in traffic
+        kept = {"burstiness": traffic["burstiness"]} if is_resampled else {}
         traffic = spec["workload"] = {**kept, "trace": {"path": str(overrides.trace.absolute())}}
     if overrides.rate is not None:
         traffic["rate"] = overrides.rate

@@ -132,7 +132,7 @@ def _named(source: str, rate: float | None, burstiness: float | None) -> Found:
     if path.exists() or path.suffix or "/" in source:
         trace = history.read(path)
         fitted = diagnosis.fit(trace, rate, burstiness)
-        demand = workload.resampled(trace, fitted.rate or 1.0, fitted.burstiness)
+        demand = workload.resampled(trace, fitted.rate or 1.0, fitted.gap_variation)
         return Found(source, trace, demand, path)
     known = published.find(source)
     demand = known.demand(rate, _poisson_unless(burstiness))

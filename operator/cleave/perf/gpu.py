@@ -46,9 +46,14 @@ class Gpu:
     price_per_hour: float
     """Of one GPU, in US dollars where it is the catalogue's."""
     labels: tuple[str, ...] = ()
-    """Other names, as nodes are labelled (`nvidia.com/gpu.product`)."""
+    """Other names; the first is how nodes are labelled (`nvidia.com/gpu.product`)."""
     prompt_slowdown: float = 1.0
     """Of prompts under a power cap, against the rated power; in `dense_tflops` already."""
+
+    @property
+    def product(self) -> str:
+        """How nodes are labelled that have it, as far as it is known."""
+        return self.labels[0] if self.labels else self.name
 
     @property
     def memory_bytes(self) -> int:

@@ -34,7 +34,7 @@ def load(name: str) -> Profile:
 
     Raises UnknownProfileError, which lists the names there are or says what the file lacks.
     """
-    if name.endswith(_FILES):
+    if is_file(name):
         return _read(name)
     fit = distserve.FITS.get(name)
     if fit is None:
@@ -46,6 +46,11 @@ def load(name: str) -> Profile:
     tensor_parallel_size = int(parallelism.removeprefix("tp"))
     capacity = distserve.KV_CAPACITY_TOKENS[model][tensor_parallel_size, 1]
     return Profile(name, model, to_timing(fit), capacity)
+
+
+def is_file(name: str) -> bool:
+    """Whether `load` takes this name for the path of a file."""
+    return name.endswith(_FILES)
 
 
 def names() -> tuple[str, ...]:

@@ -12,10 +12,11 @@ import numpy as np
 
 from cleave.api.engine import Engine
 from cleave.api.role import Role
+from cleave.perf.gpu import UnknownGpuError, find
 from cleave.planner.candidates import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Candidate, Instance
 from cleave.planner.draft import Draft, Group, cell_fleet
 from cleave.planner.placement import PlanError
-from cleave.planner.plan import Plan, PlannedPool
+from cleave.planner.plan import EMULATED_GPU, Plan, PlannedPool
 from cleave.planner.problem import Problem
 from cleave.simulator.fleet import Batching, Fleet
 from cleave.simulator.outcome import Outcome, Times
@@ -115,14 +116,30 @@ def _instance(problem: Problem, pool: PlannedPool) -> Instance:
 
 def _candidate(problem: Problem, pool: PlannedPool) -> Candidate:
     kinds = {supply.gpu: supply for supply in problem.supplies}
-    if pool.gpu is None and len(kinds) > 1:
-        raise PlanError(
-            [f"spec.planning.gpus: name the one kind of GPU to use; there are {', '.join(kinds)}"]
-        )
-    gpu = pool.gpu or next(iter(kinds))
+    gpu = _kind(pool, list(kinds))
     size = pool.parallelism
     estimate = problem.estimator.estimate(gpu, size.tensor, size.pipeline)
     if estimate is None:
         why = problem.estimator.why_not(gpu, size.tensor, size.pipeline)
         raise PlanError([f"spec.placement.manual: {pool.role}: {why}"])
     return Candidate(kinds[gpu], size, estimate)
+
+
+def _kind(pool: PlannedPool, kinds: list[str]) -> str:
+    """The kind of GPU of a pool as the estimator knows it; emulated instances have no other."""
+    if kinds == [EMULATED_GPU]:
+        return EMULATED_GPU
+    place = f"spec.placement.manual: {pool.role}: gpu"
+    if pool.gpu is None:
+        if len(kinds) > 1:
+            raise PlanError([f"{place}: state one of {', '.join(kinds)}"])
+        return kinds[0]
+    if pool.gpu in kinds:
+        return pool.gpu
+    try:
+        found = find(pool.gpu).name
+    except UnknownGpuError as error:
+        raise PlanError([f"{place}: {error}"]) from error
+    if found not in kinds:
+        raise PlanError([f"{place}: there is no {found}; there is {', '.join(kinds)}"])
+    return found

@@ -15,12 +15,13 @@ from cleave.perf.link import Link, LinkKind
 from cleave.perf.model import ModelShape
 from cleave.perf.trust import Basis, Trust
 from cleave.planner.placement import PlanError
+from cleave.planner.plan import EMULATED_GPU
 from cleave.planner.problem import Problem, Supply
 from cleave.traffic import diagnosis, workload
 
 MAX_INSTANCES = 16
 """Where spec.planning.maxGPUs says nothing."""
-KIND = "emulated GPU"
+KIND = EMULATED_GPU
 _DEFAULT_SHAPE = "opt-13b"
 """The emulated engine gives a model that it does not know the KV of this one."""
 _TRANSFER_GB_PER_S = 25.0

@@ -7,6 +7,7 @@ smallest disaggregated one. The reason says which.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Engine, EngineType
@@ -64,6 +65,7 @@ def plan(deployment: LLMDeployment) -> Placement:
                 pool.role,
                 pool.replicas,
                 pool.parallelism,
+                gpu=pool.gpu,
                 max_num_seqs=pool.max_num_seqs,
                 max_num_batched_tokens=pool.max_num_batched_tokens,
             )
@@ -71,6 +73,21 @@ def plan(deployment: LLMDeployment) -> Placement:
         ),
         reason="stated by hand in spec.placement.manual",
     )
+
+
+def located(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
+    """The deployment with a latency profile that is a file made absolute, from `folder`.
+
+    Engines run in working folders of their own; the manifest's is where its author looked.
+    """
+    engine = deployment.spec.engine
+    if engine.emulated is None or not latency.is_file(engine.emulated.latency):
+        return deployment
+    path = str(folder.absolute() / engine.emulated.latency)
+    emulated = engine.emulated.model_copy(update={"latency": path})
+    engine = engine.model_copy(update={"emulated": emulated})
+    spec = deployment.spec.model_copy(update={"engine": engine})
+    return deployment.model_copy(update={"spec": spec})
 
 
 def _missing(deployment: LLMDeployment) -> str:

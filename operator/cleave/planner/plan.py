@@ -9,6 +9,9 @@ from enum import StrEnum
 from cleave.api.role import Parallelism, Role
 from cleave.perf.trust import Trust
 
+EMULATED_GPU = "emulated GPU"
+"""The kind of GPU of an emulated instance, which needs none."""
+
 
 class Verdict(StrEnum):
     """The answer in a word."""
@@ -78,6 +81,8 @@ class Plan:
     """How it was found: `Algorithm 1`, `Algorithm 2`, `colocated`."""
     score: float
     """The objective: goodput per GPU, per price of an hour, or per watt."""
+    is_gpu_chosen: bool = False
+    """Whether there were several kinds of GPU to choose from, so that labels name them."""
 
     @property
     def gpus(self) -> int:

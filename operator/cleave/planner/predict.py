@@ -21,6 +21,9 @@ from cleave.simulator.outcome import Outcome, Times
 from cleave.simulator.trace import Trace
 
 _SEEDS = 5
+_FEW_SEEDS = 3
+_LONG = 50_000
+"""Trials of so many requests differ little from each other; few of them do."""
 _WORST = list(Basis)
 
 
@@ -51,13 +54,15 @@ def predict(
     fleet, rate = cell_fleet(problem, draft), problem.rate / draft.copies
     span = trials.span(rate, targets)
     outcome = trials.serve(fleet, rate, span)
-    found = goodput.confirm(trials, fleet, targets, Goodput(rate, 0.0), _SEEDS)
+    seeds = _SEEDS if span.counted < _LONG else _FEW_SEEDS
+    found = goodput.confirm(trials, fleet, targets, Goodput(rate, 0.0), seeds)
     served = found.rate * draft.copies
     plan = Plan(
         pools=planned_pools(draft),
         prediction=_prediction(draft, outcome, span, targets, found),
         algorithm=algorithm,
         score=score(draft, served, problem.rate, problem.planning.objective),
+        is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
     )
     trace = trials.trace(span.total, rate)
     return Finalist(draft, plan, found.is_monotone, outcome, trace, span)

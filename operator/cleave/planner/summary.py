@@ -2,10 +2,19 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from cleave.api.planned import LatencyPercentiles, PlannedInstances, PlanOption, Predicted
-from cleave.planner.plan import Answer, NearestSlo, Percentiles, Plan, PlannedPool, Prediction
+from cleave.api.planned import LatencyPercentiles, ManualPool, PlanOption, Predicted
+from cleave.planner.plan import (
+    EMULATED_GPU,
+    Answer,
+    NearestSlo,
+    Percentiles,
+    Plan,
+    PlannedPool,
+    Prediction,
+)
 from cleave.planner.words import trust_sentence
 
 Document = dict[str, Any]
@@ -21,10 +30,10 @@ def option(plan: Plan) -> PlanOption:
     )
 
 
-def instances(pools: Iterable[PlannedPool]) -> list[PlannedInstances]:
-    """Pools as they are written under spec.placement.manual, and their GPU."""
+def instances(pools: Iterable[PlannedPool]) -> list[ManualPool]:
+    """Pools as they are written under spec.placement.manual."""
     return [
-        PlannedInstances(
+        ManualPool(
             role=pool.role,
             replicas=pool.replicas,
             parallelism=pool.parallelism,
@@ -75,8 +84,14 @@ def document(answer: Answer, most_alternatives: int) -> Document:
 
 def placement(plan: Plan) -> Document:
     """The block under `spec.placement` that states a plan by hand."""
-    pools = (each.model_dump(mode="json", exclude_none=True) for each in instances(plan.pools))
-    return {"manual": [{k: v for k, v in pool.items() if k != "gpu"} for pool in pools]}
+    # Emulated instances run anywhere; nobody can ask a node for their kind.
+    pools = (replace(pool, gpu=_real(pool.gpu)) for pool in plan.pools)
+    stated = (each.model_dump(mode="json", exclude_none=True) for each in instances(pools))
+    return {"manual": list(stated)}
+
+
+def _real(gpu: str | None) -> str | None:
+    return None if gpu == EMULATED_GPU else gpu
 
 
 def _written(each: PlanOption) -> Document:

@@ -23,11 +23,14 @@ def pool_label(pool: PlannedPool) -> str:
 
 
 def plan_label(plan: Plan) -> str:
-    """`2P tp4 + 1D tp2`; kinds of GPU are named where the pools have unlike ones."""
+    """`2P tp4 + 1D tp2`; kinds of GPU are named where there were several to choose from."""
     kinds = {pool.gpu for pool in plan.pools}
+    if len(kinds) == 1:
+        (kind,) = kinds
+        labels = " + ".join(pool_label(pool) for pool in plan.pools)
+        return f"{labels} on {kind}" if plan.is_gpu_chosen and kind else labels
     return " + ".join(
-        pool_label(pool) + (f" on {pool.gpu}" if len(kinds) > 1 and pool.gpu else "")
-        for pool in plan.pools
+        pool_label(pool) + (f" on {pool.gpu}" if pool.gpu else "") for pool in plan.pools
     )
 
 

@@ -6,7 +6,7 @@ Pure; called by `cleave.local`.
 import hashlib
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Engine
+from cleave.api.engine import Engine, EngineType
 from cleave.api.planned import SelectedPlan
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
@@ -84,6 +84,7 @@ def _pool(deployment: LLMDeployment, planned: PlannedPool, stamp: str) -> Instan
             role=planned.role,
             replicas=planned.replicas,
             parallelism=planned.parallelism,
+            gpu=None if spec.engine.type is EngineType.EMULATED else planned.gpu,
             revision=stamp,
             model=spec.model,
             engine=_with_limits(spec.engine, planned),

@@ -14,6 +14,7 @@ Device = Literal["gpu", "cpu"]
 """What computes tokens on the nodes."""
 
 GPU = "nvidia.com/gpu"
+GPU_PRODUCT = "nvidia.com/gpu.product"
 
 _VLLM_PROCESSES = 2
 """vLLM's API server and engine core; each GPU's worker process also wants a core."""

@@ -2,9 +2,10 @@
 
 from cleave.api.engine import EngineType
 from cleave.api.pool import InstancePool, InstancePoolSpec
+from cleave.perf.gpu import UnknownGpuError, find
 from cleave.pods.container import HOME, addresses, container_security, image, pod_security, scratch
 from cleave.pods.labels import AGENT_PORT, Manifest, agents_source, worker_labels
-from cleave.pods.resources import Device, resources
+from cleave.pods.resources import GPU_PRODUCT, Device, resources
 
 DRAIN_TIMEOUT_S = 30
 """How long running requests may take to end when a worker is stopped."""
@@ -33,7 +34,7 @@ def worker_pod(pool: InstancePool, ordinal: int, *, device: Device = "gpu") -> M
             # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM would obey.
             "enableServiceLinks": False,
             "securityContext": pod_security(),
-            **_scheduling(spec),
+            **_scheduling(spec, device),
             "containers": [
                 {
                     "name": "worker",
@@ -93,16 +94,26 @@ def _default_image(spec: InstancePoolSpec, device: Device) -> str:
     return image("worker-cuda" if device == "gpu" else "worker-cpu")
 
 
-def _scheduling(spec: InstancePoolSpec) -> Manifest:
+def _scheduling(spec: InstancePoolSpec, device: Device) -> Manifest:
     fields: Manifest = {}
-    if spec.template.node_selector:
-        fields["nodeSelector"] = dict(spec.template.node_selector)
+    if selector := {**_gpu_selector(spec, device), **spec.template.node_selector}:
+        fields["nodeSelector"] = selector
     if spec.template.tolerations:
         fields["tolerations"] = [
             toleration.model_dump(mode="json", exclude_none=True)
             for toleration in spec.template.tolerations
         ]
     return fields
+
+
+def _gpu_selector(spec: InstancePoolSpec, device: Device) -> dict[str, str]:
+    """The label of nodes with the pool's kind of GPU, as NVIDIA's feature discovery writes it."""
+    if spec.gpu is None or device != "gpu":
+        return {}
+    try:
+        return {GPU_PRODUCT: find(spec.gpu).product}
+    except UnknownGpuError:
+        return {GPU_PRODUCT: spec.gpu}
 
 
 def _probes() -> Manifest:

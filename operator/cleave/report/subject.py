@@ -44,7 +44,7 @@ def _traffic(deployment: LLMDeployment, problem: Problem) -> str:
     )
     if spec is not None and spec.trace is not None:
         return f"{lengths}, from {spec.trace.path}"
-    burstiness = spec.burstiness if spec is not None else 1.0
+    burstiness = spec.gap_variation if spec is not None else 1.0
     if burstiness == 1.0:
         return f"{lengths}, Poisson arrivals"
     return f"{lengths}, gaps between arrivals with a variation of {burstiness:g}"

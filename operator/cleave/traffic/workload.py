@@ -262,12 +262,14 @@ def from_spec(spec: api.Workload, base_dir: Path) -> Demand:
         except history.HistoryError as error:
             raise DemandError(str(error)) from error
         return (
-            from_trace(trace) if spec.rate is None else resampled(trace, spec.rate, spec.burstiness)
+            from_trace(trace)
+            if spec.rate is None
+            else resampled(trace, spec.rate, spec.gap_variation)
         )
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
         raise DemandError("rate: state it with promptTokens and outputTokens, or state a trace")
     lengths = Independent(_marginal(spec.prompt_tokens), _marginal(spec.output_tokens))
-    return Demand(spec.rate, Drawn(lengths, spec.burstiness))
+    return Demand(spec.rate, Drawn(lengths, spec.gap_variation))
 
 
 def from_trace(trace: Trace) -> Demand:
