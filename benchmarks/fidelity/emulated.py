@@ -4,20 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from idle import find_dispatch, measure_idle, read_idle
+from idle import find_dispatch, fit_transfer, measure_idle, read_idle
 from stage import Case, Stage
 from subject import make_fleet
 
 from cleave.perf import latency
-from cleave.perf import model as models
 from cleave.simulator.fleet import Engine, Fleet, Transfer
 
 CASES = (Case(prefill=1, decode=1), Case(prefill=2, decode=2), Case(mixed=2))
 PROFILE = "distserve/opt-13b/tp1"
 BLOCK_SIZE = 16
 MAX_BATCHED_TOKENS = 2048
-BANDWIDTH_GBPS, LATENCY_MS = 200.0, 1.0
-"""The emulated engine's own defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +45,11 @@ class Emulated:
         }
 
     def prepare(self, stage: Stage, folder: Path) -> None:
-        """Times of an idle fleet: they tell what HTTP and the gateway cost."""
+        """Times of an idle fleet: they tell what HTTP, the gateway and pulls cost."""
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
     def twin(self, folder: Path, rate: float) -> Fleet:
-        """The same engines, links and ways for the simulator, at any rate."""
+        """The same engines for the simulator; ways and pulls from an idle fleet."""
         profile = latency.load(PROFILE)
         engine = Engine(
             profile.timing,
@@ -60,9 +57,7 @@ class Emulated:
             BLOCK_SIZE,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
         )
-        bits = models.load(self.model).kv_bytes_per_token * 8
-        transfer = Transfer(
-            is_shared=False, latency_ms=LATENCY_MS, token_ms=bits / (BANDWIDTH_GBPS * 1e6)
-        )
-        dispatch_ms = find_dispatch(read_idle(folder / "idle.json"), self.case.ways)
+        idle = read_idle(folder / "idle.json")
+        transfer = fit_transfer(idle) if self.case.decode else Transfer()
+        dispatch_ms = find_dispatch(idle, self.case.ways)
         return make_fleet(self.case, engine, transfer, dispatch_ms)
