@@ -1,14 +1,16 @@
 """Replicas for a rate: enough, and not one too many."""
 
+from dataclasses import replace
+
 import pytest
 
 from cleave.api.planning import Planning
 from cleave.api.role import Role
 from cleave.planner import packing, replication
 from cleave.planner.draft import Draft
+from cleave.planner.fitting import Fitting, Load, shares
 from cleave.planner.problem import Problem
-from cleave.planner.replication import CELL_GPUS, Load
-from cleave.planner.trials import Trials
+from cleave.planner.trials import CONFIRMED, Trials
 
 import worlds
 
@@ -19,8 +21,7 @@ def pair(asked: Problem, n: int, m: int) -> Draft:
 
 
 def holds(asked: Problem, trials: Trials, draft: Draft, load: Load) -> bool:
-    share = Load(load.rate / draft.copies, load.targets)
-    return replication.shares(asked, trials, draft, share).both >= load.targets.attainment
+    return Fitting(asked, trials, load).holds(draft)
 
 
 @pytest.mark.parametrize("start", [(1, 1), (3, 3), (8, 2), (2, 8)])
@@ -53,23 +54,57 @@ def test_a_rate_beyond_the_inventory_has_no_fit() -> None:
     assert replication.fit(asked, trials, pair(asked, 5, 5), load) is None
 
 
-def test_a_large_plan_is_made_of_cells_whose_simulation_holds_their_share() -> None:
+def test_a_large_plan_has_no_instance_that_the_rate_is_held_without() -> None:
+    # In alike cells of about CELL_GPUS the counts would be multiples of three.
     asked = worlds.problem(worlds.chat(rate=400.0), supplies=(worlds.nodes(16),))
     trials, load = Trials(asked.demand), Load(400.0, worlds.targets(asked))
     fitted = replication.fit(asked, trials, pair(asked, 30, 60), load)
     assert fitted is not None
-    assert fitted.copies > 1
-    assert fitted.gpus / fitted.copies <= 2 * CELL_GPUS
-    assert holds(asked, trials, fitted, load)
+    assert fitted.copies == 1
     assert packing.fits(asked, fitted)
+    long = trials.at(CONFIRMED)
+    assert holds(asked, long, fitted, load)
+    for role in (Role.PREFILL, Role.DECODE):
+        assert not holds(asked, long, fitted.changed({role: -1}), load)
+
+
+def test_a_load_that_cells_have_no_room_for_is_fitted_whole() -> None:
+    asked = worlds.problem(
+        worlds.chat(rate=150.0), supplies=(worlds.nodes(16),), planning=Planning(max_gpus=49)
+    )
+    trials, load = Trials(asked.demand), Load(150.0, worlds.targets(asked))
+    start = pair(asked, 25, 24)
+    assert not packing.fits(asked, replication.celled(start))
+    fitted = replication.fit(asked, trials, start, load)
+    assert fitted is not None
+    assert fitted.gpus < 49
+
+
+def test_a_phase_that_is_far_too_small_grows_and_the_other_does_not() -> None:
+    # With the queue for prompts endless, no request is in time however many instances decode.
+    asked = worlds.problem(worlds.chat(rate=60.0), supplies=(worlds.nodes(8),))
+    trials, load = Trials(asked.demand), Load(60.0, worlds.targets(asked))
+    grown = Fitting(asked, trials, load).grown(pair(asked, 1, 12))
+    assert grown is not None
+    assert grown.replicas(Role.DECODE) <= 14
+
+
+def test_cells_in_nodes_that_are_full_become_more() -> None:
+    asked = worlds.problem(supplies=(worlds.nodes(4, gpus_per_node=2),))
+    trials, load = Trials(asked.demand), Load(12.0, worlds.targets(asked))
+    cell = replace(pair(asked, 1, 1), is_in_node=True)
+    held = replication.hold(asked, trials, cell, load)
+    assert held is not None
+    assert held.copies > 1
+    assert held.groups == cell.groups
 
 
 def test_one_dispatcher_over_all_cells_serves_no_worse_than_one_cell_alone() -> None:
     asked = worlds.problem()
     trials, targets = Trials(asked.demand), worlds.targets(asked)
     cell, four = pair(asked, 2, 3), pair(asked, 8, 12)
-    alone = replication.shares(asked, trials, cell, Load(15.0, targets))
-    together = replication.shares(asked, trials, four, Load(60.0, targets))
+    alone = shares(asked, trials, cell, Load(15.0, targets))
+    together = shares(asked, trials, four, Load(60.0, targets))
     assert together.both >= alone.both - 0.02
 
 

@@ -4,6 +4,7 @@ Called by `search.plan`. An algorithm that finds no draft says why by its absenc
 met by no instance, or the nodes have no room for as many as the rate takes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,15 +12,17 @@ from cleave.api.planning import Affinity, Disaggregation
 from cleave.planner import colocated, high_affinity, low_affinity, packing, replication
 from cleave.planner.candidates import Candidate
 from cleave.planner.draft import Draft, Group
+from cleave.planner.fitting import Load
 from cleave.planner.high_affinity import Phases
 from cleave.planner.problem import Problem
 from cleave.planner.rating import Rated
-from cleave.planner.replication import Load
 from cleave.planner.trials import CONFIRMED, Targets, Trials
 
 HIGH, LOW, COLOCATED = "Algorithm 1", "Algorithm 2", "colocated"
 _MOST_PAIRS = 3
 """Pairs of kinds and sizes whose replicas are fitted; the others would take more."""
+WORTH_SHOWING = 1.5
+"""A further disaggregated plan that takes more than this many times the first one is no choice."""
 _MANY = 8
 """Instances from which a smaller size would save too little to look for."""
 
@@ -69,7 +72,7 @@ def _colocated(
     rate = best.goodput.rate
     start = replication.copies(problem, best.draft, rate, problem.rate)
     if start is not None:
-        fitted = _fitted(problem, trials, _merged(start), Load(problem.rate, targets))
+        fitted = _fitted(problem, trials, replication.merged(start), Load(problem.rate, targets))
         if fitted is not None:
             yield Found(fitted, COLOCATED, True)
             return
@@ -87,17 +90,20 @@ def _high(
     tick: Tick,
 ) -> Iterator[Found]:
     """Fitted plans; where the nodes have no room for any, the one that fills them best."""
-    load = Load(problem.rate, targets)
+    load, objective = Load(problem.rate, targets), problem.planning.objective
     pairs = sorted(
         high_affinity.pairs(_phases(problem, trials, found, targets, tick)),
         key=lambda pair: high_affinity.replicated(pair[0], pair[1], problem.rate).resources(
-            problem.planning.objective
+            objective
         ),
     )
     fitted: list[Draft] = []
     for pair in pairs[:_MOST_PAIRS]:
         tick("replicas of prefill and decode instances")
         wanted = high_affinity.replicated(pair[0], pair[1], problem.rate)
+        taken = min((each.resources(objective) for each in fitted), default=math.inf)
+        if wanted.resources(objective) > WORTH_SHOWING * taken:
+            break
         start = (
             wanted
             if packing.fits(problem, wanted)
@@ -184,9 +190,11 @@ def _low(
 
 
 def _distinct(drafts: Sequence[Draft]) -> list[Draft]:
-    """Without those that differ in the limits of a pass only."""
+    """Without those that differ in the limits of a pass, or in their cells, only."""
     shapes = {
-        (draft.copies, *((g.role, g.instance.candidate, g.replicas) for g in draft.groups)): draft
+        tuple(
+            (g.role, g.instance.candidate, g.replicas * draft.copies) for g in draft.groups
+        ): draft
         for draft in reversed(drafts)
     }
     return list(reversed(shapes.values()))
@@ -198,8 +206,3 @@ def _fitted(
     """Shrunk in short trials, then held in long ones."""
     fitted = replication.fit(problem, trials, start, load, spare)
     return replication.hold(problem, trials.at(CONFIRMED), fitted, load) if fitted else None
-
-
-def _merged(draft: Draft) -> Draft:
-    """Cells of one instance as one cell of many: their queues are behind one dispatcher."""
-    return Draft(tuple(Group(g.role, g.instance, g.replicas * draft.copies) for g in draft.groups))

@@ -78,7 +78,8 @@ def near(
     """The same, sought around a rate that is probably close."""
     if rate <= 0:
         return find(trials, fleet, targets, tolerance=tolerance)
-    return _Bisection.around(trials, fleet, targets, rate, tolerance).run(0.0, rate, 1.04)
+    first = 1 + tolerance
+    return _Bisection.around(trials, fleet, targets, rate, tolerance).run(0.0, rate, first)
 
 
 def confirm(
@@ -125,8 +126,12 @@ def _best_alone(sample: Trace, targets: Targets, engines: list[Engine]) -> bool:
 
 
 def _falls(trials: Trials, fleet: Fleet, targets: Targets, rate: float) -> bool:
-    """Whether no rate holds above one that fails, far below and above `rate` too."""
-    span = trials.span(rate, targets)
+    """Whether no rate holds above one that fails, far below and above `rate` too.
+
+    Short trials will do: they flatter high rates, which makes none hold above one that fails.
+    """
+    long = trials.span(rate, targets)
+    span = replace(long, counted=min(long.counted, trials.precision.min_requests))
     met = [
         trials.shares(fleet, rate * factor, targets, span).both >= targets.attainment
         for factor in _AROUND

@@ -29,8 +29,6 @@ Progress = Callable[[int, int, str], None]
 
 _MOST_SPLIT = 3
 """Disaggregated plans that are predicted."""
-_WORTH_SHOWING = 2.0
-"""A further disaggregated plan that takes more than this many times the first one is no choice."""
 
 
 @dataclass(slots=True)
@@ -127,7 +125,7 @@ def _predicted(
     ordered = sorted(drafts, key=lambda each: (not each.is_enough, each.draft.resources(objective)))
     split = [each for each in ordered if each.draft.is_disaggregated]
     if split:
-        most = _WORTH_SHOWING * split[0].draft.resources(objective)
+        most = finding.WORTH_SHOWING * split[0].draft.resources(objective)
         split = [each for each in split[:_MOST_SPLIT] if each.draft.resources(objective) <= most]
     whole = [each for each in ordered if not each.draft.is_disaggregated][:1]
     finalists = []
