@@ -49,9 +49,10 @@ def as_sent(trace: Trace, seen: Seen) -> tuple[Trace, Seen]:
 
 
 async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> Seen:
-    """Send `trace`, its clock stretched by `time_scale`; every prompt is new."""
+    """Send `trace`, its clock stretched by `time_scale`; no other rate has these prompts."""
     loop = asyncio.get_running_loop()
-    rng = random.Random(seed)
+    # Another load of the same seed must not ask the same prompts: caches would answer.
+    rng = random.Random(f"{seed} {trace.rate}")
     start_s = loop.time() + START_S
     before = read_cpu_ticks()
     times = np.full((3, len(trace)), np.nan)
