@@ -44,7 +44,7 @@ class NodeGroup(Shape):
     """How many."""
     gpu: Name
     """Kind of GPU: a name in the catalogue or under `gpus`."""
-    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
+    gpus_per_node: Annotated[int, Field(ge=1, le=128)] = 8
     """GPUs in one node."""
 
 

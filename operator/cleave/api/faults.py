@@ -4,6 +4,7 @@ Called by cleave.api.manifest. What is hard: every fault is said in one line wit
 field as it is written in YAML, and names that almost match are suggested.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from pydantic_core import ErrorDetails
 from cleave.api.shape import RULES_BROKEN, Rule
 
 _LONGEST_VALUE = 60
+_WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,2}")
 
 
 def fault_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
@@ -48,15 +50,15 @@ def _sentence(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseM
         case "enum" | "literal_error":
             return _choices(detail["input"], context["expected"]) + got
         case "greater_than":
-            return f"must be > {context['gt']:g}{got}"
+            return f"must be > {_plain(context['gt'])}{got}"
         case "greater_than_equal":
-            return f"must be >= {context['ge']:g}{got}"
+            return f"must be >= {_plain(context['ge'])}{got}"
         case "less_than_equal":
-            return f"must be <= {context['le']:g}{got}"
+            return f"must be <= {_plain(context['le'])}{got}"
         case "int_type" | "int_parsing" | "int_from_float":
             return "must be a whole number" + got
         case "float_type" | "finite_number":
-            return "must be a number" + got
+            return "must be a number" + got + _exponent(detail["input"])
         case "string_type":
             return "must be text" + got
         case "model_type" | "model_attributes_type" | "dict_type":
@@ -75,6 +77,18 @@ def _sentence(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseM
             return f"must match {context['pattern']}{got}"
         case _:
             return detail["msg"] + got
+
+
+def _plain(bound: float) -> str:
+    """Without an exponent where it is a whole number."""
+    return f"{bound:,.0f}" if bound == round(bound) else f"{bound:g}"
+
+
+def _exponent(value: object) -> str:
+    """YAML 1.1 takes 1e9 for text, which surprises whoever wrote it."""
+    if not (isinstance(value, str) and _WITH_EXPONENT.fullmatch(value)):
+        return ""
+    return f"; YAML takes this for text: write {float(value):.15g}"
 
 
 def _is_secret(path: Sequence[str | int]) -> bool:

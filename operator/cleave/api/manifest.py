@@ -78,6 +78,8 @@ def load_cluster(source: str | Path) -> Cluster:
     ManifestError with every fault. GPU names are looked up later, by cleave.perf.inventory.
     """
     documents = _documents(source)
+    if not documents:
+        raise ManifestError([f"{_label(source)} is empty; state nodes: [{{count: 1, gpu: ...}}]"])
     if len(documents) != 1:
         raise ManifestError(
             [f"{_label(source)} holds {len(documents)} YAML documents; one cluster is wanted"]
@@ -95,7 +97,10 @@ def _as(model: type[_M], document: Mapping[Any, Any]) -> _M:
         # By way of JSON: what YAML adds (dates, tuples as keys, cycles) is no part of a resource.
         text = json.dumps(document, default=str)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ManifestError([f"cannot be written as JSON: {error}"]) from error
+        reason = f"cannot be written as JSON: {error}"
+        if "Circular" in reason:
+            reason = "an anchor (&) holds an alias (*) of itself; write the values out"
+        raise ManifestError([reason]) from error
     try:
         return model.model_validate_json(text, by_alias=True, by_name=False)
     except ValidationError as error:

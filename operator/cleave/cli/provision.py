@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from cleave.planner.provisioning import Design, Question
 
 
+_OPTIONS = (
+    ("goal Throughput", "--goal throughput"),
+    ("max_cost_per_hour", "--max-cost"),
+    ("max_power_watts", "--max-power"),
+    ("max_machines", "--max-machines"),
+)
+"""What the question calls them, and what the user does."""
+
+
 class Output(StrEnum):
     """How to print."""
 
@@ -95,13 +104,20 @@ def provision(
         with simulating_bar("provisioning") as tick:
             designs = search(question, tick)
     except ProvisioningError as error:
-        fail([str(error)], BAD_INPUT)
+        fail([_in_options(str(error))], BAD_INPUT)
     except ManifestError as error:
         fail(error.faults, BAD_INPUT)
     if not designs:
         line = f"no cluster of up to {max_machines} machines of each kind holds the slowdowns"
         fail([f"{line}; state a lower rate, a larger budget or a slower --reference"], FAILED)
     _print(designs, output)
+
+
+def _in_options(fault: str) -> str:
+    """The fault with the options' names instead of the question's."""
+    for name, option in _OPTIONS:
+        fault = fault.replace(name, option)
+    return fault
 
 
 def _question(

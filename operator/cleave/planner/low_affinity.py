@@ -81,7 +81,9 @@ def configurations(problem: Problem, found: Sequence[Candidate], most: Replicas)
 
 
 def _counts(problem: Problem, prefill: Candidate, decode: Candidate, most: Replicas) -> list[Draft]:
-    room = prefill.supply.gpus_per_node
+    # Of one stage: in a node, and in what may be used at all.
+    usable = min(problem.max_gpus, prefill.supply.max_gpus) // prefill.parallelism.pipeline
+    room = min(prefill.supply.gpus_per_node, usable)
     first, second = prefill.parallelism.tensor, decode.parallelism.tensor
     return [
         Draft(
