@@ -4,6 +4,7 @@ The loops of DistServe's Algorithm 1 (section 4.1): tensor parallel sizes within
 stages across nodes; the estimator says which of them fit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cleave.api.planning import Objective
@@ -94,6 +95,19 @@ def sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
         for pipeline in range(1, nodes * (supply.gpus_per_node // tensor) + 1)
         if tensor * pipeline <= most
     ]
+
+
+def by_gpu(found: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    """Kind of GPU -> its candidates.
+
+    Groups of nodes with the same kind would only repeat each other's.
+    """
+    kinds: dict[str, list[Candidate]] = {}
+    for candidate in found:
+        of_kind = kinds.setdefault(candidate.supply.gpu, [])
+        if all(other.parallelism != candidate.parallelism for other in of_kind):
+            of_kind.append(candidate)
+    return kinds
 
 
 def prefill_instance(problem: Problem, candidate: Candidate) -> Instance:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cleave.api.planning import Affinity, Disaggregation
-from cleave.planner import colocated, high_affinity, low_affinity, packing, replication
+from cleave.planner import candidates, colocated, high_affinity, low_affinity, packing, replication
 from cleave.planner.candidates import Candidate
-from cleave.planner.draft import Draft, Group
+from cleave.planner.draft import Draft, Group, weight_in
 from cleave.planner.fitting import Load
 from cleave.planner.high_affinity import Phases
 from cleave.planner.problem import Problem
@@ -64,21 +64,39 @@ def _colocated(
     targets: Targets,
     tick: Tick,
 ) -> Iterator[Found]:
-    """The most efficient instance where many are needed, else the one that takes least."""
-    best = colocated.fewest(problem, trials, found, targets, lambda: tick("colocated plans"))
-    if best is None:
-        return
-    tick("replicas of the colocated plan")
-    rate = best.goodput.rate
-    start = replication.copies(problem, best.draft, rate, problem.rate)
-    if start is not None:
-        fitted = _fitted(problem, trials, replication.merged(start), Load(problem.rate, targets))
-        if fitted is not None:
-            yield Found(fitted, COLOCATED, True)
-            return
-    filled = replication.fill(problem, trials, best.draft.groups, [rate], targets)
-    if filled is not None:
-        yield Found(filled, COLOCATED, False)
+    """Of each kind of GPU the instance that takes least, fitted; the plan that takes least first.
+
+    Kinds are fitted apart, as many instances behind one dispatcher do with fewer than as many apart
+    and how much that saves differs.
+    """
+
+    def step() -> None:
+        tick("colocated plans")
+
+    kinds = candidates.by_gpu(found).values()
+    rated = [colocated.fewest(problem, trials, of_kind, targets, step) for of_kind in kinds]
+    best = [each for each in rated if each is not None]
+    fitted: list[Draft] = []
+    for each in best:
+        tick("replicas of the colocated plan")
+        start = replication.copies(problem, each.draft, each.goodput.rate, problem.rate)
+        if start is not None:
+            load = Load(problem.rate, targets)
+            fit = _fitted(problem, trials, replication.merged(start), load)
+            fitted += [fit] if fit else []
+    if fitted:
+        ordered = sorted(fitted, key=weight_in(problem))
+        yield from (Found(draft, COLOCATED, True) for draft in ordered)
+    elif best:
+        most = max(best, key=lambda one: _served_by_copies(problem, one))
+        groups, rates = most.draft.groups, [most.goodput.rate]
+        filled = replication.fill(problem, trials, groups, rates, targets)
+        if filled is not None:
+            yield Found(filled, COLOCATED, False)
+
+
+def _served_by_copies(problem: Problem, rated: Rated) -> float:
+    return packing.most_copies(problem, rated.draft) * rated.goodput.rate
 
 
 def _high(

@@ -59,10 +59,10 @@ class Fitting:
             elif self.holds(draft):
                 return draft
             else:
-                able = [d for d in self._larger(draft) if packing.fits(self.problem, d)]
-                if not able:
+                larger = self._best_larger(draft)
+                if larger is None:
                     return None
-                draft = max(able, key=self._promise)
+                draft = larger
         return None
 
     def shrunk(self, draft: Draft, spare: Group | None = None) -> Draft:
@@ -115,16 +115,17 @@ class Fitting:
         mixed = sum(p.replicas * capacity.prefill_rate(p.engine, lengths) for p in fleet.mixed)
         return Role.PREFILL if prompts + mixed < rate else Role.DECODE
 
-    def _promise(self, draft: Draft) -> tuple[float, float, float, int]:
-        """Orders drafts that may all miss all: then the phase that is worse off counts."""
-        seen = self._shares(draft)
-        return seen.both, min(seen.ttft, seen.tpot), seen.ttft + seen.tpot, -draft.gpus
-
-    def _larger(self, draft: Draft) -> Iterator[Draft]:
-        for group in draft.groups:
-            yield self._more(draft, group.role)
-        if draft.is_in_node:
-            yield draft.copied(draft.copies + 1)
+    def _best_larger(self, draft: Draft) -> Draft | None:
+        """The step that helps most; where none helps yet, one for the phase that is worse off."""
+        steps = {group.role: self._more(draft, group.role) for group in draft.groups}
+        able = {r: each for r, each in steps.items() if packing.fits(self.problem, each)}
+        if not able:
+            return None
+        now = self._shares(draft)
+        weak = Role.PREFILL if now.ttft < now.tpot else Role.DECODE
+        if now.both == 0 and weak in able:
+            return able[weak]
+        return max(able.values(), key=lambda each: (self._shares(each).both, -each.gpus))
 
     def _more(self, draft: Draft, role: Role) -> Draft:
         grown = draft.changed({role: max(1, round(draft.replicas(role) * _GROWTH))})

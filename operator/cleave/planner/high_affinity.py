@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cleave.api.role import Role
 from cleave.planner import rating
-from cleave.planner.candidates import Candidate, decode_instance, prefill_instance
+from cleave.planner.candidates import Candidate, by_gpu, decode_instance, prefill_instance
 from cleave.planner.draft import Draft, Group, cell_fleet, weight_in
 from cleave.planner.problem import Problem
 from cleave.planner.rating import Rated
@@ -102,7 +102,7 @@ def _phases(
             phase(of_kind, Role.PREFILL, targets.prefill_only),
             phase(of_kind, Role.DECODE, targets.decode_only),
         )
-        for gpu, of_kind in _by_gpu(found).items()
+        for gpu, of_kind in by_gpu(found).items()
     )
 
 
@@ -113,13 +113,3 @@ def _phase_fleet(problem: Problem, draft: Draft) -> Fleet:
 
 def _distinct(rated: Sequence[Rated | None]) -> list[Rated]:
     return list({each.draft: each for each in rated if each is not None}.values())
-
-
-def _by_gpu(found: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    kinds: dict[str, list[Candidate]] = {}
-    for candidate in found:
-        of_kind = kinds.setdefault(candidate.supply.gpu, [])
-        # Groups of nodes with the same kind of GPU would only repeat each other's instances.
-        if all(other.parallelism != candidate.parallelism for other in of_kind):
-            of_kind.append(candidate)
-    return kinds

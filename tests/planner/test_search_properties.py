@@ -1,0 +1,109 @@
+"""What holds for every plan, over questions that have little in common."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from cleave.api.deployment import Slo
+from cleave.api.planning import Affinity, Disaggregation, Objective, Planning
+from cleave.planner import search
+from cleave.planner.bench import to_draft
+from cleave.planner.draft import cell_fleet
+from cleave.planner.plan import Answer, Plan
+from cleave.planner.problem import Policies, Problem
+from cleave.planner.trials import Precision, Trials
+
+import worlds
+
+KINDS = (("H100", worlds.Kind(0.5, 0.7, power_watts=700.0, price_per_hour=3.0)),)
+BOTH = (worlds.nodes(4), worlds.nodes(4, gpu="H100"))
+SLOW = (worlds.nodes(4, network=worlds.SLOW_NETWORK),)
+BLOG = worlds.blog()
+
+PROBLEMS = {
+    "chat": worlds.problem(),
+    "chat, vLLM": worlds.problem(policies=Policies()),
+    "few": worlds.problem(worlds.chat(0.5)),
+    "many": worlds.problem(worlds.chat(150.0), supplies=(worlds.nodes(16),)),
+    "tight": worlds.problem(worlds.chat(12.0), Slo(ttft_ms=120, tpot_ms=40)),
+    "loose": worlds.problem(worlds.chat(12.0), Slo(ttft_ms=2000, tpot_ms=150)),
+    "blog": replace(BLOG, demand=BLOG.demand.at(10.0)),
+    "long answers": worlds.problem(worlds.chat(6.0, 200, 500)),
+    "long prompts": worlds.problem(worlds.chat(8.0, 1000, 60), Slo(ttft_ms=800, tpot_ms=60)),
+    "slow network": worlds.problem(
+        worlds.chat(20.0),
+        supplies=SLOW,
+        planning=Planning(affinity=Affinity.LOW, disaggregation=Disaggregation.ALWAYS),
+    ),
+    "cost": worlds.problem(
+        worlds.chat(30.0), supplies=BOTH, planning=Planning(objective=Objective.COST), kinds=KINDS
+    ),
+    "99 %": worlds.problem(slo=Slo(ttft_ms=400, tpot_ms=100, attainment=0.99)),
+}
+
+
+@cache
+def answered(name: str) -> Answer:
+    return search.plan(PROBLEMS[name])
+
+
+def best(answer: Answer) -> Plan:
+    assert answer.selected is not None
+    return answer.selected
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_other_requests_are_served_in_time_too(name: str) -> None:
+    asked, plan = PROBLEMS[name], best(answered(name))
+    draft = to_draft(asked, plan.pools, plan.algorithm)
+    long = Precision(min_requests=20_000, lives=10.0)
+    trials, rate = Trials(asked.demand, seed=4711, precision=long), asked.rate / draft.copies
+    targets = worlds.targets(asked)
+    span = trials.span(rate, targets)
+    shares = trials.shares(cell_fleet(asked, draft), rate, targets, span)
+    assert shares.both >= asked.slo.attainment - 0.015
+
+
+@pytest.mark.parametrize("name", ["chat", "tight", "blog", "slow network", "long prompts"])
+def test_twice_the_rate_never_takes_fewer_gpus(name: str) -> None:
+    asked = PROBLEMS[name]
+    doubled = search.plan(replace(asked, demand=asked.demand.at(2 * asked.rate)))
+    assert best(doubled).gpus >= best(answered(name)).gpus
+
+
+@pytest.mark.parametrize("name", ["chat", "tight", "blog", "long answers"])
+def test_targets_half_as_strict_never_take_more_gpus(name: str) -> None:
+    asked = PROBLEMS[name]
+    slo = Slo(
+        ttft_ms=2 * asked.slo.ttft_ms,
+        tpot_ms=2 * asked.slo.tpot_ms,
+        attainment=asked.slo.attainment,
+    )
+    assert best(search.plan(replace(asked, slo=slo))).gpus <= best(answered(name)).gpus
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_one_more_kind_of_gpu_never_makes_the_best_plan_worse(objective: Objective) -> None:
+    one = worlds.problem(
+        worlds.chat(20.0),
+        supplies=BOTH[:1],
+        planning=Planning(objective=objective),
+        kinds=KINDS,
+    )
+    other = replace(one, supplies=BOTH)
+
+    def taken(asked: Problem) -> float:
+        plan = best(search.plan(asked))
+        return to_draft(asked, plan.pools, plan.algorithm).resources(objective)
+
+    assert taken(other) <= taken(one)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_no_plan_is_listed_twice_and_none_takes_more_than_there_is(name: str) -> None:
+    answer = answered(name)
+    plans = [best(answer), *answer.alternatives]
+    sizes = [tuple((p.role, p.gpu, p.parallelism, p.replicas) for p in x.pools) for x in plans]
+    assert len(set(sizes)) == len(sizes)
+    assert all(plan.gpus <= PROBLEMS[name].max_gpus for plan in plans)
