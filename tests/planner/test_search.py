@@ -172,14 +172,6 @@ def test_limits_on_gpus_are_kept() -> None:
     assert answer.selected is None or answer.selected.gpus <= 5
 
 
-def test_a_looser_slo_never_takes_more_gpus() -> None:
-    gpus = [
-        best(search.plan(worlds.problem(worlds.chat(12.0), Slo(ttft_ms=ttft, tpot_ms=tpot)))).gpus
-        for ttft, tpot in ((200, 50), (300, 75), (600, 150))
-    ]
-    assert gpus == sorted(gpus, reverse=True)
-
-
 def test_equal_questions_get_equal_answers() -> None:
     one, other = (search.plan(worlds.problem(seed=5)) for _ in range(2))
     assert one.selected == other.selected
@@ -201,13 +193,13 @@ def test_many_gpus_take_simulation_in_proportion_to_the_rate_and_not_a_gpu_too_m
         num: search.plan(
             worlds.problem(worlds.chat(25.0 * num), slo, supplies=(worlds.nodes(num),))
         )
-        for num in (8, 32)
+        for num in (4, 16)
     }
-    assert best(answers[32]).gpus > 100
+    assert best(answers[16]).gpus > 64
     # Large fleets even chance out: they never take more per request.
-    assert best(answers[32]).gpus <= 4 * best(answers[8]).gpus
-    assert answers[32].num_simulated_requests < 4 * answers[8].num_simulated_requests
-    assert best(answers[32]).prediction.goodput < 800 * 1.03
+    assert best(answers[16]).gpus <= 4 * best(answers[4]).gpus
+    assert answers[16].num_simulated_requests < 4 * answers[4].num_simulated_requests
+    assert best(answers[16]).prediction.goodput < 400 * 1.03
 
 
 def test_a_model_that_fits_nowhere_is_one_fault_with_the_miss() -> None:
