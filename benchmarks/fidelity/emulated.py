@@ -48,7 +48,7 @@ class Emulated:
         """Times of an idle fleet: they tell what HTTP, the gateway and pulls cost."""
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
-    def twin(self, folder: Path, rate: float) -> Fleet:
+    def twin(self, folder: Path) -> Fleet:
         """The same engines for the simulator; ways and pulls from an idle fleet."""
         profile = latency.load(PROFILE)
         engine = Engine(

@@ -34,7 +34,6 @@ ROOT = Path(__file__).parent.parent.parent
 EMULATED_SHARES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 1.0)
 VLLM_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 CAPACITY_REQUESTS = 2000
-CAPACITY_ROUNDS = 4
 SLO_REQUESTS = 5000
 SLO_SHARE = 0.7
 """Of capacity: the load at which targets are chosen."""
@@ -78,6 +77,9 @@ def serve(
         subject.prepare(stage, folder)
         capacity = find_capacity(subject, folder, lengths, settings.seed)
         client = Client(stage.url, subject.model, timeout_s=600.0)
+        # Passes of new shapes take longer; what a fleet does in its first seconds says nothing.
+        unseen = draw_trace(lengths, capacity * SLO_SHARE, settings.requests, settings.seed + 1)
+        asyncio.run(offer(client, unseen, subject.time_scale, settings.seed + 1))
         for share, file in files.items():
             if file.exists():
                 continue
@@ -96,26 +98,22 @@ def judge(
     """Simulate every kept load and compare."""
     for share, file in files.items():
         trace, seen = as_sent(*recall(file))
-        outcome = simulate(subject.twin(folder, trace.rate), trace)
+        outcome = simulate(subject.twin(folder), trace)
         yield compare(share, trace, seen, outcome, slo)
 
 
 def find_capacity(subject: Subject, folder: Path, lengths: Lengths, seed: int) -> float:
     """Requests per second that the twin serves with its queue always full."""
     trace = all_at_once(lengths, CAPACITY_REQUESTS, seed)
-    rate = 0.0
-    # What fronts take depends on the rate; a few rounds settle it.
-    for _ in range(CAPACITY_ROUNDS):
-        end_ms = simulate(subject.twin(folder, rate), trace).end_ms
-        rate = CAPACITY_REQUESTS / float(np.nanmax(end_ms)) * 1000
-    return rate
+    end_ms = simulate(subject.twin(folder), trace).end_ms
+    return CAPACITY_REQUESTS / float(np.nanmax(end_ms)) * 1000
 
 
 def choose_slo(subject: Subject, folder: Path, lengths: Lengths, settings: Settings) -> Slo:
     """Targets that one request in ten misses each, simulated at SLO_SHARE of capacity."""
     rate = find_capacity(subject, folder, lengths, settings.seed) * SLO_SHARE
     trace = draw_trace(lengths, rate, SLO_REQUESTS, settings.seed)
-    outcome = simulate(subject.twin(folder, rate), trace)
+    outcome = simulate(subject.twin(folder), trace)
     ttft_ms, tpot_ms = (
         float(np.percentile(times, SLO_PERCENTILE)) for times in (outcome.ttft_ms, outcome.tpot_ms)
     )

@@ -27,8 +27,8 @@ class Subject(Protocol):
     def prepare(self, stage: Stage, folder: Path) -> None:
         """Measure on the idle fleet what the twin needs, unless `folder` has it."""
 
-    def twin(self, folder: Path, rate: float) -> Fleet:
-        """The fleet at `rate` requests/s for the simulator, from what `prepare` left in `folder`.
+    def twin(self, folder: Path) -> Fleet:
+        """The fleet for the simulator, from what `prepare` left in `folder`.
 
         Raises FileNotFoundError before `prepare` has run.
         """

@@ -1,12 +1,13 @@
 """Real vLLM on CPU with a tiny random model, and its twin made from a profile measured here."""
 
 import asyncio
+import random
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from front import measure_front, read_front, share_core
+from cores import part_fronts
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
 from stage import Case, Stage
 from subject import make_fleet
@@ -19,6 +20,7 @@ from cleave.profiling.client import Client
 from cleave.profiling.engine import inspect
 from cleave.profiling.points import find_scattered, to_profile
 from cleave.profiling.rounds import Settings, measure
+from cleave.profiling.shots import draw
 from cleave.simulator.fleet import Engine, Fleet, Transfer
 
 CASES = (Case(mixed=1), Case(prefill=1, decode=1))
@@ -27,6 +29,10 @@ BLOCK_SIZE = 128
 """vLLM's on CPU."""
 MAX_BATCHED_TOKENS = 4096
 MAX_NUM_SEQS = 64
+WARM_TOKENS = 1200
+"""Hardly any of the scaled prompts is longer."""
+KERNELS = 65536
+"""Compiled kernels that oneDNN keeps; its 1,024 are too few for passes of all lengths."""
 FULL = Settings(
     repeats=5,
     batches=(1, 2, 4, 8, 16, 32),
@@ -63,25 +69,26 @@ class Vllm:
                     *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)),
                     *("--max-num-seqs", str(MAX_NUM_SEQS)),
                     "--no-enable-prefix-caching",
-                ]
+                ],
+                "env": [{"name": "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "value": str(KERNELS)}],
             },
         }
 
     def prepare(self, stage: Stage, folder: Path) -> None:
         """A profile of the mixed engine, and times of the idle fleet."""
+        urls = [url for urls in stage.engines.values() for url in urls]
+        part_fronts(urls, stage.url)
+        asyncio.run(_warm(urls, self.model))
         file = _profile(folder)
         if self.case.mixed and not file.exists():
             profiles.write(asyncio.run(self._profile(stage.engines["mixed"][0])), file)
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
-        engine_url = next(iter(stage.engines.values()))[0]
-        measure_front(engine_url, self.model, folder / "front.json")
 
-    def twin(self, folder: Path, rate: float) -> Fleet:
-        """Engines as profiled less what their fronts take; ways and pulls from an idle fleet."""
+    def twin(self, folder: Path) -> Fleet:
+        """Engines as profiled; ways and pulls from an idle fleet."""
         profile = latency.load(str(_profile(folder)))
-        front_ms = read_front(folder / "front.json")
         engine = Engine(
-            share_core(profile.timing, rate * front_ms / 1e3),
+            profile.timing,
             profile.kv_capacity_tokens,
             BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
@@ -107,6 +114,15 @@ class Vllm:
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
         )
+
+
+async def _warm(urls: list[str], model: str) -> None:
+    """A pass of every length: oneDNN compiles its kernels for each anew, some 4 ms."""
+    rng = random.Random(0)
+    for url in urls:
+        client = Client(url, model)
+        for tokens in range(1, WARM_TOKENS):
+            await client.complete(draw(rng, tokens), 1)
 
 
 def _first(folder: Path) -> Path:
