@@ -7,7 +7,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from cleave.perf import latency
 from cleave.profiling.client import Client
 from cleave.simulator.trace import Trace
 
@@ -131,6 +130,37 @@ def test_the_way_is_shared_by_the_ways_and_pulls_lie_on_a_line(module: Import) -
     assert found.latency_ms == pytest.approx(3.0)
     assert found.token_ms == pytest.approx(0.01)
     assert not found.is_shared
+
+
+async def test_load_is_offered_when_it_is_due_whatever_fails(module: Import) -> None:
+    load = module("load")
+    heads: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(loop.time())
+        head = await reader.readuntil(b"\r\n\r\n")
+        (size,) = (int(x.split(b":")[1]) for x in head.split(b"\r\n") if b"Content-Length" in x)
+        body = json.loads(await reader.readexactly(size))
+        if len(heads) == 2:
+            writer.close()
+            return
+        event = b'data: {"choices":[{"text":"x"}]}\n\n'
+        usage = b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\n' % body["max_tokens"]
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + event * body["max_tokens"] + usage)
+        writer.write(b"data: [DONE]\n\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    offered = await load.offer(Client(f"http://{host}:{port}", "m"), trace(), 0.5, seed=1)
+    server.close()
+    await server.wait_closed()
+    assert len(heads) == 4
+    assert len(offered.faults) == 1
+    assert np.isfinite(offered.end_ms).tolist() == [True, False, True, True]
+    assert (offered.lag_ms[[0, 2, 3]] >= 0).all()
+    assert 0 <= offered.busy_share <= 1
 
 
 def test_only_the_cases_asked_for_are_run(module: Import) -> None:
