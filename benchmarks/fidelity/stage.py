@@ -55,6 +55,8 @@ class Stage:
 @contextmanager
 def deployed(spec: dict[str, Any], case: Case, folder: Path) -> Iterator[Stage]:
     """Bring `case` up with `spec` (of an LLMDeployment, without placement) and take it down."""
+    # A stage before this one may have left this process, and what it starts, a single core.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     folder.mkdir(parents=True, exist_ok=True)
     name = f"fidelity-{case.name.lower()}"
     manifest = {
