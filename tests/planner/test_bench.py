@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from cleave.api.engine import Engine
-from cleave.api.manifest import validate
 from cleave.api.role import Parallelism, Role
 from cleave.planner import emulated
 from cleave.planner.bench import Bench, fleet, limited, mfu
@@ -14,28 +13,12 @@ from cleave.planner.digest import digest, instance_names
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlannedPool
 
+from chats import chat
+
 
 @pytest.fixture
 def problem():
-    return emulated.problem(
-        validate(
-            {
-                "apiVersion": "cleave.dev/v1alpha1",
-                "kind": "LLMDeployment",
-                "metadata": {"name": "chat"},
-                "spec": {
-                    "model": "facebook/opt-13b",
-                    "slo": {"ttftMs": 400, "tpotMs": 40},
-                    "engine": {"type": "Emulated"},
-                    "workload": {
-                        "rate": 4,
-                        "promptTokens": {"mean": 300, "p90": 600},
-                        "outputTokens": {"mean": 60, "p90": 120},
-                    },
-                },
-            }
-        )
-    )
+    return chat()
 
 
 PAIR = (PlannedPool(Role.DECODE, 1), PlannedPool(Role.PREFILL, 2))

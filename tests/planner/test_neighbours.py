@@ -2,13 +2,13 @@
 
 import pytest
 
-from cleave.api.manifest import validate
 from cleave.api.role import Role
 from cleave.perf.trust import Basis, Trust
-from cleave.planner import emulated
 from cleave.planner.neighbours import neighbours
 from cleave.planner.plan import Percentiles, Plan, PlannedPool, Prediction
 from cleave.planner.words import plan_label
+
+from chats import chat
 
 _ZERO = Percentiles(0, 0, 0)
 _SEEN = Prediction(
@@ -18,26 +18,7 @@ _SEEN = Prediction(
 
 @pytest.fixture
 def problem():
-    return emulated.problem(
-        validate(
-            {
-                "apiVersion": "cleave.dev/v1alpha1",
-                "kind": "LLMDeployment",
-                "metadata": {"name": "chat"},
-                "spec": {
-                    "model": "facebook/opt-13b",
-                    "planning": {"maxGPUs": 4},
-                    "slo": {"ttftMs": 400, "tpotMs": 40},
-                    "engine": {"type": "Emulated"},
-                    "workload": {
-                        "rate": 4,
-                        "promptTokens": {"mean": 300, "p90": 600},
-                        "outputTokens": {"mean": 60, "p90": 120},
-                    },
-                },
-            }
-        )
-    )
+    return chat(planning={"maxGPUs": 4})
 
 
 def plan(*counts: tuple[Role, int], algorithm: str = "Algorithm 1") -> Plan:

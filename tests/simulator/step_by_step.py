@@ -7,111 +7,15 @@ arrays or links; nothing is shared with the fast one but the latency model.
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass, field
 
 from cleave.perf.timing import Chunk
 from cleave.policy.dispatch import RECENCY
-from cleave.simulator.fleet import Admission, Batching, Dispatch, Engine, Fleet, Order
+from cleave.simulator.fleet import Admission, Batching, Dispatch, Fleet, Order
 from cleave.simulator.trace import Trace
 
-NAN = math.nan
+from step_state import Instance, Request, Slot
+
 ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(5)
-
-
-@dataclass(eq=False)
-class Request:
-    number: int
-    arrival: float
-    prompt: int
-    output: int
-    made: int = 0
-    computed: int = 0
-    blocks: int = 0
-    kv: int = 0
-    remote: bool = False
-    prefill: "Instance | None" = None
-    decode: "Instance | None" = None
-    preemptions: int = 0
-    refused: bool = False
-    prefill_start: float = NAN
-    prefill_end: float = NAN
-    transfer_start: float = NAN
-    transfer_end: float = NAN
-    decode_start: float = NAN
-    first_token: float = NAN
-    end: float = NAN
-
-    @property
-    def todo(self) -> int:
-        return self.prompt + self.made
-
-    @property
-    def left(self) -> int:
-        return self.output - self.made
-
-
-@dataclass(eq=False)
-class Slot:
-    members: list[Request] = field(default_factory=list)
-    prompts: list[Request] = field(default_factory=list)
-    in_flight: bool = False
-    decoding: list[Request] = field(default_factory=list)
-    finish: float = NAN
-
-
-class Instance:
-    def __init__(self, number: int, role: str, engine: Engine, longest: int) -> None:
-        self.number, self.role, self.engine = number, role, engine
-        self.size = engine.kv_block_size
-        self.total = self.free = engine.kv_capacity_tokens // self.size
-        self.reserve = 0
-        if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
-            self.reserve = math.ceil((engine.max_model_len or longest) / self.size)
-        self.waiting: deque[Request] = deque()
-        self.sorted = 0
-        self.loaded: deque[Request] = deque()
-        self.partial: Request | None = None
-        self.running = 0
-        self.slots = [Slot() for _ in range(engine.timing.stages)]
-        self.flight: deque[Slot] = deque()
-        self.stage_free = [0.0] * engine.timing.stages
-        self.link = 0.0
-        self.prompt_book = self.resident_book = self.turn = 0
-        self.busy = self.area = self.kv_at = 0.0
-        self.kv = self.peak = self.passes = self.decode_passes = 0
-        self.prompt_tokens = self.decode_tokens = self.preemptions = self.batch_peak = 0
-        self.intervals: list[tuple[float, float]] = []
-
-    def count(self, tokens: int) -> int:
-        return self.reserve or math.ceil(tokens / self.size)
-
-    def fits(self, request: Request) -> bool:
-        tokens = request.prompt if self.role == "prefill" else request.prompt + request.output - 1
-        blocks = math.ceil(tokens / self.size)
-        if self.reserve and not blocks <= self.reserve <= self.total:
-            return False
-        return blocks <= self.total
-
-    def take(self, request: Request, tokens: int, now: float) -> None:
-        """Blocks so that `request` can hold `tokens`."""
-        blocks = self.count(tokens) - request.blocks
-        if blocks > 0:
-            self.free -= blocks
-            request.blocks += blocks
-        assert self.free >= 0
-
-    def keep(self, request: Request, tokens: int, now: float) -> None:
-        """`request` holds `tokens` of KV from now on."""
-        self.area += self.kv * (now - self.kv_at)
-        self.kv_at = now
-        self.kv += tokens - request.kv
-        request.kv = tokens
-        self.peak = max(self.peak, self.kv)
-
-    def drop(self, request: Request, now: float) -> None:
-        self.free += request.blocks
-        request.blocks = 0
-        self.keep(request, 0, now)
 
 
 class Reference:

@@ -13,7 +13,7 @@ from cleave.planner import rating
 from cleave.planner.candidates import Candidate, by_gpu, decode_instance, prefill_instance
 from cleave.planner.draft import Draft, Group, cell_fleet, weight_in
 from cleave.planner.problem import Problem
-from cleave.planner.rating import Rated
+from cleave.planner.rating import Entry, Rated
 from cleave.planner.trials import Targets, Trials
 from cleave.planner.tuning import refined
 from cleave.simulator.fleet import Fleet
@@ -37,14 +37,10 @@ def optimise(
 ) -> tuple[Phases, ...]:
     """Algorithm 1's loops, for each kind of GPU: simu_prefill and simu_decode."""
 
-    def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
-        def best(drafts: list[Draft]) -> Rated | None:
-            entries = rating.entries(problem, trials, drafts, _phase_fleet)
-            return rating.best(trials, entries, alone, weight_in(problem), tick)
+    def best(tried: list[Entry], alone: Targets) -> Rated | None:
+        return rating.best(trials, tried, alone, weight_in(problem), tick)
 
-        return refined(best([single(problem, each, role) for each in of_kind]), best)
-
-    return _phases(found, phase, targets)
+    return _phases(problem, trials, found, targets, best)
 
 
 def fewest(
@@ -56,14 +52,10 @@ def fewest(
 ) -> tuple[Phases, ...]:
     """Instead: the instances whose replicas for the asked rate take least, phase by phase."""
 
-    def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
-        def least(drafts: list[Draft]) -> Rated | None:
-            entries = rating.entries(problem, trials, drafts, _phase_fleet)
-            return rating.fewest(trials, entries, alone, weight_in(problem), problem.rate, tick)
+    def least(tried: list[Entry], alone: Targets) -> Rated | None:
+        return rating.fewest(trials, tried, alone, weight_in(problem), problem.rate, tick)
 
-        return refined(least([single(problem, each, role) for each in of_kind]), least)
-
-    return _phases(found, phase, targets)
+    return _phases(problem, trials, found, targets, least)
 
 
 def pairs(phases: Sequence[Phases]) -> list[tuple[Rated, Rated]]:
@@ -92,10 +84,20 @@ def single(problem: Problem, candidate: Candidate, role: Role) -> Draft:
 
 
 def _phases(
+    problem: Problem,
+    trials: Trials,
     found: Sequence[Candidate],
-    phase: Callable[[Sequence[Candidate], Role, Targets], Rated | None],
     targets: Targets,
+    choose: Callable[[list[Entry], Targets], Rated | None],
 ) -> tuple[Phases, ...]:
+    """What `choose` takes for either phase, of each kind of GPU."""
+
+    def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
+        def chosen(drafts: list[Draft]) -> Rated | None:
+            return choose(rating.entries(problem, trials, drafts, _phase_fleet), alone)
+
+        return refined(chosen([single(problem, each, role) for each in of_kind]), chosen)
+
     return tuple(
         Phases(
             gpu,

@@ -1,6 +1,6 @@
 """A shape small enough for a test, and a clock that needs no time."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -27,20 +27,9 @@ def shape() -> model.ModelShape:
 
 
 @pytest.fixture
-def sparse() -> model.ModelShape:
-    return model.ModelShape(
-        name="sparse",
-        num_layers=4,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        vocab_size=128,
-        max_model_len=1024,
-        intermediate_size=96,
-        has_gated_mlp=True,
-        experts=Experts(8, 2, 32, shared_intermediate_size=32, dense_layers=1),
-    )
+def sparse(shape: model.ModelShape) -> model.ModelShape:
+    experts = Experts(8, 2, 32, shared_intermediate_size=32, dense_layers=1)
+    return replace(shape, name="sparse", experts=experts)
 
 
 @dataclass

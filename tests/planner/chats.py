@@ -1,0 +1,28 @@
+"""The small emulated chat that several tests ask about."""
+
+from typing import Any
+
+from cleave.api.manifest import validate
+from cleave.planner import emulated
+from cleave.planner.problem import Problem
+
+
+def chat(**spec: Any) -> Problem:
+    """OPT-13B at 4 requests per second; `spec` states more of the deployment's."""
+    asked = {
+        "model": "facebook/opt-13b",
+        "slo": {"ttftMs": 400, "tpotMs": 40},
+        "engine": {"type": "Emulated"},
+        "workload": {
+            "rate": 4,
+            "promptTokens": {"mean": 300, "p90": 600},
+            "outputTokens": {"mean": 60, "p90": 120},
+        },
+    }
+    document = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat"},
+        "spec": asked | spec,
+    }
+    return emulated.problem(validate(document))
