@@ -1,0 +1,1 @@
+"""The operator: watches resources of a cluster and makes what they ask for."""

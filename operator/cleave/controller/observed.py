@@ -1,0 +1,170 @@
+"""What was seen in the cluster, as values: made from manifests, read by every decision.
+
+Pure. Decisions never read manifests themselves, so that tests state a few fields instead of whole
+objects, and ten thousand pods take little memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from cleave.api.role import Role
+from cleave.pods.labels import DEPLOYMENT, POOL, ROLE, Manifest
+
+REVISION = "cleave.dev/revision"
+"""Label of worker pods: which instances may work together."""
+TEMPLATE = "cleave.dev/template"
+"""Annotation of worker pods: digest of what they were made from."""
+APPLIED = "cleave.dev/applied"
+"""Annotation of everything else that is made: digest of what was applied."""
+
+_DEFAULT_GRACE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPod:
+    """One worker pod: one instance."""
+
+    name: str
+    uid: str
+    role: Role
+    revision: str
+    """Which instances it may work with."""
+    ready: bool
+    phase: str = "Running"
+    """Kubernetes' word: Pending, Running, Succeeded, Failed, Unknown."""
+    scheduled: bool = True
+    """Whether it has a node."""
+    unschedulable_reason: str = ""
+    """The scheduler's message while it finds no node."""
+    deleting: bool = False
+    created_s: float = 0.0
+    """Seconds since the epoch, as all times here."""
+    node: str = ""
+    load: float | None = None
+    """Requests that run or wait there; None: nobody has told."""
+    namespace: str = "default"
+    deployment: str = ""
+    pool: str = ""
+    template: str = ""
+    """Digest of what it was made from; empty: not known."""
+    deleted_s: float | None = None
+    """When it has to be gone: its deletion was asked for one grace before."""
+    restarts: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its processes have ended for good: it can only be replaced."""
+        return self.phase in ("Failed", "Succeeded")
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedNode:
+    """One node."""
+
+    name: str
+    ready: bool
+    schedulable: bool
+    gpu: str = ""
+    """Value of nvidia.com/gpu.product; empty: no GPUs."""
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedChild:
+    """A Service, Deployment or disruption budget that was made for a resource."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    applied: str
+    """Digest of what was applied; empty: somebody else made it."""
+    deleting: bool = False
+    ready: int = 0
+    """Ready replicas of a Deployment."""
+    updated: int = 0
+    """Of these, how many run what was applied last."""
+
+
+def pod(manifest: Manifest) -> ObservedPod | None:
+    """A worker pod; None: its labels are not those of one."""
+    meta, spec = manifest["metadata"], manifest.get("spec", {})
+    status, labels = manifest.get("status", {}), meta.get("labels", {})
+    try:
+        role = Role(labels[ROLE])
+        deployment, pool = labels[DEPLOYMENT], labels[POOL]
+    except (KeyError, ValueError):
+        return None
+    conditions = _conditions(status)
+    unplaced = conditions.get("PodScheduled", {})
+    node = spec.get("nodeName", "")
+    return ObservedPod(
+        name=meta["name"],
+        namespace=meta.get("namespace", "default"),
+        uid=meta.get("uid", ""),
+        role=role,
+        revision=labels.get(REVISION, ""),
+        deployment=deployment,
+        pool=pool,
+        template=meta.get("annotations", {}).get(TEMPLATE, ""),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        phase=status.get("phase", "Pending"),
+        scheduled=bool(node),
+        unschedulable_reason=(
+            unplaced.get("message", "")
+            if not node and unplaced.get("reason") == "Unschedulable"
+            else ""
+        ),
+        deleting="deletionTimestamp" in meta,
+        deleted_s=seconds(meta.get("deletionTimestamp")),
+        created_s=seconds(meta.get("creationTimestamp")) or 0.0,
+        node=node,
+        restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
+    )
+
+
+def node(manifest: Manifest) -> ObservedNode:
+    """A node; GPUs that are not allocatable do not count."""
+    meta, status = manifest["metadata"], manifest.get("status", {})
+    labels = meta.get("labels", {})
+    return ObservedNode(
+        name=meta["name"],
+        ready=_conditions(status).get("Ready", {}).get("status") == "True",
+        schedulable=not manifest.get("spec", {}).get("unschedulable", False),
+        gpu=labels.get("nvidia.com/gpu.product", ""),
+        num_gpus=int(status.get("allocatable", {}).get("nvidia.com/gpu", 0)),
+    )
+
+
+def child(manifest: Manifest) -> ObservedChild:
+    """Anything that was applied for a resource."""
+    meta, status = manifest["metadata"], manifest.get("status", {})
+    return ObservedChild(
+        kind=manifest["kind"],
+        namespace=meta.get("namespace", "default"),
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        applied=meta.get("annotations", {}).get(APPLIED, ""),
+        deleting="deletionTimestamp" in meta,
+        ready=status.get("readyReplicas", 0),
+        updated=status.get("updatedReplicas", 0),
+    )
+
+
+def seconds(timestamp: str | None) -> float | None:
+    """Seconds since the epoch of Kubernetes' `2026-01-02T03:04:05Z`; None of None."""
+    if timestamp is None:
+        return None
+    moment = datetime.fromisoformat(timestamp)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def timestamp(seconds_since_epoch: float) -> str:
+    """The same moment as Kubernetes writes it."""
+    moment = datetime.fromtimestamp(int(seconds_since_epoch), UTC)
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def _conditions(status: Manifest) -> Mapping[str, Manifest]:
+    return {each["type"]: each for each in status.get("conditions", ())}
