@@ -1,0 +1,171 @@
+"""What a resource asks for that no cluster could give, and what this cluster cannot give today.
+
+Pure but for the model's config.json where the model is a folder that is here. Called by
+`cleave.controller.admission`. What is hard: a fault is for ever, so it must hold whatever nodes
+come later; everything that depends on the nodes is a warning.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Engine, EngineType
+from cleave.api.manifest import ManifestError
+from cleave.api.model import Model
+from cleave.api.planned import ManualPool
+from cleave.api.pool import InstancePool
+from cleave.api.role import Parallelism, Role
+from cleave.perf import latency, model
+from cleave.perf.gpu import UnknownGpuError, find
+from cleave.perf.model import ModelShape
+from cleave.planner import asking
+from cleave.planner.candidates import sizes
+from cleave.planner.placement import PlanError
+from cleave.planner.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """One line each: `path: what is wrong`."""
+
+    faults: tuple[str, ...] = ()
+    """No change of the cluster mends them."""
+    warnings: tuple[str, ...] = ()
+    """Other nodes would."""
+
+
+def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Findings:
+    """Of a whole deployment. `cluster`: the nodes there are; None: not known."""
+    spec = deployment.spec
+    faults = [*_profile_faults(spec.engine)]
+    if spec.engine.type is EngineType.EMULATED:
+        # Its instances have no weights to split and run on any node.
+        return Findings(tuple(faults))
+    if spec.placement is not None:
+        faults += _split_faults(spec.model, spec.placement.manual)
+        return Findings(tuple(faults), tuple(_missing_machines(spec.placement.manual, cluster)))
+    if spec.workload is None:
+        return Findings(tuple(faults))
+    if spec.model.folder is None:
+        faults += _model_faults(spec.model)
+    if faults or cluster is None:
+        return Findings(tuple(faults))
+    return Findings(warnings=tuple(_unplannable(deployment, cluster)))
+
+
+def of_pool(pool: InstancePool, cluster: Cluster | None) -> Findings:
+    """Of one pool that was made by hand."""
+    spec = pool.spec
+    faults = [*_profile_faults(spec.engine)]
+    if spec.engine.type is EngineType.EMULATED:
+        return Findings(tuple(faults))
+    shape = _shape(spec.model)
+    if shape and (reason := shape.why_not(spec.parallelism.tensor, spec.parallelism.pipeline)):
+        faults.append(f"spec.parallelism: {shape.name}: {reason}")
+    missing = _missing_machine("spec", spec.gpu, spec.parallelism, cluster)
+    return Findings(tuple(faults), tuple(missing))
+
+
+def _profile_faults(engine: Engine) -> Iterator[str]:
+    """A file may be in the workers' image and not here."""
+    if engine.type is not EngineType.EMULATED or latency.is_file(engine.emulation.latency):
+        return
+    try:
+        latency.load(engine.emulation.latency)
+    except latency.UnknownProfileError as error:
+        yield f"spec.engine.emulated.latency: {error}"
+
+
+def _model_faults(asked: Model) -> Iterator[str]:
+    try:
+        model.load(asked.locator)
+    except model.UnknownModelError as error:
+        yield f"spec.model.source: {error}; state instances by hand in spec.placement.manual"
+
+
+def _split_faults(asked: Model, pools: Sequence[ManualPool]) -> Iterator[str]:
+    """Parallel sizes that the model, or the connector between two roles, does not allow."""
+    shape = _shape(asked)
+    for index, pool in enumerate(pools):
+        tensor, pipeline = pool.parallelism.tensor, pool.parallelism.pipeline
+        if shape and (reason := shape.why_not(tensor, pipeline)):
+            yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
+    for pool in (pool for pool in pools if pool.role is Role.PREFILL):
+        for index, other in enumerate(pools):
+            few, many = sorted((pool.parallelism.tensor, other.parallelism.tensor))
+            if other.role is not Role.PREFILL and many % few:
+                # vLLM's NIXL connector stops with an assertion, at the first hand-off.
+                yield (
+                    f"spec.placement.manual[{index}].parallelism.tensor: "
+                    f"{other.parallelism.tensor} cannot take KV from prefill instances with "
+                    f"{pool.parallelism.tensor}: one must be a multiple of the other"
+                )
+
+
+def _missing_machines(pools: Sequence[ManualPool], cluster: Cluster | None) -> Iterator[str]:
+    for index, pool in enumerate(pools):
+        path = f"spec.placement.manual[{index}]"
+        yield from _missing_machine(path, pool.gpu, pool.parallelism, cluster)
+
+
+def _missing_machine(
+    path: str, gpu: str | None, parallelism: Parallelism, cluster: Cluster | None
+) -> Iterator[str]:
+    if cluster is None:
+        return
+    there = {_kind(group.gpu): 0 for group in cluster.nodes}
+    for group in cluster.nodes:
+        kind = _kind(group.gpu)
+        there[kind] = max(there[kind], group.gpus_per_node)
+    if gpu is not None and _kind(gpu) not in there:
+        yield f"{path}.gpu: no node has {gpu} now, there is {', '.join(there)}; instances will wait"
+        return
+    largest = max(there.values()) if gpu is None else there[_kind(gpu)]
+    if parallelism.tensor > largest:
+        yield (
+            f"{path}.parallelism.tensor: {parallelism.tensor} exceeds the {largest} GPUs of the "
+            "largest node there is now; instances will wait"
+        )
+
+
+def _unplannable(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
+    """Why nothing can be planned on these nodes."""
+    try:
+        problem = asking.problem(deployment, cluster)
+    except (PlanError, ManifestError) as error:
+        yield from error.faults
+        return
+    if not any(_fits(problem)):
+        reasons = {
+            supply.gpu: problem.estimator.why_not(supply.gpu, supply.gpus_per_node, 1)
+            or "spec.planning leaves it too few GPUs"
+            for supply in problem.supplies
+        }
+        told = "; ".join(f"{gpu}: {reason}" for gpu, reason in reasons.items())
+        yield f"spec.model.source: no instance fits the nodes there are now ({told})"
+
+
+def _fits(problem: Problem) -> Iterator[bool]:
+    for supply in problem.supplies:
+        for tensor, pipeline in sizes(problem, supply):
+            yield problem.estimator.why_not(supply.gpu, tensor, pipeline) is None
+
+
+def _shape(asked: Model) -> ModelShape | None:
+    """None: its dimensions are not known here, which is no fault of the deployment."""
+    folder = asked.folder
+    if folder is not None and not Path(folder).is_dir():
+        return None
+    try:
+        return model.load(folder or asked.locator)
+    except model.UnknownModelError:
+        return None
+
+
+def _kind(gpu: str) -> str:
+    try:
+        return find(gpu).name
+    except UnknownGpuError:
+        return gpu

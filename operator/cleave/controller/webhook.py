@@ -1,0 +1,197 @@
+"""The webhook's server: TLS and HTTP around `cleave.controller.admission`, and its certificate.
+
+Started by `cleave.controller.main` in every operator, also in those that stand by. What is hard:
+all of them share one certificate through a Secret. Whoever finds it missing or near its end makes
+a new one; who loses that race takes the winner's. New connections get a new certificate without a
+restart, because the TLS context is loaded anew in place.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+import ssl
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from cleave.api.cluster import Cluster
+from cleave.controller import certificates
+from cleave.controller.admission import ReviewError, answer
+from cleave.controller.certificates import Certificate, CertificateError
+
+log = logging.getLogger("cleave.webhook")
+
+PATH = "/validate"
+_LOOK_S = 600.0
+"""Between two looks at the Secret."""
+_RETRY_S = 5.0
+_RACES = 5
+_ANSWER_S = 4.0
+"""The API server waits 5 s by the chart's default."""
+_MOST_BYTES = 4 << 20
+"""Larger than the largest object that the API server stores."""
+_MOST_AT_ONCE = 4
+
+
+class StoreError(RuntimeError):
+    """The API server did not answer as hoped; it is asked again."""
+
+
+class Store(Protocol):
+    """The Secret with the certificate, and the configuration that names its authority."""
+
+    async def read_secret(self) -> dict[str, Any]:
+        """The Secret. Raises StoreError."""
+
+    async def replace_secret(self, secret: dict[str, Any]) -> bool:
+        """False: somebody has changed it since it was read. Raises StoreError."""
+
+    async def read_bundles(self) -> list[str]:
+        """`caBundle` of each webhook; empty text where there is none. Raises StoreError."""
+
+    async def write_bundle(self, bundle: str, count: int) -> None:
+        """Write `caBundle` of the first `count` webhooks. Raises StoreError."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookConfig:
+    """One webhook server."""
+
+    host: str
+    port: int
+    names: tuple[str, ...]
+    """DNS names that the API server calls it by."""
+    issues: bool
+    """Whether the certificate is its own affair; False: cert-manager writes the Secret."""
+
+
+class Keeper:
+    """Keeps the Secret's certificate usable and its authority known to the API server."""
+
+    def __init__(
+        self,
+        store: Store,
+        names: Sequence[str],
+        *,
+        issues: bool,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._store, self._names, self._issues, self._now = store, names, issues, now
+
+    async def keep(self) -> Certificate:
+        """The certificate to show from now on. Raises CertificateError, StoreError."""
+        certificate = await self._usable()
+        if self._issues:
+            await self._publish(certificate)
+        return certificate
+
+    async def _usable(self) -> Certificate:
+        for _ in range(_RACES):
+            secret = await self._store.read_secret()
+            held = certificates.from_secret(secret)
+            fault = self._fault(held)
+            if held is not None and (fault is None or not self._issues):
+                return held
+            if not self._issues:
+                raise CertificateError("cert-manager has not written the Secret yet")
+            made = certificates.issue(self._names, self._now(), held.trusted if held else "")
+            secret["data"] = certificates.to_secret(made)
+            if await self._store.replace_secret(secret):
+                log.info("made a certificate: the one there was %s", fault)
+                return made
+        raise CertificateError(f"the Secret was changed {_RACES} times while it was written")
+
+    def _fault(self, held: Certificate | None) -> str | None:
+        if held is None:
+            return "is missing"
+        try:
+            certificates.check(held, self._names, self._now())
+        except CertificateError as error:
+            return str(error)
+        return None
+
+    async def _publish(self, certificate: Certificate) -> None:
+        wanted = base64.b64encode(certificate.trusted.encode()).decode()
+        bundles = await self._store.read_bundles()
+        if any(bundle != wanted for bundle in bundles):
+            await self._store.write_bundle(wanted, len(bundles))
+            log.info("told the API server whom to trust")
+
+
+class Webhook:
+    """Answers the API server until it is cancelled."""
+
+    def __init__(
+        self, config: WebhookConfig, keeper: Keeper, cluster: Callable[[], Cluster | None]
+    ) -> None:
+        self._config, self._keeper, self._cluster = config, keeper, cluster
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._shown: Certificate | None = None
+        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+        self.is_listening = False
+        """Whether the API server can be answered."""
+
+    async def run(self) -> None:
+        """Serve as soon as there is a certificate, and keep it."""
+        while not await self._load():
+            await asyncio.sleep(_RETRY_S)
+        application = web.Application(client_max_size=_MOST_BYTES)
+        application.router.add_post(PATH, self._validate)
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        try:
+            config = self._config
+            await web.TCPSite(runner, config.host, config.port, ssl_context=self._context).start()
+            self.is_listening = True
+            log.info("listening on https://%s:%d%s", config.host, config.port, PATH)
+            while True:
+                await asyncio.sleep(_LOOK_S)
+                await self._load()
+        finally:
+            self.is_listening = False
+            await runner.cleanup()
+
+    async def _load(self) -> bool:
+        """Whether there is a certificate to show; what went wrong is logged and tried again."""
+        try:
+            certificate = await self._keeper.keep()
+            if certificate != self._shown:
+                _show(certificate, self._context)
+                self._shown = certificate
+        except (StoreError, CertificateError, ssl.SSLError) as error:
+            log.warning("the webhook's certificate: %s", error)
+        return self._shown is not None
+
+    async def _validate(self, request: web.Request) -> web.Response:
+        try:
+            review = json.loads(await request.read())
+        except ValueError:
+            return web.Response(status=400, text="not JSON")
+        if not isinstance(review, dict):
+            return web.Response(status=400, text="not an object")
+        try:
+            async with self._at_once:
+                judged = asyncio.to_thread(answer, review, self._cluster())
+                return web.json_response(await asyncio.wait_for(judged, _ANSWER_S))
+        except ReviewError as error:
+            return web.Response(status=400, text=str(error))
+        except TimeoutError:
+            # What the API server makes of this is the configuration's failurePolicy.
+            return web.Response(status=503, text="this takes too long")
+
+
+def _show(certificate: Certificate, context: ssl.SSLContext) -> None:
+    """Use it for new connections; Python reads certificates from files only."""
+    with tempfile.TemporaryDirectory(prefix="cleave-webhook-") as folder:
+        chain, key = Path(folder) / "tls.crt", Path(folder) / "tls.key"
+        chain.write_text(certificate.chain)
+        key.touch(mode=0o600)
+        key.write_text(certificate.key)
+        context.load_cert_chain(chain, key)
