@@ -1,0 +1,174 @@
+"""Faults hold whatever nodes come; warnings speak of the nodes there are."""
+
+import json
+
+import pytest
+
+from cleave.api.cluster import Cluster, NodeGroup
+from cleave.api.manifest import validate
+from cleave.api.pool import InstancePool
+from cleave.controller.possible import Findings, of_deployment, of_pool
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+WORKLOAD = {"rate": 2, "promptTokens": {"mean": 500}, "outputTokens": {"mean": 100}}
+A100 = Cluster(nodes=[NodeGroup(count=2, gpu="A100-SXM-80GB", gpus_per_node=8)])
+SMALL = Cluster(nodes=[NodeGroup(count=1, gpu="A10G", gpus_per_node=1)])
+
+
+def find(cluster=None, **spec) -> Findings:
+    whole = {"model": LLAMA, "slo": {"ttftMs": 400, "tpotMs": 40}, **spec}
+    document = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat"},
+        "spec": whole,
+    }
+    return of_deployment(validate(document), cluster)
+
+
+def manual(*pools):
+    return {"manual": list(pools)}
+
+
+def parallel(role, tensor=1, pipeline=1, **more):
+    return {"role": role, "parallelism": {"tensor": tensor, "pipeline": pipeline}, **more}
+
+
+def test_the_smallest_deployment_is_possible_anywhere() -> None:
+    assert find() == find(A100) == find(SMALL) == Findings()
+
+
+def test_heads_that_cannot_be_shared_are_a_fault() -> None:
+    found = find(placement=manual(parallel("mixed", tensor=3)))
+    assert found.faults == (
+        "spec.placement.manual[0].parallelism: llama-3.1-8b: "
+        "32 attention heads cannot be shared by 3 GPUs",
+    )
+
+
+def test_more_stages_than_layers_are_a_fault() -> None:
+    (fault,) = find(placement=manual(parallel("mixed", pipeline=33))).faults
+    assert "32 layers cannot fill 33 pipeline stages" in fault
+
+
+def test_roles_whose_sizes_the_connector_cannot_match_are_a_fault() -> None:
+    found = find(
+        model="facebook/opt-13b",
+        placement=manual(parallel("prefill", tensor=4), parallel("decode", tensor=10)),
+    )
+    assert found.faults == (
+        "spec.placement.manual[1].parallelism.tensor: 10 cannot take KV from prefill instances "
+        "with 4: one must be a multiple of the other",
+    )
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 2), (2, 8)])
+def test_sizes_of_which_one_is_a_multiple_of_the_other_pass(prefill, decode) -> None:
+    pools = manual(parallel("prefill", tensor=prefill), parallel("decode", tensor=decode))
+    assert find(placement=pools) == Findings()
+
+
+def test_a_model_of_unknown_size_is_a_fault_only_where_it_must_be_planned() -> None:
+    unknown = "somebody/something-new"
+    (fault,) = find(model=unknown, workload=WORKLOAD).faults
+    assert fault.startswith("spec.model.source: 'somebody/something-new' is neither")
+    assert fault.endswith("state instances by hand in spec.placement.manual")
+    assert find(model=unknown) == Findings()
+    by_hand = manual(parallel("mixed", tensor=3))
+    assert find(model=unknown, workload=WORKLOAD, placement=by_hand) == Findings()
+
+
+def test_a_folder_that_only_the_nodes_have_is_no_fault() -> None:
+    assert not find(model="/models/mine", workload=WORKLOAD).faults
+    assert find(model="/models/mine", placement=manual(parallel("mixed", tensor=3))) == Findings()
+
+
+def test_a_folder_that_is_here_is_read(tmp_path) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (fault,) = find(model=str(tmp_path), placement=manual(parallel("mixed", tensor=3))).faults
+    assert "4 attention heads" in fault
+
+
+def test_an_emulated_engine_asks_for_a_latency_profile_and_nothing_else() -> None:
+    engine = {"type": "Emulated", "emulated": {"latency": "distserve/opt-13b/tp9"}}
+    (fault,) = find(engine=engine).faults
+    assert fault.startswith("spec.engine.emulated.latency: no latency profile")
+    fine = {"type": "Emulated"}
+    odd = manual(parallel("mixed", tensor=3, gpu="H100-SXM-80GB"))
+    assert find(SMALL, model="x/y", engine=fine, placement=odd) == Findings()
+
+
+def test_a_profile_in_a_file_may_be_in_the_workers_image_only() -> None:
+    engine = {"type": "Emulated", "emulated": {"latency": "/profiles/mine.yaml"}}
+    assert find(engine=engine) == Findings()
+
+
+def test_tensor_parallelism_beyond_the_largest_node_is_a_warning() -> None:
+    found = find(A100, placement=manual(parallel("mixed", tensor=16)))
+    assert found.faults == ()
+    assert found.warnings == (
+        "spec.placement.manual[0].parallelism.tensor: 16 exceeds the 8 GPUs of the largest node "
+        "there is now; instances will wait",
+    )
+
+
+def test_the_largest_node_of_the_wanted_kind_counts() -> None:
+    mixed = Cluster(nodes=[*A100.nodes, NodeGroup(gpu="H100-SXM-80GB", gpus_per_node=4)])
+    wanted = manual(parallel("mixed", tensor=8, gpu="H100-SXM-80GB"))
+    (warning,) = find(mixed, placement=wanted).warnings
+    assert "8 exceeds the 4 GPUs" in warning
+
+
+def test_a_gpu_may_be_named_as_its_nodes_are_labelled() -> None:
+    labelled = Cluster(nodes=[NodeGroup(gpu="NVIDIA-A100-SXM4-80GB", gpus_per_node=8)])
+    assert find(labelled, placement=manual(parallel("mixed", gpu="A100-SXM-80GB"))) == Findings()
+
+
+def test_a_model_too_large_for_the_nodes_is_a_warning_with_the_reason() -> None:
+    found = find(SMALL, model="meta-llama/Llama-3.1-70B-Instruct", workload=WORKLOAD)
+    (warning,) = found.warnings
+    assert warning.startswith("spec.model.source: no instance fits the nodes there are now (A10G: ")
+
+
+def test_kinds_that_the_cluster_lacks_are_a_warning() -> None:
+    (warning,) = find(
+        A100, workload=WORKLOAD, planning={"gpus": [{"type": "H100-SXM-80GB"}]}
+    ).warnings
+    assert "the cluster has no H100-SXM-80GB" in warning
+
+
+def test_what_fits_is_not_spoken_of() -> None:
+    assert find(A100, workload=WORKLOAD) == Findings()
+
+
+def test_a_pool_by_hand_is_held_to_the_same_rules() -> None:
+    document = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "InstancePool",
+        "metadata": {"name": "mine"},
+        "spec": {
+            "deployment": "chat",
+            "role": "mixed",
+            "revision": "r1",
+            "model": LLAMA,
+            "parallelism": {"tensor": 5},
+            "gpu": "H100-SXM-80GB",
+        },
+    }
+    pool = InstancePool.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
+    found = of_pool(pool, A100)
+    assert found.faults == (
+        "spec.parallelism: llama-3.1-8b: 32 attention heads cannot be shared by 5 GPUs",
+    )
+    assert found.warnings == (
+        "spec.gpu: no node has H100-SXM-80GB now, there is A100-SXM-80GB; instances will wait",
+    )

@@ -1,0 +1,60 @@
+import importlib.util
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+
+Manifest = dict[str, Any]
+Render = Callable[..., list[Manifest]]
+
+
+@pytest.fixture(scope="session")
+def chart() -> Path:
+    return ROOT / "charts" / "cleave"
+
+
+@pytest.fixture(scope="session")
+def scripts() -> ModuleType:
+    """scripts/manifests.py, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("manifests", ROOT / "scripts" / "manifests.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def helm(scripts: ModuleType) -> str:
+    if (found := scripts.find_helm()) is None:
+        pytest.skip("helm is not here; scripts/cluster-tools builds it")
+    return found
+
+
+@pytest.fixture(scope="session")
+def render(helm: str, chart: Path) -> Render:
+    """The chart's objects with `--set` values; CalledProcessError when helm refuses them."""
+
+    def run(*values: str, namespace: str = "cleave-system", release: str = "cleave") -> Any:
+        sets = [part for value in values for part in ("--set", value)]
+        told = subprocess.run(
+            [helm, "template", release, str(chart), "--namespace", namespace, *sets],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return [found for found in yaml.safe_load_all(told.stdout) if found]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plain() -> list[Manifest]:
+    """What manifests/ holds: the chart with its defaults, also where helm is not here."""
+    text = (ROOT / "manifests" / "cleave.yaml").read_text()
+    return [found for found in yaml.safe_load_all(text) if found]
