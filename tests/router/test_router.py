@@ -249,6 +249,58 @@ def test_a_revision_in_doubt_comes_after_one_that_is_not(directory, stated, sile
     assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p2", "d2")}
 
 
+def make_revisions(directory, stated, **counts: tuple[int, int]) -> None:
+    """`revision=(prefill, decode)` instances, named p-REVISION-0 and so on."""
+    for revision, (prefill, decode) in counts.items():
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for n in range(count):
+                name = f"{role[0]}-{revision}-{n}"
+                directory.hear(name, stated(name, role, revision=revision), 0)
+
+
+def share_of(router: Router, revision: str, picks: list) -> float:
+    chosen = [pick for pick in picks if f"-{revision}-" in pick.decode.instance]
+    return len(chosen) / len(picks)
+
+
+def test_revisions_side_by_side_take_turns_when_idle_each_by_its_size(directory, stated) -> None:
+    make_revisions(directory, stated, old=(3, 3), new=(1, 1))
+    router, picks = Router(directory), []
+    for _ in range(400):
+        picks.append(router.pick("m", 100, 100))
+        router.release(picks[-1])
+    assert share_of(router, "new", picks) == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("new", "least", "most"),
+    [((1, 1), 0.2, 0.3), ((2, 1), 0.2, 0.4), ((1, 3), 0.2, 0.3), ((3, 3), 0.45, 0.55)],
+)
+def test_a_revision_gets_what_its_scarcer_phase_can_carry(
+    directory, stated, new: tuple[int, int], least: float, most: float
+) -> None:
+    """Beside three pairs of the old one, under load: prompts take 1 turn, streams 40."""
+    make_revisions(directory, stated, old=(3, 3), new=new)
+    router, picks = Router(directory), []
+    for turn in range(2_000):
+        picks.append(router.pick("m", 500, 200))
+        if turn >= 3:
+            router.release(picks[turn - 3], Phase.PREFILL)
+        if turn >= 160:
+            router.release(picks[turn - 160])
+    assert least <= share_of(router, "new", picks[400:]) <= most
+
+
+def test_an_empty_new_revision_does_not_draw_more_prompts_than_it_can_take(
+    directory, stated, loaded
+) -> None:
+    make_revisions(directory, stated, old=(1, 1), new=(1, 1))
+    directory.hear("d-old-0", loaded("d-old-0", blocks_used=900), 0)
+    router = Router(directory)
+    picks = [router.pick("m", 500, 200) for _ in range(12)]
+    assert 0.5 < share_of(router, "new", picks) < 1
+
+
 def test_the_obstacle_tells_a_silent_instance_from_a_lost_one(fleet_of) -> None:
     directory = fleet_of(d1="decode", d2="decode")
     directory.note_silence(11.0)

@@ -10,7 +10,7 @@ a slow answer beats none, but it delays the prompts of all others.
 import enum
 from collections.abc import Collection
 
-from cleave.policy.dispatch import NONE, STALE, Scores, choose_pair, close_slots, find_least
+from cleave.policy.dispatch import NONE, Scores, choose_pair, close_slots, find_least
 from cleave.router.board import Board
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance, UnknownModel
@@ -19,6 +19,14 @@ from cleave.rpc.v1 import agent_pb2
 
 UNKNOWN_OUTPUT_TOKENS = 256
 """Booked for a request that states no limit."""
+
+RESIDENT_WEIGHT = 0.1
+"""What a token in a decode instance weighs beside one that waits for prefill, between revisions.
+
+The latter is computed; the former is read once for each token that the newcomer puts out, some
+hundred times for a thousandth of the work. A new revision's empty decode side thus draws requests,
+but not so many that its prompts queue.
+"""
 
 
 class Fallback(enum.Enum):
@@ -191,7 +199,11 @@ def _place_pair(
 def _place_pair_without(
     known: Model, avoid: Collection[str]
 ) -> tuple[Instance | None, Instance, str] | None:
-    """On the board whose prompt queue is the shortest, of those where none is in doubt if any."""
+    """On the board whose pair has the least to do in both phases together.
+
+    Boards of one model are revisions side by side during a roll-out. Counting both phases gives
+    each about what its scarcer phase can carry, and equal ones take turns.
+    """
     best: tuple[float, Board, int, int] | None = None
     for board in known.boards:
         closed = _find_slots(board, avoid)
@@ -201,11 +213,10 @@ def _place_pair_without(
         first, second = choose_pair(prefill, decode, mixed, board.pending_prompt)
         if second == NONE:
             continue
-        queue = board.pending_prompt[second if first == NONE else first]
-        if first != NONE and decode[second] >= STALE:
-            queue += STALE
-        if best is None or queue < best[0]:
-            best = queue, board, first, second
+        prompt = board.pending_prompt[second] if first == NONE else prefill[first]
+        pending = prompt + RESIDENT_WEIGHT * (mixed if first == NONE else decode)[second]
+        if best is None or pending < best[0]:
+            best = float(pending), board, first, second
     if best is None:
         return None
     _, board, first, second = best
