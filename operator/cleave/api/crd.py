@@ -57,10 +57,14 @@ _POOL_COLUMNS = [
     _column("Role", "string", ".spec.role", "What its instances serve."),
     _column("TP", "integer", ".spec.parallelism.tensor", "Tensor parallel size."),
     _column("PP", "integer", ".spec.parallelism.pipeline", "Pipeline parallel size."),
+    _column("GPU", "string", ".spec.gpu", "Kind of GPU."),
     _column("Desired", "integer", ".spec.replicas", "Instances that are wanted."),
     _column("Ready", "integer", ".status.ready", "Instances that are ready."),
     _column("Serving", "integer", ".status.serving", "Instances that take requests."),
     _AGE,
+    _column("Updated", "integer", ".status.updated", "Instances as the spec wants.", wide=True),
+    _column("Owner", "string", ".spec.owner", "Who owns the number of instances.", wide=True),
+    _column("Reason", "string", f"{_READY}.reason", "Why it is ready or not.", wide=True),
     _column("Revision", "string", ".spec.revision", "Engine and model.", wide=True),
 ]
 

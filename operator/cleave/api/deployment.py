@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cleave.api.engine import Engine, Template
+from cleave.api.engine import DeletionPolicy, Engine, Template
 from cleave.api.model import ModelField
 from cleave.api.planned import ManualPool, SelectedPlan
-from cleave.api.planning import Planning
-from cleave.api.resource import Conditions, Resource, name_rule
+from cleave.api.planning import Mode, Planning
+from cleave.api.resource import DNS_NAME, Conditions, Resource, name_rule
 from cleave.api.role import Role
 from cleave.api.shape import Rule, Shape, keyed_by
 from cleave.api.workload import Workload
@@ -55,7 +55,28 @@ class ManualPlacement(Shape):
             message="prefill instances need decode or mixed instances to hand their requests to",
             field="manual",
         ),
+        Rule(
+            cel="!self.manual.exists(p, has(p.perCell)) || "
+            "['prefill', 'decode'].all(r, self.manual.exists(p, p.role == r && has(p.perCell))) && "
+            "self.manual.all(p, !has(p.perCell) || self.manual.all(q, !has(q.perCell) || "
+            "p.replicas * q.perCell == q.replicas * p.perCell && "
+            "p.parallelism.pipeline == q.parallelism.pipeline))",
+            holds=lambda p: _cells_match([pool for pool in p.manual if pool.per_cell]),
+            message="perCell needs prefill and decode instances that both state it, in equally many "
+            "cells and with the same pipeline size",
+            field="manual",
+        ),
     )
+
+
+def _cells_match(pools: list[ManualPool]) -> bool:
+    """Whether pools in cells make whole cells; no pools do."""
+    if not pools:
+        return True
+    # Roles are checked by a rule of their own: a mixed one here is its fault.
+    roles = {pool.role for pool in pools} | {Role.MIXED}
+    cells = {(pool.replicas / (pool.per_cell or 1), pool.parallelism.pipeline) for pool in pools}
+    return roles == set(Role) and len(cells) == 1
 
 
 class Fallback(StrEnum):
@@ -74,6 +95,38 @@ class Routing(Shape):
     OnPrefillLoss: only after a prefill instance failed the request. Never: answer 503 instead."""
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Requests that wait for their first byte in one gateway; more are answered with 429."""
+
+
+class Rollout(Shape):
+    """How instances are replaced and added, in a cluster. A whole role's instances are counted."""
+
+    max_surge: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Instances of a role above the wanted number while they are replaced."""
+    max_unavailable: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Instances of a role that may be missing while they are replaced."""
+    pending_timeout_s: Annotated[int, Field(ge=10, le=86_400)] = 120
+    """Seconds after which an instance that no node has room for is given up; it is tried again when
+    nodes change, and now and then."""
+
+    rules = (
+        Rule(
+            cel="self.maxSurge + self.maxUnavailable > 0",
+            holds=lambda r: r.max_surge + r.max_unavailable > 0,
+            message="and maxUnavailable must not both be 0: nothing could be replaced",
+            field="maxSurge",
+        ),
+    )
+
+
+class Gateway(Shape):
+    """The gateway's pods, in a cluster."""
+
+    replicas: Annotated[int, Field(ge=1, le=100)] = 2
+    """Pods; each takes any request."""
+    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Container image; absent: Cleave's own."""
+    keys_secret: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
+    """Secret whose entry `keys` has the API keys that are let in, one a line; absent: everyone is."""
 
 
 class LLMDeploymentSpec(Shape):
@@ -95,8 +148,23 @@ class LLMDeploymentSpec(Shape):
     """The engine of every instance."""
     template: Template = Template()
     """Overrides for worker pods."""
+    gateway: Gateway = Gateway()
+    """The gateway's pods, in a cluster."""
+    rollout: Rollout = Rollout()
+    """How instances are replaced and added, in a cluster."""
+    paused: bool = False
+    """Whether changes wait: nothing is planned, rolled out or scaled. Lost pods are replaced."""
+    deletion_policy: Annotated[DeletionPolicy, Field(strict=False)] = DeletionPolicy.DRAIN
+    """What happens to running requests when the deployment is deleted. Drain: they end first, within
+    template.drainTimeoutS. Immediate: they are cut."""
 
     rules = (
+        Rule(
+            cel="self.planning.mode != 'Manual' || has(self.placement)",
+            holds=lambda s: s.planning.mode is not Mode.MANUAL or s.placement is not None,
+            message="Manual plans nothing: state spec.placement.manual, or use mode Auto",
+            field="planning.mode",
+        ),
         Rule(
             cel="self.routing.fallback != 'Never' || !has(self.placement) || "
             "self.placement.manual.exists(p, p.role != 'decode')",
@@ -120,6 +188,8 @@ class RoleStatus(Shape):
     """Instances that exist."""
     ready: Annotated[int, Field(ge=0)]
     """Instances that can take requests."""
+    updated: Annotated[int, Field(ge=0)] = 0
+    """Instances that are as the spec wants them."""
 
 
 class LLMDeploymentStatus(Shape):
@@ -128,11 +198,14 @@ class LLMDeploymentStatus(Shape):
     observed_generation: Annotated[int, Field(ge=0)] | None = None
     """Generation of the spec that this status speaks of."""
     conditions: Conditions = Field(default_factory=list)
-    """Ready, PlanReady, PrefillReady, DecodeReady, GatewayReady, KVPathVerified."""
+    """Ready, PlanReady, PlanFeasible, PrefillReady, DecodeReady, GatewayReady, KVPathVerified,
+    ScalingLimited, Progressing, Degraded."""
     model: str | None = None
     """Name that clients ask for."""
     plan: SelectedPlan | None = None
     """The placement in force."""
+    advice: SelectedPlan | None = None
+    """With planning.mode Advisory: the plan that would be applied."""
     roles: Annotated[list[RoleStatus], keyed_by("role")] = Field(default_factory=list)
     """Instances, by role."""
     url: str | None = None

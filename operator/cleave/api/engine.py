@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cleave.api.quantity import Quantity
+from cleave.api.resource import DNS_NAME
 from cleave.api.shape import Rule, Shape, keyed_by
 
 Text = Annotated[str, Field(max_length=4096)]
@@ -20,6 +21,10 @@ RESERVED_FLAGS = (
     "--max-model-len",
     "--latency",
     "--time-scale",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--headless",
 )
 """Engine flags that Cleave sets itself, from other fields or while it runs."""
 
@@ -27,6 +32,7 @@ RESERVED_ENV = (
     "POD_IP",
     "CLEAVE_AGENTS",
     "CLEAVE_POD_NAME",
+    "CLEAVE_LEADER",
     "CLEAVE_LOAD_PAGE",
     "VLLM_NIXL_SIDE_CHANNEL_HOST",
     "VLLM_NIXL_SIDE_CHANNEL_PORT",
@@ -50,6 +56,22 @@ class EngineType(StrEnum):
     EMULATED = "Emulated"
 
 
+class SecretKey(Shape):
+    """One entry of a Secret of the deployment's namespace."""
+
+    name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
+    """Name of the Secret."""
+    key: Annotated[str, Field(max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+    """Name of the entry."""
+
+
+class EnvSource(Shape):
+    """Where the value of a variable comes from."""
+
+    secret_key_ref: SecretKey
+    """An entry of a Secret."""
+
+
 class EnvVar(Shape):
     """One environment variable."""
 
@@ -57,6 +79,17 @@ class EnvVar(Shape):
     """Name of the variable."""
     value: Text = ""
     """Its value."""
+    value_from: EnvSource | None = None
+    """A Secret with its value, for keys such as HF_TOKEN."""
+
+    rules = (
+        Rule(
+            cel="!has(self.valueFrom) || self.value == ''",
+            holds=lambda v: v.value_from is None or not v.value,
+            message="has a value beside it; remove one of them",
+            field="valueFrom",
+        ),
+    )
 
 
 class Emulation(Shape):
@@ -155,6 +188,13 @@ class Resources(Shape):
     """Most amounts, by resource name."""
 
 
+class DeletionPolicy(StrEnum):
+    """What happens to running requests when a resource is deleted."""
+
+    DRAIN = "Drain"
+    IMMEDIATE = "Immediate"
+
+
 class Template(Shape):
     """Overrides for worker pods."""
 
@@ -163,4 +203,9 @@ class Template(Shape):
     tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
     """Taints that are tolerated."""
     resources: Resources = Resources()
-    """Cores, memory and devices of one worker."""
+    """Cores, memory and devices of one worker. A whole number of cores as limit gives it cores of
+    its own on nodes with the static CPU policy; a device such as rdma/ib opens InfiniBand."""
+    runtime_class_name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
+    """RuntimeClass of the pods, such as nvidia; absent: the node's default."""
+    drain_timeout_s: Annotated[int, Field(ge=0, le=86_400)] = 600
+    """Seconds that running requests have to end when a worker is stopped; then they are cut."""

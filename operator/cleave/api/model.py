@@ -3,15 +3,23 @@
 import re
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from cleave.api.resource import DNS_NAME
 from cleave.api.shape import Shape
 
 _HF = "hf://"
 _SOURCE = r"^((hf://)?[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?|/[^:\n]+)$"
+_CACHES = ("host_path", "persistent_volume_claim", "image")
 _WORD = r"^[A-Za-z0-9][A-Za-z0-9_./:@-]*$"
 
 
@@ -33,6 +41,65 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
+class HostPathCache(Shape):
+    """A folder of each node."""
+
+    path: Annotated[str, Field(max_length=1024, pattern=r"^/[^:\n]+$")]
+    """Absolute path. For downloads it is made where it is absent, and user 1000, as whom workers
+    run, must be able to write there."""
+
+
+class ClaimCache(Shape):
+    """A PersistentVolumeClaim of the deployment's namespace."""
+
+    claim_name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
+    """Name of the claim. Workers on unlike nodes need the access mode ReadWriteMany, or
+    ReadOnlyMany together with readOnly."""
+    read_only: bool = False
+    """Whether workers only read: the model must be there."""
+
+
+class ImageCache(Shape):
+    """An OCI image that holds the model's files at its root."""
+
+    reference: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Name of the image, as in a container. Nodes need Kubernetes' image volumes."""
+
+
+class ModelCache(Shape):
+    """Where workers find the model's files instead of downloading them: one of three."""
+
+    host_path: HostPathCache | None = None
+    """A folder of each node: it keeps downloads (HF_HOME), or, where the source is a folder, is that
+    folder."""
+    persistent_volume_claim: ClaimCache | None = None
+    """A volume: it keeps downloads (HF_HOME), or, where the source is a folder, is that folder."""
+    image: ImageCache | None = None
+    """An image volume with the model's files: they are loaded from it, read-only."""
+
+    @model_validator(mode="after")
+    def _be_one(self) -> Self:
+        stated = [name for name in _CACHES if getattr(self, name) is not None]
+        if len(stated) != 1:
+            raise PydanticCustomError(
+                "one_cache",
+                "state exactly one of hostPath, persistentVolumeClaim and image",
+            )
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema, in which bounds on the number of fields say the same.
+
+        The API server runs no CEL below `model`, which has no type.
+        """
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        handler.resolve_ref_schema(schema).update(minProperties=1, maxProperties=1)
+        return schema
+
+
 class Model(Shape):
     """Which weights are served, and under which name."""
 
@@ -50,6 +117,9 @@ class Model(Shape):
     """Longest prompt plus output, in tokens; absent: the model's own limit."""
     served_name: Annotated[str, Field(max_length=256, pattern=_WORD)] | None = None
     """Name that clients ask for; absent: the id, or the folder's last part."""
+    cache: ModelCache | None = None
+    """Where workers find the model's files; absent: each pod downloads them, or finds the folder on
+    its node."""
 
     @property
     def locator(self) -> str:

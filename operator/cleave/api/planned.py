@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cleave.api.role import Parallelism, Role
-from cleave.api.shape import Shape
+from cleave.api.shape import Rule, Shape
 
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -26,10 +26,28 @@ class ManualPool(Shape):
     gpu: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Kind of GPU, by its name in the catalogue, the cluster file or the node's label
     nvidia.com/gpu.product; absent: whatever the nodes have. Emulated engines run anywhere."""
+    per_cell: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Instances of this role in a cell, whose prefill and decode instances have the same pipeline
+    stage in one node or NVLink domain (DistServe's Algorithm 2); absent: they may be anywhere."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Most requests in one pass; absent, or stated in engine.args: what the engine does then."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Most tokens in one pass; absent, or stated in engine.args: what the engine does then."""
+
+    rules = (
+        Rule(
+            cel="!has(self.perCell) || self.replicas % self.perCell == 0",
+            holds=lambda p: p.per_cell is None or p.replicas % p.per_cell == 0,
+            message="must divide replicas: there are whole cells only",
+            field="perCell",
+        ),
+        Rule(
+            cel="!has(self.perCell) || self.role != 'mixed'",
+            holds=lambda p: p.per_cell is None or p.role is not Role.MIXED,
+            message="has no effect on mixed instances, which hand nothing over; remove it",
+            field="perCell",
+        ),
+    )
 
 
 class LatencyPercentiles(Shape):
@@ -90,6 +108,12 @@ class SelectedPlan(Shape):
     """Why this placement."""
     gpus: Annotated[int, Field(ge=0)]
     """GPUs of all instances."""
+    pools: list[ManualPool] = Field(default_factory=list, max_length=3)
+    """Instances, by role."""
+    algorithm: str = ""
+    """How it was found; empty: stated by hand, or not planned."""
+    inputs: str | None = None
+    """Digest of what was planned from: as long as it stays, the plan does."""
     verdict: str | None = None
     """Disaggregate or Colocate; absent: not planned."""
     predicted: Predicted | None = None

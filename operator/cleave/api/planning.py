@@ -8,6 +8,14 @@ from pydantic import Field
 from cleave.api.shape import Shape, keyed_by
 
 
+class Mode(StrEnum):
+    """What becomes of plans."""
+
+    AUTO = "Auto"
+    ADVISORY = "Advisory"
+    MANUAL = "Manual"
+
+
 class Objective(StrEnum):
     """What the best plan has most of."""
 
@@ -50,6 +58,9 @@ class GpuChoice(Shape):
 class Planning(Shape):
     """How the planner chooses."""
 
+    mode: Annotated[Mode, Field(strict=False)] = Mode.AUTO
+    """Auto: the best plan is applied; a placement by hand comes before it. Advisory: it is only told
+    in status.advice, and what runs stays. Manual: nothing is planned; spec.placement says it all."""
     objective: Annotated[Objective, Field(strict=False)] = Objective.GOODPUT_PER_GPU
     """GoodputPerGPU, Cost (requests per price) or Power (requests per watt)."""
     affinity: Annotated[Affinity, Field(strict=False)] = Affinity.AUTO

@@ -3,17 +3,48 @@
 One pool per role, because `/scale` carries a single number.
 """
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cleave.api.engine import Engine, Template
+from cleave.api.engine import DeletionPolicy, Engine, Template
 from cleave.api.model import ModelField
 from cleave.api.resource import Conditions, Resource, name_rule
 from cleave.api.role import Parallelism, Role
-from cleave.api.shape import Shape
+from cleave.api.shape import Rule, Shape
 
 KIND = "InstancePool"
+
+NOT_IN_PODS = frozenset({"replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy"})
+"""Fields of the spec that change no pod."""
+
+
+class ReplicasOwner(StrEnum):
+    """Who decides how many instances a pool has."""
+
+    PLAN = "Plan"
+    MANUAL = "Manual"
+    AUTOSCALER = "Autoscaler"
+
+
+class PoolRollout(Shape):
+    """Instances to keep at this moment of a roll-out."""
+
+    new: Annotated[int, Field(ge=0, le=20_000)]
+    """Of the pool's revision."""
+    old: Annotated[int, Field(ge=0, le=20_000)]
+    """Of other revisions."""
+
+
+class Colocation(Shape):
+    """Which instances share a node or NVLink domain (DistServe's Algorithm 2)."""
+
+    per_cell: Annotated[int, Field(ge=1, le=128)]
+    """Instances of this pool in one cell. Equal pipeline stages of all prefill and decode instances
+    of a cell lie in one domain."""
+    topology_key: Annotated[str, Field(min_length=1, max_length=317)] = "kubernetes.io/hostname"
+    """Label of nodes whose value names the domain."""
 
 
 class InstancePoolSpec(Shape):
@@ -25,8 +56,18 @@ class InstancePoolSpec(Shape):
     """What its instances serve."""
     replicas: Annotated[int, Field(ge=0, le=10000)] = 1
     """Instances."""
+    owner: Annotated[ReplicasOwner, Field(strict=False)] = ReplicasOwner.PLAN
+    """Who owns `replicas`. Plan: the deployment, whose plan overwrites what else is set. Manual
+    (`kubectl scale`) and Autoscaler: the deployment leaves it alone."""
+    rollout: PoolRollout | None = None
+    """Instances to keep now, by revision; the deployment writes it, so that roles move together.
+    Absent: the pool replaces its instances one by one."""
     parallelism: Parallelism = Parallelism()
     """How one instance is spread over GPUs."""
+    nodes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Nodes that one instance is spread over, with a pod on each."""
+    colocation: Colocation | None = None
+    """Which instances share a node or NVLink domain; absent: they may be anywhere."""
     gpu: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Kind of GPU; absent: whatever the nodes have."""
     revision: Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]+$")]
@@ -37,6 +78,19 @@ class InstancePoolSpec(Shape):
     """The engine of every instance."""
     template: Template = Template()
     """Overrides for worker pods."""
+    pending_timeout_s: Annotated[int, Field(ge=10, le=86_400)] = 120
+    """Seconds after which an instance that no node has room for is given up."""
+    deletion_policy: Annotated[DeletionPolicy, Field(strict=False)] = DeletionPolicy.DRAIN
+    """Drain: running requests end first when the pool is deleted. Immediate: they are cut."""
+
+    rules = (
+        Rule(
+            cel="(self.parallelism.tensor * self.parallelism.pipeline) % self.nodes == 0",
+            holds=lambda s: s.parallelism.gpus % s.nodes == 0,
+            message="must divide the GPUs of an instance (tensor * pipeline)",
+            field="nodes",
+        ),
+    )
 
 
 class InstancePoolStatus(Shape):
@@ -50,10 +104,12 @@ class InstancePoolStatus(Shape):
     """Instances that are ready."""
     serving: Annotated[int, Field(ge=0)] = 0
     """Instances that take requests of this role now."""
+    updated: Annotated[int, Field(ge=0)] = 0
+    """Instances that are as the spec wants them."""
     selector: str | None = None
     """Label selector of its pods, for autoscalers."""
     conditions: Conditions = Field(default_factory=list)
-    """Ready, Progressing, Degraded."""
+    """Ready, ScalingLimited, Progressing, Degraded."""
 
 
 class InstancePool(Resource):

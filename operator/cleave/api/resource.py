@@ -12,6 +12,9 @@ GROUP = "cleave.dev"
 VERSION = "v1alpha1"
 API_VERSION = "cleave.dev/v1alpha1"
 
+DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+"""Names of most objects."""
+
 ApiVersion = Literal["cleave.dev/v1alpha1"]
 
 

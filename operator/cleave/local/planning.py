@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
+from cleave.local import refused
 from cleave.local.errors import UpError
 from cleave.local.job import Job
 from cleave.local.network import HOST_IP
@@ -42,7 +43,12 @@ def plan_job(
     *,
     allow_shared_cores: bool,
 ) -> Job:
-    """The pods of `placement` on `node`, the gateway on `port` of 127.0.0.1."""
+    """The pods of `placement` on `node`, the gateway on `port` of 127.0.0.1.
+
+    Raises UpError when the deployment asks for what only a cluster has.
+    """
+    if faults := refused.faults(deployment):
+        raise UpError(faults)
     device: Device = "gpu" if node.gpus else "cpu"
     workers = [
         worker_pod(pool, ordinal, device=device)

@@ -19,6 +19,7 @@ from cleave.planner.problem import Problem
 from cleave.simulator.fleet import Fleet, Pool, Transfer
 
 _ROLES = tuple(Role)
+_HANDING = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ def planned_pools(draft: Draft) -> tuple[PlannedPool, ...]:
             batching=group.instance.batching.name,
             max_num_seqs=group.instance.max_num_seqs,
             max_num_batched_tokens=group.instance.max_num_batched_tokens,
+            per_cell=group.replicas if draft.is_in_node and group.role in _HANDING else None,
         )
         for group in draft.groups
     )

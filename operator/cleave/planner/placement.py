@@ -68,6 +68,7 @@ def plan(deployment: LLMDeployment) -> Placement:
                 gpu=pool.gpu,
                 max_num_seqs=pool.max_num_seqs,
                 max_num_batched_tokens=pool.max_num_batched_tokens,
+                per_cell=pool.per_cell,
             )
             for pool in sorted(stated.manual, key=lambda pool: order.index(pool.role))
         ),

@@ -34,6 +34,8 @@ class PlannedPool:
     """Name of the simulator's Batching that the prediction assumes; None: not predicted."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    per_cell: int | None = None
+    """Instances in a cell, whose equal pipeline stages share a node; None: they may be anywhere."""
 
     @property
     def gpus(self) -> int:

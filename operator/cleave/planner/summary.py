@@ -40,6 +40,7 @@ def instances(pools: Iterable[PlannedPool]) -> list[ManualPool]:
             gpu=pool.gpu,
             max_num_seqs=pool.max_num_seqs,
             max_num_batched_tokens=pool.max_num_batched_tokens,
+            per_cell=pool.per_cell,
         )
         for pool in pools
     ]

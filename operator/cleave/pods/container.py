@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from cleave.pods.labels import Manifest
+from cleave.pods.labels import Manifest, account_name
 
 UID = 1000
 """User and group that the images create."""
@@ -10,29 +10,39 @@ UID = 1000
 HOME = "/home/cleave"
 
 
-def pod_security() -> Manifest:
-    """Security context of a pod: never root."""
+def pod_defaults(deployment: str) -> Manifest:
+    """Fields of every pod's spec: never root, and a service account that may look for agents."""
     return {
-        "runAsNonRoot": True,
-        "runAsUser": UID,
-        "runAsGroup": UID,
-        "fsGroup": UID,
-        "seccompProfile": {"type": "RuntimeDefault"},
+        "restartPolicy": "Always",
+        "serviceAccountName": account_name(deployment),
+        "automountServiceAccountToken": True,
+        # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM would obey.
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": UID,
+            "runAsGroup": UID,
+            "fsGroup": UID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
     }
 
 
-def container_security() -> Manifest:
-    """Security context of a container: no rights beyond its user's, nothing to write to."""
+def container_security(*more: str) -> Manifest:
+    """Security context of a container: nothing to write to, and no rights but those named."""
+    capabilities: Manifest = {"drop": ["ALL"]}
+    if more:
+        capabilities["add"] = list(more)
     return {
         "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
+        "capabilities": capabilities,
         "readOnlyRootFilesystem": True,
     }
 
 
-def image(kind: str) -> str:
-    """Cleave's own image of a kind, at this version."""
-    return f"cleave-{kind}:{version('cleave')}"
+def image(kind: str, prefix: str = "") -> str:
+    """Cleave's own image of a kind, at this version; `prefix` says where it is pulled from."""
+    return f"{prefix}cleave-{kind}:{version('cleave')}"
 
 
 def addresses(agents: str) -> list[Manifest]:

@@ -1,17 +1,29 @@
-"""The gateway's pod. Pure; called by `cleave.local`."""
+"""The gateway: a pod on one machine, a Deployment with its Service in a cluster. Pure.
+
+Called by `cleave.local` and the controller.
+"""
 
 from cleave.api.deployment import LLMDeployment
-from cleave.pods.container import addresses, container_security, image, pod_security, scratch
+from cleave.pods import spread
+from cleave.pods.container import addresses, container_security, image, pod_defaults, scratch
 from cleave.pods.labels import (
     GATEWAY,
     GATEWAY_PORT,
+    INTERNAL_PORT,
     Manifest,
     agents_source,
     component_labels,
+    gateway_name,
 )
 
-GRACE_S = 45
-"""Running streams have 30 s to end after SIGTERM."""
+LEAVE_S = 5
+"""After SIGTERM gateways serve on for so long, until every node has heard that they go."""
+GRACE_SLACK_S = LEAVE_S + 10
+"""Between the drain and the kill."""
+
+_PORT = "http"
+_INTERNAL = "internal"
+_KEYS = "/etc/cleave/keys"
 
 
 def gateway_pod(
@@ -22,36 +34,119 @@ def gateway_pod(
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": f"{deployment.name}-gateway",
+            "name": gateway_name(deployment.name),
             "namespace": deployment.namespace,
             "labels": component_labels(deployment.name, GATEWAY),
         },
+        "spec": _pod_spec(deployment, _container(deployment, host, port)),
+    }
+
+
+def gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> Manifest:
+    """The gateway in a cluster: alike pods, replaced one by one, on different nodes if possible."""
+    labels = component_labels(deployment.name, GATEWAY)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {
+            "name": gateway_name(deployment.name),
+            "namespace": deployment.namespace,
+            "labels": labels,
+        },
         "spec": {
-            "restartPolicy": "Always",
-            "terminationGracePeriodSeconds": GRACE_S,
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "securityContext": pod_security(),
-            "containers": [_container(deployment, host, port)],
-            "volumes": [scratch("tmp", "/tmp")[0]],  # noqa: S108 - inside the container
+            "replicas": deployment.spec.gateway.replicas,
+            "selector": {"matchLabels": labels},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {
+                    **_pod_spec(deployment, _in_cluster(deployment, image_prefix)),
+                    "topologySpreadConstraints": spread.apart(labels),
+                },
+            },
         },
     }
 
 
-def _container(deployment: LLMDeployment, host: str, port: int) -> Manifest:
-    routing = deployment.spec.routing
+def gateway_service(deployment: LLMDeployment) -> Manifest:
+    """The Service that clients use: the deployment's name, port 80."""
+    labels = component_labels(deployment.name, GATEWAY)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": deployment.name,
+            "namespace": deployment.namespace,
+            "labels": labels,
+        },
+        "spec": {
+            "type": "ClusterIP",
+            "selector": labels,
+            "ports": [{"name": _PORT, "port": 80, "targetPort": _PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def url(deployment: LLMDeployment) -> str:
+    """Base URL for OpenAI clients inside the cluster."""
+    return f"http://{deployment.name}.{deployment.namespace}.svc/v1"
+
+
+def _pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
+    volumes = [scratch("tmp", "/tmp")[0]]  # noqa: S108 - inside the container
+    if secret := deployment.spec.gateway.keys_secret:
+        volumes.append({"name": "keys", "secret": {"secretName": secret, "optional": False}})
+    return {
+        **pod_defaults(deployment.name),
+        "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
+    """The container behind a Service: it leaves politely, and tells the operator what it knows."""
+    alone = _container(deployment, "$(POD_IP)", GATEWAY_PORT, image_prefix)
+    more = ["--internal-port", str(INTERNAL_PORT), "--leave-delay", str(LEAVE_S)]
+    return {
+        **alone,
+        "command": [*alone["command"], *more],
+        "ports": [*alone["ports"], {"name": _INTERNAL, "containerPort": INTERNAL_PORT}],
+        # Its health depends on workers; its metrics only on itself.
+        "livenessProbe": {
+            "httpGet": {"path": "/metrics", "port": INTERNAL_PORT},
+            "initialDelaySeconds": 30,
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 3,
+        },
+    }
+
+
+def _container(
+    deployment: LLMDeployment, host: str, port: int, image_prefix: str = ""
+) -> Manifest:
+    stated, routing = deployment.spec.gateway, deployment.spec.routing
+    mounts = [scratch("tmp", "/tmp")[1]]  # noqa: S108
+    if stated.keys_secret:
+        mounts.append({"name": "keys", "mountPath": _KEYS, "readOnly": True})
     return {
         "name": "gateway",
-        "image": image("gateway"),
+        "image": stated.image or image("gateway", image_prefix),
         "command": [
             *("python", "-m", "cleave.gateway.main"),
             *("--host", host, "--port", str(port)),
             *("--agents", "$(CLEAVE_AGENTS)"),
             *("--fallback", str(routing.fallback)),
             *("--queue-limit", str(routing.queue_limit)),
+            *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
+            *(("--api-keys", f"{_KEYS}/keys") if stated.keys_secret else ()),
         ],
         "env": addresses(agents_source(deployment.name, deployment.namespace)),
-        "ports": [{"name": "http", "containerPort": port}],
+        "ports": [{"name": _PORT, "containerPort": port}],
         # The gateway is one event loop: more than a core is never used.
         "resources": {
             "requests": {"cpu": "500m", "memory": "128Mi"},
@@ -63,5 +158,5 @@ def _container(deployment: LLMDeployment, host: str, port: int) -> Manifest:
             "timeoutSeconds": 2,
         },
         "securityContext": container_security(),
-        "volumeMounts": [scratch("tmp", "/tmp")[1]],  # noqa: S108
+        "volumeMounts": mounts,
     }

@@ -1,6 +1,6 @@
 """Pools from a placement: one InstancePool per role; the placement as status tells it.
 
-Pure; called by `cleave.local`.
+Pure; called by `cleave.local` and the controller.
 """
 
 import hashlib
@@ -8,33 +8,39 @@ import hashlib
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Engine, EngineType
 from cleave.api.planned import SelectedPlan
-from cleave.api.pool import InstancePool, InstancePoolSpec
+from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
-from cleave.planner.summary import option, predicted
+from cleave.planner.summary import instances, option, predicted
 from cleave.pods.container import image
 from cleave.pods.labels import DEPLOYMENT, ROLE, pool_name
+from cleave.pods.spread import Machines, num_nodes
 
 _REVISION_DIGITS = 10
 
 
-def pools(deployment: LLMDeployment, placement: Placement) -> list[InstancePool]:
-    """The pools that a placement asks for, in its order."""
+def pools(
+    deployment: LLMDeployment,
+    placement: Placement,
+    machines: Machines = Machines(),  # noqa: B008 - a frozen value
+) -> list[InstancePool]:
+    """The pools that a placement asks for, in its order; `machines` are those of the cluster."""
     stamp = revision(deployment)
-    return [_pool(deployment, planned, stamp) for planned in placement.pools]
+    return [_pool(deployment, planned, placement, machines, stamp) for planned in placement.pools]
 
 
 def revision(deployment: LLMDeployment) -> str:
     """Identifies what prefill and decode instances must share: model and engine.
 
-    Parallelism is left out: instances of unlike parallelism may hand KV to each other. Cleave's
-    version is in, by way of the default image: it decides the version of vLLM.
+    Parallelism is left out: instances of unlike parallelism may hand KV to each other. So is where
+    the model's files are kept. Cleave's version is in, by way of the default image: it decides the
+    version of vLLM.
     """
     spec = deployment.spec
     # Defaults are left out, so that a field which a later version adds changes no revision.
     parts = (
-        spec.model.model_dump_json(exclude_defaults=True),
+        spec.model.model_dump_json(exclude_defaults=True, exclude={"cache"}),
         spec.engine.model_dump_json(exclude_defaults=True),
         spec.engine.image or image("worker"),
     )
@@ -50,6 +56,8 @@ def selected_plan(deployment: LLMDeployment, placement: Placement) -> SelectedPl
         revision=revision(deployment),
         reason=placement.reason,
         gpus=placement.gpus,
+        pools=instances(placement.pools),
+        algorithm=chosen.algorithm if chosen else "",
         verdict=str(answer.verdict) if answer else None,
         predicted=predicted(chosen) if chosen else None,
         alternatives=[option(plan) for plan in answer.alternatives[:3]] if answer else [],
@@ -71,8 +79,16 @@ def _with_limits(engine: Engine, planned: PlannedPool) -> Engine:
     return engine.model_copy(update={"args": [*added, *engine.args]}) if added else engine
 
 
-def _pool(deployment: LLMDeployment, planned: PlannedPool, stamp: str) -> InstancePool:
+def _pool(
+    deployment: LLMDeployment,
+    planned: PlannedPool,
+    placement: Placement,
+    machines: Machines,
+    stamp: str,
+) -> InstancePool:
     spec = deployment.spec
+    is_emulated = spec.engine.type is EngineType.EMULATED
+    cells = planned.per_cell
     return InstancePool(
         metadata=Metadata(
             name=pool_name(deployment.name, planned.role),
@@ -84,10 +100,15 @@ def _pool(deployment: LLMDeployment, planned: PlannedPool, stamp: str) -> Instan
             role=planned.role,
             replicas=planned.replicas,
             parallelism=planned.parallelism,
-            gpu=None if spec.engine.type is EngineType.EMULATED else planned.gpu,
+            # Emulated engines need no GPU, so nothing spreads them over nodes.
+            nodes=1 if is_emulated else num_nodes(planned, placement.pools, machines),
+            colocation=Colocation(per_cell=cells, topology_key=machines.domain) if cells else None,
+            gpu=None if is_emulated else planned.gpu,
             revision=stamp,
             model=spec.model,
             engine=_with_limits(spec.engine, planned),
             template=spec.template,
+            pending_timeout_s=spec.rollout.pending_timeout_s,
+            deletion_policy=spec.deletion_policy,
         ),
     )

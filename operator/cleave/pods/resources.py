@@ -15,14 +15,23 @@ Device = Literal["gpu", "cpu"]
 
 GPU = "nvidia.com/gpu"
 GPU_PRODUCT = "nvidia.com/gpu.product"
+_RDMA = "rdma/"
 
 _VLLM_PROCESSES = 2
 """vLLM's API server and engine core; each GPU's worker process also wants a core."""
+_BASE_GIB = 8
+_GIB_PER_GPU = 8
+"""Of host memory, for vLLM's processes, pinned buffers and shared memory; weights pass through."""
 
 
 def resources(spec: InstancePoolSpec, device: Device) -> Manifest:
     """The container's `resources`: defaults for engine and device, then the pool's overrides."""
     return _merged(_defaults(spec, device), spec.template.resources)
+
+
+def has_rdma(asked: Resources) -> bool:
+    """Whether a device is asked for that reads and writes memory by itself (`rdma/ib`, ...)."""
+    return any(name.startswith(_RDMA) for name in (*asked.limits, *asked.requests))
 
 
 def _defaults(spec: InstancePoolSpec, device: Device) -> Resources:
@@ -31,8 +40,13 @@ def _defaults(spec: InstancePoolSpec, device: Device) -> Resources:
         return Resources(requests={"cpu": "20m", "memory": "128Mi"}, limits={"memory": "512Mi"})
     if device == "cpu":
         return Resources(limits={"cpu": str(size), "memory": f"{6 * size}Gi"})
+    here = size // spec.nodes
     return Resources(
-        requests={"cpu": str(_VLLM_PROCESSES + size), "memory": "16Gi"}, limits={GPU: str(size)}
+        limits={
+            GPU: str(here),
+            "cpu": str(_VLLM_PROCESSES + here),
+            "memory": f"{_BASE_GIB + _GIB_PER_GPU * here}Gi",
+        }
     )
 
 

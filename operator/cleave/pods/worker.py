@@ -1,119 +1,165 @@
-"""Worker pods: one agent with its engine per instance. Pure; called by `cleave.local`."""
+"""Worker pods: one agent with its engine per instance. Pure.
 
-from cleave.api.engine import EngineType
+Called by `cleave.local` and the controller. An instance that is spread over nodes has further pods
+without an agent of their own: see `cleave.pods.gang`.
+"""
+
+from cleave.api.engine import EngineType, EnvVar
 from cleave.api.pool import InstancePool, InstancePoolSpec
-from cleave.perf.gpu import UnknownGpuError, find
-from cleave.pods.container import HOME, addresses, container_security, image, pod_security, scratch
-from cleave.pods.labels import AGENT_PORT, Manifest, agents_source, worker_labels
-from cleave.pods.resources import GPU_PRODUCT, Device, resources
+from cleave.pods.container import addresses, container_security, image, pod_defaults
+from cleave.pods.labels import (
+    AGENT_PORT,
+    CELL,
+    SEGMENT,
+    Manifest,
+    agents_source,
+    worker_labels,
+    workers_name,
+)
+from cleave.pods.resources import Device, has_rdma, resources
+from cleave.pods.scheduling import scheduling, segment
+from cleave.pods.storage import hub_cache, loaded_path, storage
 
-DRAIN_TIMEOUT_S = 30
-"""How long running requests may take to end when a worker is stopped."""
-
-GRACE_S = DRAIN_TIMEOUT_S + 15
-"""Drain, then up to 10 s for the engine to stop, and some slack; then Kubernetes kills the pod."""
+GRACE_SLACK_S = 15
+"""After the drain, up to 10 s for the engine to stop, and some slack; then Kubernetes kills the
+pod."""
 
 
-def worker_pod(pool: InstancePool, ordinal: int, *, device: Device = "gpu") -> Manifest:
-    """Pod of the instance `ordinal` (from 0) of a pool, for nodes that compute on `device`."""
-    spec = pool.spec
-    name = f"{pool.name}-{ordinal}"
-    volumes, mounts = _storage(spec)
+def worker_pod(
+    pool: InstancePool,
+    name: str | int,
+    *,
+    device: Device = "gpu",
+    cell: int | None = None,
+    image_prefix: str = "",
+) -> Manifest:
+    """Pod of one instance of a pool, for nodes that compute on `device`.
+
+    `name` may be the instance's number instead, from 0. `cell` is where an instance of a pool with
+    colocation belongs (`cleave.pods.spread.free_cells`).
+    """
+    instance = name if isinstance(name, str) else f"{pool.name}-{name}"
+    labels = worker_labels(pool, instance)
+    if cell is not None:
+        labels |= {CELL: str(cell), SEGMENT: segment(pool, cell, rank=0)}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {
-            "name": name,
-            "namespace": pool.namespace,
-            "labels": worker_labels(spec.deployment, pool.name, spec.role),
-        },
+        "metadata": {"name": instance, "namespace": pool.namespace, "labels": labels},
         "spec": {
-            "restartPolicy": "Always",
-            "terminationGracePeriodSeconds": GRACE_S,
-            "automountServiceAccountToken": False,
-            # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM would obey.
-            "enableServiceLinks": False,
-            "securityContext": pod_security(),
-            **_scheduling(spec, device),
-            "containers": [
-                {
-                    "name": "worker",
-                    "image": spec.engine.image or _default_image(spec, device),
-                    "command": command(pool, name),
-                    "env": _env(pool),
-                    "ports": [{"name": "agent", "containerPort": AGENT_PORT}],
-                    "resources": resources(spec, device),
-                    **_probes(),
-                    "securityContext": container_security(),
-                    "volumeMounts": mounts,
-                }
-            ],
-            "volumes": volumes,
+            **worker_spec(pool, labels, device),
+            **_host_name(pool, instance),
+            "containers": [_container(pool, instance, device, image_prefix)],
         },
+    }
+
+
+def worker_spec(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
+    """What the pods of an instance have in common, all but the container."""
+    spec = pool.spec
+    return {
+        **pod_defaults(spec.deployment),
+        "terminationGracePeriodSeconds": spec.template.drain_timeout_s + GRACE_SLACK_S,
+        **scheduling(pool, labels, device),
+        "volumes": storage(spec.model)[0],
+    }
+
+
+def _container(
+    pool: InstancePool, instance: str, device: Device, image_prefix: str
+) -> Manifest:
+    spec = pool.spec
+    return {
+        **container(spec, device, image_prefix),
+        "command": command(pool, instance),
+        "env": environment(pool),
+        "ports": [{"name": "agent", "containerPort": AGENT_PORT}],
+        **_probes(),
+    }
+
+
+def container(spec: InstancePoolSpec, device: Device, image_prefix: str) -> Manifest:
+    """What the containers of an instance's pods have in common."""
+    # RDMA needs memory that stays where it is.
+    more = ("IPC_LOCK",) if has_rdma(spec.template.resources) else ()
+    return {
+        "name": "worker",
+        "image": spec.engine.image or _default_image(spec, device, image_prefix),
+        "resources": resources(spec, device),
+        "securityContext": container_security(*more),
+        "volumeMounts": storage(spec.model)[1],
     }
 
 
 def command(pool: InstancePool, name: str) -> list[str]:
     """Command line of the agent; what stands behind `--` goes to the engine."""
-    spec, model = pool.spec, pool.spec.model
+    spec = pool.spec
     line = ["python", "-m", "cleave_worker.agent.main"]
     line += ["--name", name, "--deployment", spec.deployment, "--revision", spec.revision]
-    line += ["--role", str(spec.role), "--model", model.locator]
-    line += ["--served-model-name", model.name, "--engine", spec.engine.type.lower()]
+    line += ["--role", str(spec.role), *engine_flags(spec)]
+    line += ["--engine", spec.engine.type.lower()]
     line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT)]
-    line += ["--tensor-parallel-size", str(spec.parallelism.tensor)]
-    line += ["--pipeline-parallel-size", str(spec.parallelism.pipeline)]
-    if model.max_model_len is not None:
-        line += ["--max-model-len", str(model.max_model_len)]
-    line += ["--drain-timeout", str(DRAIN_TIMEOUT_S)]
-    extra = [*_engine_args(spec), *spec.engine.args]
+    line += ["--drain-timeout", str(spec.template.drain_timeout_s)]
+    extra = [*multi_node_args(spec, "0", "$(POD_IP)"), *engine_args(spec)]
     return [*line, "--", *extra] if extra else line
 
 
-def _engine_args(spec: InstancePoolSpec) -> list[str]:
+def engine_flags(spec: InstancePoolSpec) -> list[str]:
+    """What the process beside every engine is told of the model and its size."""
+    model, size = spec.model, spec.parallelism
+    flags = ["--model", loaded_path(model), "--served-model-name", model.name]
+    flags += ["--tensor-parallel-size", str(size.tensor)]
+    flags += ["--pipeline-parallel-size", str(size.pipeline)]
+    if model.max_model_len is not None:
+        flags += ["--max-model-len", str(model.max_model_len)]
+    return flags
+
+
+def engine_args(spec: InstancePoolSpec) -> list[str]:
+    """Arguments of the engine itself."""
     args = ["--dtype", str(spec.model.dtype)] if spec.model.dtype else []
     if spec.engine.type is EngineType.EMULATED:
         emulation = spec.engine.emulation
-        return [
-            *args,
-            *("--latency", emulation.latency),
-            *("--time-scale", f"{emulation.time_scale:g}"),
-        ]
-    return [*args, "--revision", spec.model.revision] if spec.model.revision else args
+        args += ["--latency", emulation.latency, "--time-scale", f"{emulation.time_scale:g}"]
+    elif spec.model.revision and loaded_path(spec.model) == spec.model.locator:
+        args += ["--revision", spec.model.revision]
+    return [*args, *spec.engine.args]
 
 
-def _env(pool: InstancePool) -> list[Manifest]:
-    agents = agents_source(pool.spec.deployment, pool.namespace)
-    own = [{"name": var.name, "value": var.value} for var in pool.spec.engine.env]
-    return [*addresses(agents), *own]
+def multi_node_args(spec: InstancePoolSpec, rank: str, leader: str) -> list[str]:
+    """vLLM's arguments for an instance that is spread over nodes; nothing for one that is not."""
+    if spec.nodes == 1:
+        return []
+    return ["--nnodes", str(spec.nodes), "--node-rank", rank, "--master-addr", leader]
 
 
-def _default_image(spec: InstancePoolSpec, device: Device) -> str:
+def environment(pool: InstancePool) -> list[Manifest]:
+    """Environment variables of a worker's container; the user's come last."""
+    spec = pool.spec
+    variables = addresses(agents_source(spec.deployment, pool.namespace))
+    if folder := hub_cache(spec.model):
+        variables.append({"name": "HF_HOME", "value": folder})
+    own = {variable.name: _variable(variable) for variable in spec.engine.env}
+    return [each for each in variables if each["name"] not in own] + list(own.values())
+
+
+def _variable(variable: EnvVar) -> Manifest:
+    if variable.value_from is None:
+        return {"name": variable.name, "value": variable.value}
+    return {"name": variable.name, "valueFrom": variable.value_from.model_dump(mode="json")}
+
+
+def _default_image(spec: InstancePoolSpec, device: Device, prefix: str) -> str:
     if spec.engine.type is EngineType.EMULATED:
-        return image("worker-emulated")
-    return image("worker-cuda" if device == "gpu" else "worker-cpu")
+        return image("worker-emulated", prefix)
+    return image("worker-cuda" if device == "gpu" else "worker-cpu", prefix)
 
 
-def _scheduling(spec: InstancePoolSpec, device: Device) -> Manifest:
-    fields: Manifest = {}
-    if selector := {**_gpu_selector(spec, device), **spec.template.node_selector}:
-        fields["nodeSelector"] = selector
-    if spec.template.tolerations:
-        fields["tolerations"] = [
-            toleration.model_dump(mode="json", exclude_none=True)
-            for toleration in spec.template.tolerations
-        ]
-    return fields
-
-
-def _gpu_selector(spec: InstancePoolSpec, device: Device) -> dict[str, str]:
-    """The label of nodes with the pool's kind of GPU, as NVIDIA's feature discovery writes it."""
-    if spec.gpu is None or device != "gpu":
+def _host_name(pool: InstancePool, instance: str) -> Manifest:
+    """The name in DNS by which followers find their leader."""
+    if pool.spec.nodes == 1:
         return {}
-    try:
-        return {GPU_PRODUCT: find(spec.gpu).product}
-    except UnknownGpuError:
-        return {GPU_PRODUCT: spec.gpu}
+    return {"hostname": instance, "subdomain": workers_name(pool.spec.deployment)}
 
 
 def _probes() -> Manifest:
@@ -134,22 +180,3 @@ def _probes() -> Manifest:
             "failureThreshold": 6,
         },
     }
-
-
-def _storage(spec: InstancePoolSpec) -> tuple[list[Manifest], list[Manifest]]:
-    """Volumes and mounts: scratch space and, for a model in a folder, the folder of the node."""
-    pairs = [
-        scratch("tmp", "/tmp"),  # noqa: S108 - a mount inside the container
-        scratch("home", HOME),
-        # Processes of one engine talk through shared memory; the default of 64 MiB is too small.
-        scratch("shm", "/dev/shm", medium="Memory"),  # noqa: S108
-    ]
-    if folder := spec.model.folder:
-        pairs.append(
-            (
-                {"name": "model", "hostPath": {"path": folder, "type": "Directory"}},
-                {"name": "model", "mountPath": folder, "readOnly": True},
-            )
-        )
-    volumes, mounts = zip(*pairs, strict=True)
-    return list(volumes), list(mounts)

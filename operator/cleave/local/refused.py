@@ -1,0 +1,55 @@
+"""What a deployment asks for that only a cluster can give. Pure; called before its pods are made.
+
+What means nothing to processes (images, roll-outs, replicas of the gateway) is passed over; what
+would be missed in silence is refused.
+"""
+
+from collections.abc import Iterator
+
+from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
+from cleave.api.model import Model
+from cleave.api.planning import Mode
+
+
+def faults(deployment: LLMDeployment) -> list[str]:
+    """One line per thing, with the remedy; empty when this machine can do it all."""
+    return [*_model(deployment.spec.model), *_rest(deployment.spec)]
+
+
+def _model(model: Model) -> Iterator[str]:
+    cache = model.cache
+    if cache is None:
+        return
+    if cache.persistent_volume_claim:
+        yield (
+            "spec.model.cache.persistentVolumeClaim: there are no volumes without a cluster; use "
+            "hostPath, or remove it to download to ~/.cache/huggingface"
+        )
+    if cache.image:
+        yield (
+            "spec.model.cache.image: there are no images without a cluster; make the folder with "
+            "the model's files spec.model.source"
+        )
+    if cache.host_path and model.folder not in (None, cache.host_path.path):
+        yield (
+            f"spec.model.cache.hostPath.path: {cache.host_path.path} cannot be mounted at "
+            f"{model.folder} without a cluster; make it spec.model.source"
+        )
+
+
+def _rest(spec: LLMDeploymentSpec) -> Iterator[str]:
+    if spec.gateway.keys_secret:
+        yield (
+            "spec.gateway.keysSecret: there are no Secrets without a cluster; remove it, or run "
+            "cleave gateway --api-keys FILE beside the workers"
+        )
+    for variable in spec.engine.env:
+        if variable.value_from:
+            yield (
+                f"spec.engine.env.{variable.name}: there are no Secrets without a cluster; remove "
+                "it and export the variable: workers get this terminal's environment"
+            )
+    if spec.paused:
+        yield "spec.paused: nothing would be started; remove it"
+    if spec.planning.mode is Mode.ADVISORY:
+        yield "spec.planning.mode: Advisory applies no plan; use cleave plan, or mode Auto"

@@ -1,0 +1,42 @@
+"""Disruption budgets: how many pods whoever drains nodes may take at a time. Pure.
+
+Called by the controller. What is hard: Kubernetes counts pods, and an instance that is spread over
+nodes has several. A budget never forbids taking the last instance, or its node could not be drained.
+"""
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool
+from cleave.pods.labels import GATEWAY, POOL, Manifest, component_labels, gateway_name
+
+
+def disruption_budget(pool: InstancePool) -> Manifest:
+    """One instance of the pool at a time."""
+    spec = pool.spec
+    if spec.nodes == 1:
+        allowed: Manifest = {"maxUnavailable": 1}
+    else:
+        allowed = {"minAvailable": max(0, spec.replicas - 1) * spec.nodes}
+    return _budget(pool.name, pool.namespace, {POOL: pool.name}, allowed)
+
+
+def gateway_budget(deployment: LLMDeployment) -> Manifest:
+    """One gateway pod at a time."""
+    labels = component_labels(deployment.name, GATEWAY)
+    name = gateway_name(deployment.name)
+    return _budget(name, deployment.namespace, labels, {"maxUnavailable": 1})
+
+
+def _budget(
+    name: str, namespace: str, labels: dict[str, str], allowed: Manifest
+) -> Manifest:
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
+        "spec": {
+            **allowed,
+            "selector": {"matchLabels": labels},
+            # A pod that is not ready serves nobody; keeping it would only block the node's drain.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }

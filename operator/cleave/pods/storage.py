@@ -1,0 +1,81 @@
+"""Where a worker's files are: scratch space, and the model's own. Pure.
+
+What is hard: a model is told by a repository or by a folder, and kept in a folder of the node, in a
+volume or in an image; of each pair one thing follows, which path the engine loads.
+"""
+
+from cleave.api.model import Model
+from cleave.pods.container import HOME, scratch
+from cleave.pods.labels import Manifest
+
+HUB = "/var/cache/cleave"
+"""Where a volume with a Hugging Face cache is mounted."""
+IMAGE = "/model"
+"""Where an image with a model's files is mounted, unless its source names the folder."""
+
+Mounted = tuple[Manifest, Manifest]
+"""A volume and its mount."""
+
+
+def storage(model: Model) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes and mounts of a worker."""
+    pairs = [
+        scratch("tmp", "/tmp"),  # noqa: S108 - a mount inside the container
+        scratch("home", HOME),
+        # Processes of one engine talk through shared memory; the default of 64 MiB is too small.
+        scratch("shm", "/dev/shm", medium="Memory"),  # noqa: S108
+        *_files(model),
+    ]
+    volumes, mounts = zip(*pairs, strict=True)
+    return list(volumes), list(mounts)
+
+
+def loaded_path(model: Model) -> str:
+    """What the engine loads: a repository id, or a folder inside the container."""
+    if model.cache and model.cache.image:
+        return model.folder or IMAGE
+    return model.locator
+
+
+def hub_cache(model: Model) -> str | None:
+    """Folder that keeps what is downloaded (HF_HOME); None: the container's own, lost with it."""
+    cache = model.cache
+    if cache is None or model.folder or cache.image:
+        return None
+    return cache.host_path.path if cache.host_path else HUB
+
+
+def _files(model: Model) -> list[Mounted]:
+    cache, folder = model.cache, model.folder
+    if cache and cache.image:
+        return [_image(cache.image.reference, folder or IMAGE)]
+    if cache and (claim := cache.persistent_volume_claim):
+        read_only = claim.read_only or folder is not None
+        return [_claim(claim.claim_name, folder or HUB, read_only=read_only)]
+    outside = cache.host_path.path if cache and cache.host_path else None
+    if folder:
+        volume = {"path": outside or folder, "type": "Directory"}
+        return [({"name": "model", "hostPath": volume}, _mount(folder, read_only=True))]
+    if outside:
+        # The same path inside as outside, so that it is the same without containers.
+        volume = {"path": outside, "type": "DirectoryOrCreate"}
+        return [({"name": "model", "hostPath": volume}, _mount(outside, read_only=False))]
+    return []
+
+
+def _claim(name: str, path: str, *, read_only: bool) -> Mounted:
+    claim: Manifest = {"claimName": name}
+    if read_only:
+        claim["readOnly"] = True
+    return {"name": "model", "persistentVolumeClaim": claim}, _mount(path, read_only=read_only)
+
+
+def _image(reference: str, path: str) -> Mounted:
+    return {"name": "model", "image": {"reference": reference}}, _mount(path, read_only=True)
+
+
+def _mount(path: str, *, read_only: bool) -> Manifest:
+    mount: Manifest = {"name": "model", "mountPath": path}
+    if read_only:
+        mount["readOnly"] = True
+    return mount
