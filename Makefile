@@ -2,7 +2,7 @@
 ARGS ?=
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: run test check lint generate bench bench-planner bench-papers clean setup
+.PHONY: run test check e2e lint generate bench bench-planner bench-papers clean setup
 
 run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
@@ -12,6 +12,11 @@ test: check ## the same thing
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
 	.venv/bin/pytest $(ARGS)
+	$(if $(ARGS),,@$(MAKE) e2e)
+
+e2e: setup ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
+	$(if $(KUBECONFIG),,@scripts/bootstrap --cluster && scripts/cluster-tools >/dev/null)
+	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest e2e/test_cluster*.py $(ARGS)
 
 lint: setup
 	.venv/bin/ruff format --check .

@@ -1,8 +1,12 @@
 """Fixtures that several end-to-end tests share."""
 
+import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster.cluster import Cluster, has_addresses, opened
 
 from cleave.local.tiny_model import build
 
@@ -13,3 +17,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
     build(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Kubernetes cluster: the one of KUBECONFIG, or one of our own without nodes."""
+    if "KUBECONFIG" not in os.environ and not has_addresses():
+        pytest.skip("no pod addresses here: run `make e2e`")
+    with opened(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of the test's own."""
+    name = f"test-{secrets.token_hex(4)}"
+    cluster.kubectl("create", "namespace", name)
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")

@@ -1,0 +1,26 @@
+"""`scripts/isolated .venv/bin/python -m cluster [COMMAND...]`, run in e2e/: a cluster to play with.
+
+Runs COMMAND (a shell without one) with KUBECONFIG set and kubectl and helm on PATH, on a cluster
+with two nodes of eight GPUs that ends with it.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cluster.cluster import opened
+from cluster.nodes import gpu_node
+
+os.environ.pop("KUBECONFIG", None)
+with tempfile.TemporaryDirectory() as folder, opened(Path(folder)) as cluster:
+    assert cluster.nodes is not None
+    cluster.nodes.add(gpu_node("node-a", clique="a"), gpu_node("node-b", clique="b"))
+    env = os.environ | {
+        "KUBECONFIG": str(cluster.kubeconfig),
+        "PATH": f"{cluster.programs}:{os.environ['PATH']}",
+        "CLUSTER_FOLDER": folder,
+    }
+    command = sys.argv[1:] or [os.environ.get("SHELL", "sh")]
+    sys.exit(subprocess.run(command, env=env, check=False).returncode)

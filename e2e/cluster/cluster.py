@@ -1,0 +1,147 @@
+"""A cluster as tests use it: the programs of its users, and its nodes where they are ours.
+
+Made by `opened`: a control plane and nodes of its own, or the cluster of KUBECONFIG.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from cluster import tools
+from cluster.client import Manifest
+from cluster.control_plane import ControlPlane
+from cluster.nodes import Nodes
+from cluster.services import endpoints
+
+CRDS = tools.REPOSITORY / "crds"
+_COMMAND_TIMEOUT_S = 120
+T = TypeVar("T")
+
+
+class CommandError(AssertionError):
+    """kubectl or helm ended with an error; the text is what it said."""
+
+    def __init__(self, command: str, text: str) -> None:
+        super().__init__(f"{command}:\n{text}")
+        self.text = text
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that answers."""
+
+    programs: Path | None
+    """Where kubectl and helm are; on PATH when absent."""
+    kubeconfig: Path
+    control_plane: ControlPlane | None = None
+    """Absent when the cluster is not ours."""
+    nodes: Nodes | None = None
+    """Absent when the cluster is not ours."""
+
+    def kubectl(
+        self, *args: str, input: str | None = None, kubeconfig: Path | None = None,
+        timeout_s: float = _COMMAND_TIMEOUT_S,
+    ) -> str:  # fmt: skip
+        """What kubectl prints, as an administrator or the user of `kubeconfig`.
+
+        Raises CommandError with its error text when it fails.
+        """
+        return self._run("kubectl", args, input, kubeconfig, timeout_s)
+
+    def helm(self, *args: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
+        """What helm prints. Raises CommandError with its error text when it fails."""
+        return self._run("helm", args, None, None, timeout_s)
+
+    def apply(self, *manifests: Manifest, namespace: str = "default") -> str:
+        """`kubectl apply` of manifests."""
+        text = yaml.safe_dump_all(manifests)
+        return self.kubectl("apply", "-n", namespace, "-f", "-", input=text)
+
+    def get(self, kind: str, name: str, namespace: str = "default") -> Manifest | None:
+        """An object; None when there is none."""
+        args = ("get", kind, name, "-n", namespace, "-o", "json", "--ignore-not-found")
+        found = self.kubectl(*args)
+        return json.loads(found) if found else None
+
+    def list(self, kind: str, namespace: str = "default", selector: str = "") -> list[Manifest]:
+        """Objects of a kind, those with the labels of `selector`."""
+        found = json.loads(
+            self.kubectl("get", kind, "-n", namespace, "-o", "json", "-l", selector)
+        )
+        return list(found["items"])
+
+    def endpoint(self, service: str, namespace: str = "default", port: str = "") -> str | None:
+        """HOST:PORT of a pod behind a Service that would get the next connection."""
+        label = f"kubernetes.io/service-name={service}"
+        found = endpoints(self.list("endpointslices", namespace, label), port)
+        return f"{found[0][0]}:{found[0][1]}" if found else None
+
+    def _run(
+        self, program: str, args: Sequence[str], input: str | None, kubeconfig: Path | None,
+        timeout_s: float,
+    ) -> str:  # fmt: skip
+        path = str(self.programs / program) if self.programs else program
+        done = subprocess.run(
+            [path, *args],
+            env=os.environ | {"KUBECONFIG": str(kubeconfig or self.kubeconfig)},
+            input=input,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise CommandError(" ".join([program, *args]), done.stderr or done.stdout)
+        return done.stdout
+
+
+def has_addresses() -> bool:
+    """Whether addresses of pods are local here, as inside `scripts/isolated`."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("10.77.255.254", 0))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[Cluster]:
+    """The cluster of KUBECONFIG, or one of our own without nodes, data and logs in `folder`."""
+    if theirs := os.environ.get("KUBECONFIG"):
+        here = shutil.which("kubectl") and shutil.which("helm")
+        yield Cluster(None if here else tools.folder(), Path(theirs))
+        return
+    programs = tools.folder()
+    with (
+        ControlPlane(programs, folder) as control_plane,
+        Nodes(control_plane.kubeconfig(), folder / "nodes") as nodes,
+    ):
+        yield Cluster(programs, control_plane.kubeconfig(), control_plane, nodes)
+
+
+def wait_until(condition: Callable[[], T], timeout_s: float, what: str) -> T:
+    """The first true answer of `condition`; fails with `what` when it does not come in time.
+
+    Errors of kubectl count as "not yet": the API server may be away.
+    """
+    end = time.monotonic() + timeout_s
+    last: Any = None
+    while time.monotonic() < end:
+        try:
+            if last := condition():
+                return last
+        except CommandError as error:
+            last = error
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {timeout_s:g} s; last: {last}")

@@ -1,0 +1,238 @@
+"""etcd, API server, controller manager and scheduler as processes of this machine.
+
+Everything is as in a cluster that is meant to last (RBAC, admission, service accounts, garbage
+collection), but for times: a node counts as lost after seconds instead of minutes. Started and
+stopped by the fixture `cluster`; all parts end with the process that started them.
+"""
+
+import base64
+import contextlib
+import os
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import yaml
+from cryptography.hazmat.primitives import serialization
+from harness import free_port
+
+from cleave.local import launch
+from cluster.pki import Authority, Pair, new_key, private_pem
+
+SERVICE_NETWORK = "10.78.0.0/16"
+NODE_LOST_S = 10
+"""After so long without a sign of life a node counts as lost."""
+EVICTION_S = 3
+"""Pods are deleted from a lost node after this."""
+
+_ISSUER = "https://kubernetes.default.svc"
+_START_TIMEOUT_S = 90
+_ADMIN = ("admin", ("system:masters",))
+
+
+class ControlPlane:
+    """One control plane, with its data and logs below `folder`; a context manager."""
+
+    def __init__(self, tools: Path, folder: Path) -> None:
+        self._tools = tools
+        self._folder = folder
+        self._authority = Authority()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._etcd_url = f"http://127.0.0.1:{free_port()}"
+        self._port = free_port()
+        self.url = f"https://127.0.0.1:{self._port}"
+        for part in ("logs", "pki", "kubeconfig"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self._write_pki()
+            self._start_etcd()
+            self.start_api_server()
+            self._start_controller_manager()
+            self._start_scheduler()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End all parts at once: nothing of theirs is kept."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+        self._processes.clear()
+
+    def kubeconfig(self, user: str = _ADMIN[0], groups: Sequence[str] = _ADMIN[1]) -> Path:
+        """A kubeconfig file for `user`, who may be anybody; an administrator by default."""
+        path = self._folder / "kubeconfig" / user.replace(":", "_")
+        if not path.exists():
+            config = _kubeconfig(self.url, self._authority, self._authority.user(user, groups))
+            path.write_text(yaml.safe_dump(config))
+        return path
+
+    def service_account(self, namespace: str, name: str) -> Path:
+        """A kubeconfig file with the rights of a service account."""
+        groups = ["system:serviceaccounts", f"system:serviceaccounts:{namespace}"]
+        return self.kubeconfig(f"system:serviceaccount:{namespace}:{name}", groups)
+
+    def start_api_server(self) -> None:
+        """Start the API server and wait until it is ready."""
+        pki = self._folder / "pki"
+        self._start(
+            "kube-apiserver",
+            f"--etcd-servers={self._etcd_url}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            f"--secure-port={self._port}",
+            f"--tls-cert-file={pki / 'server.crt'}",
+            f"--tls-private-key-file={pki / 'server.key'}",
+            f"--client-ca-file={pki / 'ca.crt'}",
+            "--authorization-mode=Node,RBAC",
+            f"--service-account-issuer={_ISSUER}",
+            f"--service-account-key-file={pki / 'accounts.pub'}",
+            f"--service-account-signing-key-file={pki / 'accounts.key'}",
+            f"--service-cluster-ip-range={SERVICE_NETWORK}",
+            "--allow-privileged=true",
+            # There is no network but this one: webhooks are called at their pods' addresses.
+            "--enable-aggregator-routing=true",
+            "--endpoint-reconciler-type=none",
+            f"--default-not-ready-toleration-seconds={EVICTION_S}",
+            f"--default-unreachable-toleration-seconds={EVICTION_S}",
+        )
+        self._until_ready("kube-apiserver", self._api_server_ready)
+
+    def kill_api_server(self) -> None:
+        """SIGKILL; `start_api_server` brings it back."""
+        process = self._processes.pop("kube-apiserver")
+        process.kill()
+        process.wait()
+
+    def _start_etcd(self) -> None:
+        peer = f"http://127.0.0.1:{free_port()}"
+        self._start(
+            "etcd",
+            f"--data-dir={self._folder / 'etcd'}",
+            f"--listen-client-urls={self._etcd_url}",
+            f"--advertise-client-urls={self._etcd_url}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+        )
+        self._until_ready("etcd", lambda: _answers(f"{self._etcd_url}/readyz"))
+
+    def _start_controller_manager(self) -> None:
+        pki = self._folder / "pki"
+        self._start(
+            "kube-controller-manager",
+            f"--kubeconfig={self.kubeconfig('system:kube-controller-manager', ['system:masters'])}",
+            "--secure-port=0",
+            "--leader-elect=false",
+            f"--root-ca-file={pki / 'ca.crt'}",
+            f"--service-account-private-key-file={pki / 'accounts.key'}",
+            "--node-monitor-period=1s",
+            f"--node-monitor-grace-period={NODE_LOST_S}s",
+            "--kube-api-qps=400",
+            "--kube-api-burst=800",
+        )
+
+    def _start_scheduler(self) -> None:
+        self._start(
+            "kube-scheduler",
+            f"--kubeconfig={self.kubeconfig('system:kube-scheduler', [])}",
+            "--secure-port=0",
+            "--leader-elect=false",
+            "--kube-api-qps=400",
+            "--kube-api-burst=800",
+        )
+
+    def _start(self, program: str, *flags: str) -> None:
+        log = (self._folder / "logs" / f"{program}.log").open("ab")
+        # The launcher ties the part to this process: it gets SIGTERM when this one dies.
+        tied = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), ""]
+        with log:
+            self._processes[program] = subprocess.Popen(
+                [*tied, str(self._tools / program), *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _until_ready(self, program: str, ready: Callable[[], bool]) -> None:
+        end = time.monotonic() + _START_TIMEOUT_S
+        while not ready():
+            log = self._folder / "logs" / f"{program}.log"
+            ended = self._processes[program].poll()
+            if ended is not None or time.monotonic() > end:
+                why = "does not answer" if ended is None else f"ended with {ended}"
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+                raise RuntimeError(f"{program} {why}:\n{tail}")
+            time.sleep(0.05)
+
+    def _api_server_ready(self) -> bool:
+        pki = self._folder / "pki"
+        trust = ssl.create_default_context(cafile=str(pki / "ca.crt"))
+        trust.load_cert_chain(pki / "admin.crt", pki / "admin.key")
+        return _answers(f"{self.url}/readyz", trust)
+
+    def _write_pki(self) -> None:
+        accounts = new_key()
+        public = accounts.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        server = self._authority.server(["127.0.0.1", "localhost", "kubernetes.default.svc"])
+        admin = self._authority.user(*_ADMIN)
+        for name, content in {
+            "ca.crt": self._authority.certificate,
+            "server.crt": server.certificate,
+            "server.key": server.key,
+            "admin.crt": admin.certificate,
+            "admin.key": admin.key,
+            "accounts.pub": public,
+            "accounts.key": private_pem(accounts),
+        }.items():
+            (self._folder / "pki" / name).write_bytes(content)
+
+
+def _answers(url: str, trust: ssl.SSLContext | None = None) -> bool:
+    with (
+        contextlib.suppress(urllib.error.URLError, TimeoutError, ConnectionError),
+        urllib.request.urlopen(url, timeout=2, context=trust) as answer,
+    ):
+        return bool(answer.status == 200)
+    return False
+
+
+def _kubeconfig(url: str, authority: Authority, user: Pair) -> dict[str, object]:
+    def encoded(pem: bytes) -> str:
+        return base64.b64encode(pem).decode()
+
+    server = {"server": url, "certificate-authority-data": encoded(authority.certificate)}
+    credentials = {
+        "client-certificate-data": encoded(user.certificate),
+        "client-key-data": encoded(user.key),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "test",
+        "clusters": [{"name": "test", "cluster": server}],
+        "users": [{"name": "user", "user": credentials}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "user"}}],
+    }

@@ -1,0 +1,222 @@
+"""One pod on a node: from the manifest to a process, from what is observed to the status.
+
+What is hard: a pod may be deleted in any phase, by a grace that changes, or vanish at once; its
+process must be gone when the API server is told that the pod is.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from cleave.local import environment
+from cleave.local.pod_life import Command, PodLife
+from cleave.local.pod_spec import PodError, PodSpec, parse
+from cleave.local.pod_status import Facts, status, timestamp
+from cleave.pods.container import HOME
+from cluster import mounts, volumes
+from cluster.client import ApiError, Client, Manifest
+from cluster.tools import REPOSITORY
+from cluster.volumes import NotYetError
+
+_AGAIN_S = 0.5
+_REACHABLE = (sys.prefix, sys.base_prefix, str(REPOSITORY))
+"""What every process needs, wherever volumes are mounted."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a node gives a pod."""
+
+    node: str
+    node_ip: str
+    pod_ip: str
+    cores: frozenset[int]
+    gpus: tuple[int, ...]
+    folder: Path
+    """For what is made for the pod."""
+    log: Path
+
+
+class Runner:
+    """Runs one pod until it is deleted; `done` is called when its place is free again."""
+
+    def __init__(
+        self, api: Client, pod: Manifest, place: Place, done: Callable[["Runner"], None]
+    ) -> None:
+        self.uid: str = pod["metadata"]["uid"]
+        self.place = place
+        self._api = api
+        self._pod = pod
+        self._done = done
+        self._facts = Facts(pod_ip=place.pod_ip, admitted_at=time.time())
+        self._life: PodLife | None = None
+        self._changed = asyncio.Event()
+        self._deleted = asyncio.Event()
+        self._grace_s: float | None = None
+        self._task = asyncio.create_task(self._run(), name=f"pod {pod['metadata']['name']}")
+
+    def delete(self, grace_s: float) -> None:
+        """End within `grace_s`, then tell the API server that it is gone."""
+        if self._grace_s is None or grace_s < self._grace_s:
+            self._grace_s = grace_s
+            self._deleted.set()
+            if self._life is not None:
+                self._ending = asyncio.create_task(self._life.stop(grace_s))
+
+    async def kill(self) -> None:
+        """End at once without a word, as when a node is lost."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._life is not None:
+            await self._life.stop(0)
+
+    async def _run(self) -> None:
+        try:
+            self._life = await self._started()
+            if self._life is not None:
+                await self._report()
+            await self._remove()
+        finally:
+            self._done(self)
+
+    async def _started(self) -> PodLife | None:
+        """The pod's life; None when it was deleted before it began."""
+        while not self._deleted.is_set():
+            try:
+                spec = parse(self._pod)
+                command = await self._command(spec)
+            except (NotYetError, PodError, ApiError, aiohttp.ClientError, TimeoutError) as error:
+                self._facts.waiting = "CreateContainerConfigError"
+                self._facts.waiting_message = str(error)
+                await self._tell(_waiting(self._pod, self._facts))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._deleted.wait(), _AGAIN_S)
+                continue
+            self._facts.waiting = self._facts.waiting_message = ""
+            return PodLife(spec, self._facts, command, self.place.cores, self._changed.set)
+        return None
+
+    async def _command(self, spec: PodSpec) -> Command:
+        place = self.place
+        known = environment.fields(spec, place.pod_ip, place.node_ip, place.node) | {
+            "metadata.uid": self.uid,
+            "spec.serviceAccountName": self._pod["spec"].get("serviceAccountName", "default"),
+        }
+        own = environment.resolve(await volumes.env(self._api, self._pod), known, {})
+        env = self._base_env(spec) | own
+        sources = await volumes.folders(self._api, self._pod, place.folder)
+        plan = {"volumes": volumes.mounts(self._pod, sources), "keep": _REACHABLE}
+        mounter = [sys.executable, "-I", "-S", mounts.__file__, json.dumps(plan)]
+        return Command([*mounter, *environment.command_line(spec.command, own)], env, place.log)
+
+    def _base_env(self, spec: PodSpec) -> dict[str, str]:
+        """What a container finds besides its own variables: programs, home, the API server."""
+        targets = {
+            mount["mountPath"]
+            for mount in self._pod["spec"]["containers"][0].get("volumeMounts") or []
+        }
+        host, _, port = self._api.url.removeprefix("https://").partition(":")
+        return {
+            "PATH": f"{sys.prefix}/bin:{os.defpath}",
+            "HOME": HOME if HOME in targets else str(self.place.folder),
+            "HOSTNAME": spec.name,
+            "LANG": "C.UTF-8",
+            "KUBERNETES_SERVICE_HOST": host,
+            "KUBERNETES_SERVICE_PORT": port,
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.place.gpus)),
+        }
+
+    async def _report(self) -> None:
+        """Keep the pod's status in step with the facts until the process is gone for good."""
+        life = self._life
+        assert life is not None
+        last: Manifest = {}
+        gone = asyncio.create_task(self._gone())
+        try:
+            while not gone.done():
+                self._changed.clear()
+                if (now := self._status(life.spec)) != last:
+                    await self._tell(now)
+                    last = now
+                changed = asyncio.create_task(self._changed.wait())
+                await asyncio.wait({gone, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            gone.result()
+        finally:
+            gone.cancel()
+
+    async def _gone(self) -> None:
+        """Return when the pod was deleted and its process has ended."""
+        await self._deleted.wait()
+        assert self._life is not None
+        await self._life.stop(self._grace_s)
+
+    def _status(self, spec: PodSpec) -> Manifest:
+        found = status(spec, self._facts) | {"hostIP": self.place.node_ip}
+        found["hostIPs"] = [{"ip": self.place.node_ip}]
+        found["conditions"] = [c for c in found["conditions"] if c["type"] != "PodScheduled"]
+        return found
+
+    async def _tell(self, now: Manifest) -> None:
+        """Write the pod's status; an API server that is away is asked again and again."""
+        for condition in now["conditions"]:
+            condition["lastTransitionTime"] = timestamp(time.time())
+        path = f"{self._path()}/status"
+        body = {"metadata": {"uid": self.uid}, "status": now}
+        while True:
+            try:
+                await self._api.patch(path, body)
+                return
+            except ApiError as error:
+                if error.status < 500 and error.status != 429:
+                    return  # gone, or another pod of this name
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _remove(self) -> None:
+        await self._deleted.wait()
+        body = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.uid}}
+        while True:
+            try:
+                await self._api.delete(self._path(), body)
+                return
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError):
+                await asyncio.sleep(_AGAIN_S)
+
+    def _path(self) -> str:
+        metadata = self._pod["metadata"]
+        return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+
+
+def _waiting(pod: Manifest, facts: Facts) -> Manifest:
+    """The status of a pod that cannot start yet."""
+    waiting = {"reason": facts.waiting, "message": facts.waiting_message}
+    return {
+        "phase": "Pending",
+        "startTime": timestamp(facts.admitted_at),
+        "conditions": [
+            {"type": "Initialized", "status": "True"},
+            {"type": "ContainersReady", "status": "False", "reason": "ContainersNotReady"},
+            {"type": "Ready", "status": "False", "reason": "ContainersNotReady"},
+        ],
+        "containerStatuses": [
+            {
+                "name": container["name"],
+                "image": container.get("image", ""),
+                "imageID": "",
+                "ready": False,
+                "restartCount": 0,
+                "state": {"waiting": waiting},
+            }
+            for container in pod["spec"]["containers"]
+        ],
+    }

@@ -1,0 +1,163 @@
+"""The test cluster itself, and the pods that Cleave builds on it, without an operator."""
+
+import json
+import urllib.request
+
+import grpc
+import pytest
+from cluster.cluster import CRDS, Cluster, CommandError, wait_until
+from cluster.nodes import gpu_node
+
+from cleave.api.engine import Engine, EngineType
+from cleave.api.pool import InstancePool, InstancePoolSpec
+from cleave.api.resource import Metadata
+from cleave.api.role import Role
+from cleave.pods.worker import worker_pod
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster):
+    if cluster.nodes is None:
+        pytest.skip("needs nodes that a test may lose")
+    cluster.nodes.add(gpu_node("one"), gpu_node("two"))
+    yield cluster.nodes
+    for name in ("one", "two"):
+        cluster.nodes.lose(name)
+        cluster.kubectl("delete", "node", name)
+
+
+def test_the_api_server_takes_the_resource_definitions(cluster: Cluster) -> None:
+    cluster.kubectl("apply", "--server-side", "-f", str(CRDS))
+    cluster.kubectl(
+        *("wait", "--for=condition=Established", "--timeout=20s"),
+        *("crd/llmdeployments.cleave.dev", "crd/instancepools.cleave.dev"),
+    )
+
+
+def test_a_worker_is_scheduled_on_a_node_with_gpus_and_answers(
+    cluster: Cluster, nodes, namespace: str
+) -> None:
+    pod = worker_pod(pool("chat", namespace), 0)
+    pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] = "1"
+    cluster.apply(pod, namespace=namespace)
+    cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", "-n", namespace)
+
+    (found,) = cluster.list("pods", namespace)
+    assert found["spec"]["nodeName"] in ("one", "two")
+    assert found["status"]["podIP"].startswith("10.77.")
+    with grpc.insecure_channel(f"{found['status']['podIP']}:9000") as channel:
+        agent = agent_pb2_grpc.AgentStub(channel)
+        health = agent.Health(agent_pb2.HealthRequest(), timeout=5)
+    assert health.registration.instance == pod["metadata"]["name"]
+
+
+def test_a_deleted_pod_gets_its_signal_and_its_grace(
+    cluster: Cluster, nodes, namespace: str
+) -> None:
+    script = "trap 'sleep 1; echo drained; exit 0' TERM; echo up; while :; do sleep 0.1; done"
+    cluster.apply(process("polite", ["sh", "-c", script]), namespace=namespace)
+    wait_until(lambda: "up" in nodes.log("polite"), 20, "the process starts")
+    cluster.kubectl("delete", "pod", "polite", "-n", namespace)
+    assert "drained" in nodes.log("polite")
+
+
+def test_a_pod_reads_secrets_config_maps_and_the_api_server(
+    cluster: Cluster, nodes, namespace: str
+) -> None:
+    cluster.kubectl("create", "secret", "generic", "s", "--from-literal=k=hush", "-n", namespace)
+    cluster.kubectl("create", "configmap", "c", "--from-literal=file=told", "-n", namespace)
+    script = (
+        'echo "$HUSH" "$(cat /etc/told/file)"; '
+        "python -c 'from kubernetes import client, config; config.load_incluster_config(); "
+        "print(client.VersionApi().get_code().git_version)'; sleep 60"
+    )
+    pod = process("reader", ["sh", "-c", script])
+    container = pod["spec"]["containers"][0]
+    secret = {"secretKeyRef": {"name": "s", "key": "k"}}
+    container["env"] = [{"name": "HUSH", "valueFrom": secret}]
+    container["volumeMounts"] = [{"name": "told", "mountPath": "/etc/told"}]
+    pod["spec"]["volumes"] = [{"name": "told", "configMap": {"name": "c"}}]
+    cluster.apply(pod, namespace=namespace)
+    wait_until(lambda: "v1." in nodes.log("reader"), 30, "the API server answers the pod")
+    assert nodes.log("reader").startswith("hush told\n")
+
+
+def test_a_service_leads_to_its_ready_pods(cluster: Cluster, nodes, namespace: str) -> None:
+    pod = process("web", ["python", "-m", "http.server", "--bind", "$(IP)", "8000"])
+    pod["metadata"]["labels"] = {"app": "web"}
+    container = pod["spec"]["containers"][0]
+    container["env"] = [
+        {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    ]
+    container["readinessProbe"] = {"httpGet": {"path": "/", "port": 8000}, "periodSeconds": 1}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "web"},
+        "spec": {"selector": {"app": "web"}, "ports": [{"port": 80, "targetPort": 8000}]},
+    }
+    cluster.apply(pod, service, namespace=namespace)
+    wait_until(lambda: cluster.endpoint("web", namespace), 30, "the Service has an endpoint")
+    address = cluster.get("service", "web", namespace)["spec"]["clusterIP"]
+    with urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
+        assert answer.status == 200
+
+
+def test_the_pods_of_a_lost_node_are_evicted(cluster: Cluster, nodes, namespace: str) -> None:
+    nodes.add(gpu_node("lost"))
+    pod = process("stays", ["sleep", "600"])
+    pod["spec"]["nodeSelector"] = {"kubernetes.io/hostname": "lost"}
+    cluster.apply(pod, namespace=namespace)
+    cluster.kubectl("wait", "--for=condition=Ready", "pod/stays", "-n", namespace)
+    nodes.lose("lost")
+    wait_until(
+        lambda: cluster.get("pod", "stays", namespace)["metadata"].get("deletionTimestamp"),
+        60,
+        "the pod is evicted",
+    )
+    cluster.kubectl("delete", "node", "lost")
+    wait_until(lambda: cluster.get("pod", "stays", namespace) is None, 60, "the pod is gone")
+
+
+def test_a_user_may_do_what_its_roles_say_and_no_more(cluster: Cluster, namespace: str) -> None:
+    if cluster.control_plane is None:
+        pytest.skip("needs users that a test may make up")
+    viewer = cluster.control_plane.service_account(namespace, "viewer")
+    with pytest.raises(CommandError, match="forbidden"):
+        cluster.kubectl("get", "pods", "-n", namespace, kubeconfig=viewer)
+    cluster.kubectl(
+        *("create", "rolebinding", "viewer", "--clusterrole=view", "-n", namespace),
+        f"--serviceaccount={namespace}:viewer",
+    )
+    cluster.kubectl("get", "pods", "-n", namespace, kubeconfig=viewer)
+    with pytest.raises(CommandError, match="forbidden"):
+        cluster.kubectl("delete", "pods", "--all", "-n", namespace, kubeconfig=viewer)
+
+
+def test_helm_speaks_to_the_cluster(cluster: Cluster) -> None:
+    assert json.loads(cluster.helm("list", "-o", "json")) == []
+
+
+def pool(name: str, namespace: str) -> InstancePool:
+    return InstancePool(
+        metadata=Metadata(name=f"{name}-mixed", namespace=namespace),
+        spec=InstancePoolSpec(
+            deployment=name,
+            role=Role.MIXED,
+            revision="r1",
+            model={"source": "facebook/opt-13b", "servedName": name},
+            engine=Engine(type=EngineType.EMULATED),
+        ),
+    )
+
+
+def process(name: str, command: list[str]) -> dict:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {"containers": [{"name": "main", "image": "none", "command": command}]},
+    }
