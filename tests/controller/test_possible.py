@@ -112,20 +112,24 @@ def test_a_profile_in_a_file_may_be_in_the_workers_image_only() -> None:
     assert find(engine=engine) == Findings()
 
 
-def test_tensor_parallelism_beyond_the_largest_node_is_a_warning() -> None:
-    found = find(A100, placement=manual(parallel("mixed", tensor=16)))
+def test_an_instance_larger_than_all_nodes_is_a_warning() -> None:
+    found = find(A100, placement=manual(parallel("mixed", tensor=32)))
     assert found.faults == ()
     assert found.warnings == (
-        "spec.placement.manual[0].parallelism.tensor: 16 exceeds the 8 GPUs of the largest node "
-        "there is now; instances will wait",
+        "spec.placement.manual[0].parallelism: an instance takes 32 GPUs, all nodes together have "
+        "16 x A100-SXM-80GB now; instances will wait",
     )
 
 
-def test_the_largest_node_of_the_wanted_kind_counts() -> None:
+def test_an_instance_over_several_nodes_is_none() -> None:
+    assert find(A100, placement=manual(parallel("mixed", tensor=16))) == Findings()
+
+
+def test_nodes_of_the_wanted_kind_count() -> None:
     mixed = Cluster(nodes=[*A100.nodes, NodeGroup(gpu="H100-SXM-80GB", gpus_per_node=4)])
     wanted = manual(parallel("mixed", tensor=8, gpu="H100-SXM-80GB"))
     (warning,) = find(mixed, placement=wanted).warnings
-    assert "8 exceeds the 4 GPUs" in warning
+    assert "takes 8 GPUs, all nodes together have 4 x H100-SXM-80GB now" in warning
 
 
 def test_a_gpu_may_be_named_as_its_nodes_are_labelled() -> None:

@@ -5,6 +5,7 @@ Pure but for the model's config.json where the model is a folder that is here. C
 come later; everything that depends on the nodes is a warning.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,20 +114,20 @@ def _missing_machines(pools: Sequence[ManualPool], cluster: Cluster | None) -> I
 def _missing_machine(
     path: str, gpu: str | None, parallelism: Parallelism, cluster: Cluster | None
 ) -> Iterator[str]:
+    """An instance may be spread over nodes, of one kind of GPU."""
     if cluster is None:
         return
-    there = {_kind(group.gpu): 0 for group in cluster.nodes}
+    there: Counter[str] = Counter()
     for group in cluster.nodes:
-        kind = _kind(group.gpu)
-        there[kind] = max(there[kind], group.gpus_per_node)
+        there[_kind(group.gpu)] += group.count * group.gpus_per_node
     if gpu is not None and _kind(gpu) not in there:
         yield f"{path}.gpu: no node has {gpu} now, there is {', '.join(there)}; instances will wait"
         return
-    largest = max(there.values()) if gpu is None else there[_kind(gpu)]
-    if parallelism.tensor > largest:
+    kind = there.most_common(1)[0][0] if gpu is None else _kind(gpu)
+    if parallelism.gpus > there[kind]:
         yield (
-            f"{path}.parallelism.tensor: {parallelism.tensor} exceeds the {largest} GPUs of the "
-            "largest node there is now; instances will wait"
+            f"{path}.parallelism: an instance takes {parallelism.gpus} GPUs, all nodes together "
+            f"have {there[kind]} x {kind} now; instances will wait"
         )
 
 
