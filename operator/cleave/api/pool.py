@@ -3,6 +3,7 @@
 One pool per role, because `/scale` carries a single number.
 """
 
+from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -35,6 +36,8 @@ class PoolRollout(Shape):
     """Of the pool's revision."""
     old: Annotated[int, Field(ge=0, le=20_000)]
     """Of other revisions."""
+    older: dict[str, Annotated[int, Field(ge=0, le=20_000)]] = Field(default_factory=dict)
+    """The same by revision; absent: whichever."""
 
 
 class Colocation(Shape):
@@ -93,6 +96,21 @@ class InstancePoolSpec(Shape):
     )
 
 
+class Trial(Shape):
+    """The last trial to have more instances than nodes have room for."""
+
+    fits: Annotated[int, Field(ge=0)]
+    """Instances that there was room for."""
+    attempts: Annotated[int, Field(ge=0)]
+    """How often in a row it failed, with these nodes."""
+    again_at: Annotated[datetime, Field(strict=False)]
+    """When the next one begins, unless nodes change before."""
+    nodes: str
+    """Digest of what nodes offered."""
+    reason: str
+    """What the scheduler said."""
+
+
 class InstancePoolStatus(Shape):
     """What is."""
 
@@ -108,6 +126,8 @@ class InstancePoolStatus(Shape):
     """Instances that are as the spec wants them."""
     selector: str | None = None
     """Label selector of its pods, for autoscalers."""
+    trial: Trial | None = None
+    """Why there are fewer instances than wanted; absent: nodes have room for all."""
     conditions: Conditions = Field(default_factory=list)
     """Ready, ScalingLimited, Progressing, Degraded."""
 

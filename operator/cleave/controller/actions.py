@@ -1,8 +1,8 @@
 """What a reconcile wants done: values, made by pure decisions and carried out by the executor."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from cleave.planner.plan import PlannedPool
 from cleave.pods.labels import Manifest
 
 
@@ -67,11 +67,38 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Ask the planner, away from here; the answer brings the deployment back into the queue."""
+class PlanOutcome:
+    """A question to the planner and, once there is one, its answer: a plan, faults, or neither."""
 
     inputs: str
-    """Digest of the question; the answer carries it."""
+    """Digest of what a plan rests on."""
+    numbers: str = ""
+    """Digest of how many nodes there were."""
+    plan: Manifest | None = None
+    """The plan as `status.plan` tells it."""
+    faults: tuple[str, ...] = ()
+    """What is wrong with the question, one line each."""
+    infeasible: str = ""
+    """Why no plan holds the targets."""
+
+    def with_plan(self, plan: Manifest) -> "PlanOutcome":
+        """The question answered by a plan."""
+        return replace(self, plan=plan)
+
+    def with_faults(self, faults: Sequence[str]) -> "PlanOutcome":
+        """The question that cannot be answered."""
+        return replace(self, faults=tuple(faults))
+
+    def as_infeasible(self, reason: str) -> "PlanOutcome":
+        """The question to which no plan is the answer."""
+        return replace(self, infeasible=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the planner, away from here; the answer brings the deployment back into the queue."""
+
+    question: PlanOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +108,4 @@ class Requeue:
     after_s: float
 
 
-Action = Apply | Create | Delete | PatchStatus | SetFinalizers | Emit | Plan | Requeue
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOutcome:
-    """What came of one question to the planner."""
-
-    inputs: str
-    pools: tuple[PlannedPool, ...] = ()
-    """Empty: no plan."""
-    status: Manifest | None = None
-    """The plan as `status.plan` tells it."""
-    faults: tuple[str, ...] = ()
-    """What is wrong with the question, one line each."""
-    infeasible: str = ""
-    """Why no plan holds the targets."""
+Action = Apply | Create | Delete | PatchStatus | SetFinalizers | Emit | Ask | Requeue

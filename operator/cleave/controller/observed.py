@@ -4,21 +4,33 @@ Pure. Decisions never read manifests themselves, so that tests state a few field
 objects, and ten thousand pods take little memory.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from cleave.api.role import Role
-from cleave.pods.labels import DEPLOYMENT, POOL, ROLE, Manifest
+from cleave.pods.labels import (
+    CELL,
+    COMPONENT,
+    DEPLOYMENT,
+    FOLLOWER,
+    INSTANCE,
+    POOL,
+    REVISION,
+    ROLE,
+    Manifest,
+)
+from cleave.pods.resources import GPU, GPU_PRODUCT
+from cleave.pods.spread import CLIQUE, INFINIBAND
 
-REVISION = "cleave.dev/revision"
-"""Label of worker pods: which instances may work together."""
 TEMPLATE = "cleave.dev/template"
 """Annotation of worker pods: digest of what they were made from."""
 APPLIED = "cleave.dev/applied"
 """Annotation of everything else that is made: digest of what was applied."""
 
-_DEFAULT_GRACE_S = 30.0
+_RDMA_LABEL = "feature.node.kubernetes.io/rdma.capable"
+"""Written by node feature discovery."""
+_RDMA_DEVICE = "rdma/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,12 @@ class ObservedPod:
     deleted_s: float | None = None
     """When it has to be gone: its deletion was asked for one grace before."""
     restarts: int = 0
+    cell: int | None = None
+    """Which cell it belongs to, in a pool whose instances share nodes with others."""
+    instance: str = ""
+    """Name of the instance that it is, or is a part of; empty: its own."""
+    is_follower: bool = False
+    """Whether it is a further pod of an instance that is spread over nodes."""
 
     @property
     def is_over(self) -> bool:
@@ -68,6 +86,10 @@ class ObservedNode:
     gpu: str = ""
     """Value of nvidia.com/gpu.product; empty: no GPUs."""
     num_gpus: int = 0
+    has_rdma: bool = False
+    """Whether its network cards read and write GPU memory (InfiniBand, RoCE)."""
+    clique: str = ""
+    """Nodes of the same NVLink domain have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +142,50 @@ def pod(manifest: Manifest) -> ObservedPod | None:
         deleted_s=seconds(meta.get("deletionTimestamp")),
         created_s=seconds(meta.get("creationTimestamp")) or 0.0,
         node=node,
+        cell=int(labels[CELL]) if labels.get(CELL, "").isdigit() else None,
+        instance=labels.get(INSTANCE, ""),
+        is_follower=labels.get(COMPONENT) == FOLLOWER,
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
+    )
+
+
+def instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
+    """One per instance, as its leader: ready when all of its pods are, over when one of them is."""
+    groups: dict[str, list[ObservedPod]] = {}
+    for each in pods:
+        groups.setdefault(each.instance or each.name, []).append(each)
+    return [_whole(group, pods_each) for group in groups.values()]
+
+
+def _whole(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:
+    leader = min(group, key=lambda each: (each.is_follower, each.name))
+    if len(group) == 1 and pods_each == 1:
+        return leader
+    return replace(
+        leader,
+        ready=len(group) >= pods_each and all(each.ready for each in group),
+        phase=next((each.phase for each in group if each.is_over), leader.phase),
+        scheduled=all(each.scheduled for each in group),
+        unschedulable_reason=next(filter(None, (e.unschedulable_reason for e in group)), ""),
+        deleting=any(each.deleting for each in group),
+        restarts=max(each.restarts for each in group),
     )
 
 
 def node(manifest: Manifest) -> ObservedNode:
     """A node; GPUs that are not allocatable do not count."""
     meta, status = manifest["metadata"], manifest.get("status", {})
-    labels = meta.get("labels", {})
+    labels, there = meta.get("labels", {}), status.get("allocatable", {})
     return ObservedNode(
         name=meta["name"],
         ready=_conditions(status).get("Ready", {}).get("status") == "True",
         schedulable=not manifest.get("spec", {}).get("unschedulable", False),
-        gpu=labels.get("nvidia.com/gpu.product", ""),
-        num_gpus=int(status.get("allocatable", {}).get("nvidia.com/gpu", 0)),
+        gpu=labels.get(GPU_PRODUCT, ""),
+        num_gpus=int(there.get(GPU, 0)),
+        has_rdma=INFINIBAND in labels
+        or labels.get(_RDMA_LABEL) == "true"
+        or any(name.startswith(_RDMA_DEVICE) for name in there),
+        clique=labels.get(CLIQUE, ""),
     )
 
 

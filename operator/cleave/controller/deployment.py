@@ -1,0 +1,217 @@
+"""Reconcile of an LLMDeployment: plan, pools, gateway, status. Pure.
+
+Called by the controller. What is hard: roles have to change together, since prefill and decode of
+unlike revisions do not work together. This reconcile says how many instances of each revision every
+pool keeps at the moment; the pools do it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool, PoolRollout, ReplicasOwner
+from cleave.api.role import Role
+from cleave.controller import conditions, placing, told, wanted
+from cleave.controller.actions import (
+    Action,
+    Apply,
+    Ask,
+    Delete,
+    PlanOutcome,
+    Requeue,
+    SetFinalizers,
+)
+from cleave.controller.instances import Instance
+from cleave.controller.inventory import Inventory
+from cleave.controller.observed import ObservedPod
+from cleave.controller.rollout import Count, RoleState, RolloutLimits, Step, next_step
+from cleave.controller.settings import Settings
+from cleave.controller.wanted import FINALIZER, Children
+from cleave.pods.budget import gateway_budget
+from cleave.pods.discovery import role_binding, service_account, workers_service
+from cleave.pods.gateway import gateway_deployment, gateway_service
+from cleave.pods.labels import Manifest
+from cleave.pods.pool import pools
+
+_AGAIN_S = 30.0
+_MAX_SKEW = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentView:
+    """A deployment and what belongs to it."""
+
+    deployment: LLMDeployment
+    """With the metadata that the API server wrote; without its status."""
+    inventory: Inventory
+    now_s: float
+    status: Manifest = field(default_factory=dict)
+    """As it was written last."""
+    pools: tuple[InstancePool, ...] = ()
+    pool_status: Mapping[Role, Manifest] = field(default_factory=dict)
+    pods: tuple[ObservedPod, ...] = ()
+    """One per instance."""
+    children: Children = field(default_factory=dict)
+    outcome: PlanOutcome | None = None
+    """The planner's last answer."""
+    instances: Mapping[str, Instance] = field(default_factory=dict)
+    """What the gateways know, by pod."""
+    settings: Settings = Settings()  # noqa: RUF009 - a frozen value
+
+
+def reconcile(view: DeploymentView) -> list[Action]:
+    """What to do next; nothing when all is as it is wanted."""
+    deployment = view.deployment
+    if deployment.metadata.deletion_timestamp is not None:
+        return list(_deleting(view))
+    if FINALIZER not in deployment.metadata.finalizers:
+        names = (*deployment.metadata.finalizers, FINALIZER)
+        return [_finalizers(deployment, names)]
+    there = {pool.spec.role: pool for pool in view.pools}
+    if deployment.spec.paused:
+        return list(told.report(view, placing.kept(view.status), there))
+    decision = placing.decide(
+        deployment, view.status, view.inventory, view.outcome, is_limited=_is_limited(view)
+    )
+    actions: list[Action] = list(wanted.changed(_fixed(view), deployment, view.children))
+    goals: Mapping[Role, InstancePool] = there
+    if decision.placement is not None:
+        asked = pools(deployment, decision.placement, view.inventory.machines)
+        goals = {pool.spec.role: _of_owner(pool, there.get(pool.spec.role)) for pool in asked}
+        actions += _moved(view, goals)
+    if decision.question is not None:
+        actions.append(Ask(decision.question))
+    return [*actions, *told.report(view, decision, goals)]
+
+
+def _fixed(view: DeploymentView) -> list[Manifest]:
+    """What a deployment has whatever its plan."""
+    deployment, settings = view.deployment, view.settings
+    return [
+        service_account(deployment),
+        role_binding(deployment, settings.discovery_role),
+        workers_service(deployment),
+        gateway_service(deployment),
+        gateway_deployment(deployment, image_prefix=settings.image_prefix),
+        gateway_budget(deployment),
+    ]
+
+
+def _moved(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator[Action]:
+    """Pools as they should be at this moment; those of dropped roles go once they are empty."""
+    there = {pool.spec.role: pool for pool in view.pools}
+    dropped = {role: _emptied(pool) for role, pool in there.items() if role not in goals}
+    steps = _steps(view, goals, dropped)
+    for role, goal in {**goals, **dropped}.items():
+        if role in dropped and not any(pod.role is role for pod in view.pods):
+            if there[role].metadata.deletion_timestamp is None:
+                yield Delete(wanted.reference(there[role]))
+        else:
+            yield from _applied(goal, steps.get(role), there.get(role), view.deployment)
+
+
+def _emptied(pool: InstancePool) -> InstancePool:
+    """A pool that the plan has dropped."""
+    none = {"replicas": 0, "owner": ReplicasOwner.PLAN}
+    return pool.model_copy(update={"spec": pool.spec.model_copy(update=none)})
+
+
+def _of_owner(goal: InstancePool, there: InstancePool | None) -> InstancePool:
+    """The goal with the number of instances that its owner wants, where that is not the plan."""
+    if there is None or there.spec.owner is ReplicasOwner.PLAN:
+        return goal
+    kept = {"replicas": there.spec.replicas, "owner": there.spec.owner}
+    return goal.model_copy(update={"spec": goal.spec.model_copy(update=kept)})
+
+
+def _steps(
+    view: DeploymentView,
+    goals: Mapping[Role, InstancePool],
+    dropped: Mapping[Role, InstancePool],
+) -> Mapping[Role, Step]:
+    """What to keep of each revision now; nothing where nothing has to be replaced."""
+    roles = {role: _state(view, role, goal) for role, goal in {**goals, **dropped}.items()}
+    is_rolling = any(state.old for state in roles.values())
+    if not is_rolling and not any(roles[role].new for role in dropped):
+        return {}
+    stated = view.deployment.spec.rollout
+    limits = RolloutLimits(stated.max_surge, stated.max_unavailable, _MAX_SKEW)
+    return next_step(roles, limits)
+
+
+def _state(view: DeploymentView, role: Role, goal: InstancePool) -> RoleState:
+    """The instances of a role by revision."""
+    pods = [pod for pod in view.pods if pod.role is role and not pod.is_over]
+    there = [pod for pod in pods if not pod.deleting]
+    revision = goal.spec.revision
+    new = [pod for pod in there if pod.revision == revision]
+    older: dict[str, Count] = {}
+    for pod in there:
+        if pod.revision != revision:
+            known = older.get(pod.revision, Count(0, 0))
+            older[pod.revision] = Count(known.total + 1, known.ready + pod.ready)
+    return RoleState(
+        replicas=goal.spec.replicas,
+        old=sum(count.total for count in older.values()),
+        old_ready=sum(count.ready for count in older.values()),
+        new=len(new),
+        new_ready=sum(pod.ready for pod in new),
+        leaving=sum(pod.deleting for pod in pods),
+        older=older,
+    )
+
+
+def _applied(
+    goal: InstancePool, step: Step | None, there: InstancePool | None, owner: LLMDeployment
+) -> Iterator[Apply]:
+    """Apply a pool, unless it is so already."""
+    rollout = PoolRollout(new=step.new, old=step.old, older=dict(step.older)) if step else None
+    spec = goal.spec.model_copy(update={"rollout": rollout})
+    if there is not None and there.spec == spec:
+        return
+    if there is not None and there.metadata.deletion_timestamp is not None:
+        return
+    manifest: Manifest = {
+        "apiVersion": goal.api_version,
+        "kind": goal.kind,
+        "metadata": {
+            "name": goal.name,
+            "namespace": goal.namespace,
+            "labels": goal.metadata.labels,
+            # Set from the start, so that none of its pods is ever without.
+            "finalizers": [FINALIZER],
+        },
+        "spec": spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        | {"replicas": spec.replicas, "owner": str(spec.owner)},
+    }
+    if there is not None and there.spec.owner is not ReplicasOwner.PLAN:
+        # Whoever owns the number may have changed it since it was seen.
+        manifest["metadata"]["resourceVersion"] = there.metadata.resource_version
+    yield Apply(wanted.owned(manifest, owner))
+
+
+def _deleting(view: DeploymentView) -> Iterator[Action]:
+    """Pools first: their pods drain while the gateway still carries what runs."""
+    deployment = view.deployment
+    if FINALIZER not in deployment.metadata.finalizers:
+        return
+    for pool in view.pools:
+        if pool.metadata.deletion_timestamp is None:
+            yield Delete(wanted.reference(pool))
+    if not view.pools:
+        kept = tuple(name for name in deployment.metadata.finalizers if name != FINALIZER)
+        yield _finalizers(deployment, kept)
+    else:
+        yield Requeue(_AGAIN_S)
+
+
+def _is_limited(view: DeploymentView) -> bool:
+    return any(
+        conditions.holds(status.get("conditions", []), "ScalingLimited")
+        for status in view.pool_status.values()
+    )
+
+
+def _finalizers(deployment: LLMDeployment, names: tuple[str, ...]) -> SetFinalizers:
+    version = deployment.metadata.resource_version or ""
+    return SetFinalizers(wanted.reference(deployment), names, version)

@@ -1,0 +1,224 @@
+"""Which placement a deployment has now: stated by hand, planned, or none yet. Pure.
+
+Called by the deployment's reconcile. What is hard: a plan stays as long as what it rests on does.
+It is kept in status with a digest of that, so that an operator that starts anew plans nothing anew.
+"""
+
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.planned import ManualPool, SelectedPlan
+from cleave.api.planning import Mode
+from cleave.controller.actions import PlanOutcome
+from cleave.controller.conditions import Condition
+from cleave.controller.inventory import Inventory
+from cleave.controller.wanted import digest
+from cleave.planner.placement import Placement, PlanError, plan
+from cleave.planner.plan import PlannedPool
+from cleave.pods.labels import Manifest
+from cleave.pods.pool import selected_plan
+
+PLAN_READY = "PlanReady"
+PLAN_FEASIBLE = "PlanFeasible"
+_CONDITIONS = (PLAN_READY, PLAN_FEASIBLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to run, and what to say about it."""
+
+    placement: Placement | None
+    """None: what runs stays as it is."""
+    plan: Manifest | None
+    """For `status.plan`."""
+    conditions: tuple[Condition, ...]
+    advice: Manifest | None = None
+    """For `status.advice`."""
+    question: PlanOutcome | None = None
+    """What the planner is to be asked."""
+
+
+def decide(
+    deployment: LLMDeployment,
+    status: Manifest,
+    there: Inventory,
+    outcome: PlanOutcome | None,
+    *,
+    is_limited: bool,
+) -> Decision:
+    """The placement in force.
+
+    `outcome` is the planner's last answer for this deployment; `is_limited`: whether instances find
+    no node.
+    """
+    spec = deployment.spec
+    is_advisory = spec.planning.mode is Mode.ADVISORY
+    stated = spec.placement is not None
+    if stated or spec.workload is None:
+        decision = _unplanned(deployment, status)
+    elif is_advisory:
+        decision = Decision(None, status.get("plan"), ())
+    else:
+        return _planned(deployment, status, there, outcome, is_limited=is_limited)
+    if not is_advisory or spec.workload is None:
+        return decision
+    return _advised(decision, deployment, status, there, outcome)
+
+
+def kept(status: Manifest) -> Decision:
+    """What is in force, with what was said of it."""
+    said = [each for each in status.get("conditions", ()) if each["type"] in _CONDITIONS]
+    known = {"True": True, "False": False}
+    return Decision(
+        None,
+        status.get("plan"),
+        tuple(
+            Condition(c["type"], known.get(c["status"]), c["reason"], c.get("message", ""))
+            for c in said
+        )
+        or _not_ready("Paused", "spec.paused: nothing is planned"),
+        status.get("advice"),
+    )
+
+
+def inputs(deployment: LLMDeployment, there: Inventory) -> str:
+    """Digest of what a plan rests on. Environment and image of the engine change no plan."""
+    spec = deployment.spec
+    parts = spec.model_dump(
+        mode="json",
+        exclude_defaults=True,
+        include={"model", "slo", "workload", "planning", "engine"},
+        exclude={"engine": {"env", "image"}, "planning": {"mode"}, "model": {"cache"}},
+    )
+    return digest([parts, there.kinds])
+
+
+def placed(written: Manifest) -> Placement:
+    """The placement that a `status.plan` tells of. Raises ValueError when it is not readable."""
+    told = SelectedPlan.model_validate(written, by_alias=True)
+    return Placement(tuple(_pool(pool) for pool in told.pools), told.reason)
+
+
+def _unplanned(deployment: LLMDeployment, status: Manifest) -> Decision:
+    """By hand, or the smallest fleet where nothing is stated at all."""
+    try:
+        placement = plan(deployment)
+    except PlanError as error:
+        return _kept(status, "Faulty", "; ".join(error.faults))
+    told = _written(selected_plan(deployment, placement))
+    if deployment.spec.placement is not None:
+        return Decision(placement, told, _ready("Stated", placement.reason))
+    # It serves, and yet nobody should take it for a plan.
+    return Decision(placement, told, _not_ready("NotPlanned", placement.reason))
+
+
+def _planned(
+    deployment: LLMDeployment,
+    status: Manifest,
+    there: Inventory,
+    outcome: PlanOutcome | None,
+    *,
+    is_limited: bool,
+) -> Decision:
+    question = PlanOutcome(inputs(deployment, there), there.numbers)
+    answer = outcome if outcome and outcome.inputs == question.inputs else None
+    is_elsewhere = answer is not None and answer.numbers != there.numbers
+    held = _held(status, question.inputs)
+    if answer is not None and answer.plan is not None and not (is_limited and is_elsewhere):
+        return Decision(placed(answer.plan), answer.plan, _ready("Planned", _reason(answer.plan)))
+    if held is not None and not (is_limited and is_elsewhere):
+        plan_before = status["plan"]
+        return Decision(held, plan_before, _ready("Planned", _reason(plan_before)))
+    if answer is not None and not is_elsewhere:
+        return _refused(status, answer)
+    waiting = _kept(status, "Planning", "the planner is at work; what runs stays until it answers")
+    return Decision(None, waiting.plan, waiting.conditions, question=question)
+
+
+def _refused(status: Manifest, answer: PlanOutcome) -> Decision:
+    """The planner has no plan; more nodes, or an edit, bring the question back."""
+    if answer.infeasible:
+        why = f"{answer.infeasible}; spec.placement.manual brings it up all the same"
+        return Decision(
+            None,
+            status.get("plan"),
+            (Condition(PLAN_READY, False, "Infeasible", why),
+             Condition(PLAN_FEASIBLE, False, "Infeasible", why)),
+        )  # fmt: skip
+    return _kept(status, "Faulty", "; ".join(answer.faults))
+
+
+def _advised(
+    decision: Decision,
+    deployment: LLMDeployment,
+    status: Manifest,
+    there: Inventory,
+    outcome: PlanOutcome | None,
+) -> Decision:
+    """What runs stays; the plan is only told."""
+    question = PlanOutcome(inputs(deployment, there), there.numbers)
+    answer = outcome if outcome and outcome.inputs == question.inputs else None
+    advice = answer.plan if answer else None
+    before = status.get("advice")
+    if advice is None and before and before.get("inputs") == question.inputs:
+        advice = before
+    if advice is not None:
+        told: tuple[Condition, ...] = _ready("Advised", _reason(advice))
+    elif answer is not None:
+        told = _refused(status, answer).conditions
+    else:
+        told = _not_ready("Planning", "the planner is at work")
+    ask = question if advice is None and answer is None else None
+    return Decision(decision.placement, decision.plan, told, advice, ask)
+
+
+def _held(status: Manifest, wanted_inputs: str) -> Placement | None:
+    """The plan in status, where it was made from the same inputs."""
+    written = status.get("plan") or {}
+    if written.get("inputs") != wanted_inputs:
+        return None
+    try:
+        return placed(written)
+    except (ValidationError, ValueError):
+        return None
+
+
+def _kept(status: Manifest, reason: str, message: str) -> Decision:
+    return Decision(None, status.get("plan"), _not_ready(reason, message))
+
+
+def _ready(reason: str, message: str) -> tuple[Condition, ...]:
+    return (
+        Condition(PLAN_READY, True, reason, message),
+        Condition(PLAN_FEASIBLE, True, reason),
+    )
+
+
+def _not_ready(reason: str, message: str) -> tuple[Condition, ...]:
+    return (
+        Condition(PLAN_READY, False, reason, message),
+        Condition(PLAN_FEASIBLE, None, reason),
+    )
+
+
+def _pool(pool: ManualPool) -> PlannedPool:
+    return PlannedPool(
+        pool.role,
+        pool.replicas,
+        pool.parallelism,
+        gpu=pool.gpu,
+        max_num_seqs=pool.max_num_seqs,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        per_cell=pool.per_cell,
+    )
+
+
+def _reason(plan_told: Manifest) -> str:
+    return str(plan_told.get("reason", ""))
+
+
+def _written(told: SelectedPlan) -> Manifest:
+    return told.model_dump(mode="json", exclude_none=True)
+

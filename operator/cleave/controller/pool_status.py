@@ -1,0 +1,91 @@
+"""What an InstancePool's status says. Pure; called by the pool's reconcile."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cleave.api.pool import InstancePoolStatus
+from cleave.controller import conditions, observed, wanted
+from cleave.controller.actions import Action, PatchStatus
+from cleave.controller.conditions import Condition
+from cleave.controller.pending import Limit, Trial
+from cleave.controller.rollout import Step
+from cleave.pods.labels import COMPONENT, POOL, WORKER, Manifest
+
+if TYPE_CHECKING:
+    from cleave.controller.pool import Fleet, PoolView
+
+_RESTARTS_TO_TELL = 3
+
+
+def report(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) -> Iterator[Action]:
+    """The new status, and Events for what has changed; nothing where all is said already."""
+    pool, before = view.pool, view.status.get("conditions", [])
+    now = _conditions(view, fleet, target, limited)
+    status: Manifest = {
+        "observedGeneration": pool.metadata.generation or 0,
+        "replicas": len(fleet.all),
+        "ready": fleet.ready,
+        "serving": fleet.ready if view.serving is None else view.serving,
+        "updated": len(fleet.new),
+        # One pod per instance: followers of one that is spread over nodes do not count.
+        "selector": f"{POOL}={pool.name},{COMPONENT}={WORKER}",
+        "conditions": conditions.settled(before, now, pool.metadata.generation, view.now_s),
+    }
+    if limited.trial is not None:
+        status["trial"] = _written(limited.trial)
+    if not wanted.same(InstancePoolStatus, status, view.status):
+        yield PatchStatus(wanted.reference(pool), status)
+        yield from conditions.told(wanted.reference(pool), before, now)
+
+
+def trial(status: Manifest) -> Trial | None:
+    """The last trial to have more instances than fit, as status remembers it."""
+    told = status.get("trial")
+    if told is None:
+        return None
+    return Trial(
+        fits=told["fits"],
+        attempts=told["attempts"],
+        again_s=observed.seconds(told["againAt"]) or 0.0,
+        nodes=told["nodes"],
+        reason=told["reason"],
+    )
+
+
+def _written(last: Trial) -> Manifest:
+    return {
+        "fits": last.fits,
+        "attempts": last.attempts,
+        "againAt": observed.timestamp(last.again_s),
+        "nodes": last.nodes,
+        "reason": last.reason,
+    }
+
+
+def _conditions(
+    view: "PoolView", fleet: "Fleet", target: Step, limited: Limit
+) -> list[Condition]:
+    count = view.pool.spec.replicas
+    is_ready, told = fleet.ready >= count, f"{fleet.ready} of {count} instances are ready"
+    is_moving = bool(fleet.old) or len(fleet.new) != target.new or target.new != count
+    return [
+        Condition("Ready", is_ready, "Ready" if is_ready else "NotReady", told),
+        Condition(
+            "ScalingLimited",
+            bool(limited.reason),
+            "Unschedulable" if limited.reason else "Fits",
+            limited.reason,
+        ),
+        Condition("Progressing", is_moving, "Changing" if is_moving else "Settled"),
+        _degraded(view, fleet, told),
+    ]
+
+
+def _degraded(view: "PoolView", fleet: "Fleet", told: str) -> Condition:
+    failing = next((pod for pod in fleet.all if pod.restarts >= _RESTARTS_TO_TELL), None)
+    if failing is not None and not failing.ready:
+        text = f"{failing.name} was started again {failing.restarts} times"
+        return Condition("Degraded", True, "Restarting", text)
+    if 0 < fleet.ready < view.pool.spec.replicas and len(fleet.all) >= view.pool.spec.replicas:
+        return Condition("Degraded", True, "TooFew", told)
+    return Condition("Degraded", False, "Whole")

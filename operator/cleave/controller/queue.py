@@ -1,0 +1,107 @@
+"""The work queue: which objects to look at, each at most once at a time.
+
+Filled by handlers, resync and the planner; emptied by the controller's workers. An object that is
+asked for while it is being worked on is looked at once more afterwards; asked for ten times while
+it waits, it is looked at once.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable, Hashable
+from itertools import count
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 60.0
+
+
+class WorkQueue(Generic[K]):
+    """Keys to work on; for one event loop. `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ready: dict[K, None] = {}
+        self._busy: set[K] = set()
+        self._again: set[K] = set()
+        self._later: list[tuple[float, int, K]] = []
+        self._due: dict[K, float] = {}
+        self._failures: dict[K, int] = {}
+        self._order = count()
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Keys that wait to be worked on now."""
+        return len(self._ready) + len(self._again)
+
+    def add(self, key: K) -> None:
+        """Work on `key` as soon as possible."""
+        if key in self._busy:
+            self._again.add(key)
+        else:
+            self._ready.setdefault(key)
+            self._wake.set()
+
+    def add_after(self, key: K, delay_s: float) -> None:
+        """Work on `key` after a while, or earlier when that has been asked for."""
+        at = self._clock() + delay_s
+        if self._due.get(key, at) < at:
+            return
+        self._due[key] = at
+        heapq.heappush(self._later, (at, next(self._order), key))
+        self._wake.set()
+
+    def failed(self, key: K) -> float:
+        """Work on `key` again with back-off; the delay in seconds."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(failures, 16))
+        self.add_after(key, delay_s)
+        return delay_s
+
+    def succeeded(self, key: K) -> None:
+        """Forget earlier failures of `key`."""
+        self._failures.pop(key, None)
+
+    def forget(self, key: K) -> None:
+        """The object is gone: nothing of it is due any more."""
+        self._failures.pop(key, None)
+        self._due.pop(key, None)
+
+    async def take(self) -> K:
+        """The next key, which is busy until `done`; waits for one."""
+        while True:
+            self._promote()
+            if self._ready:
+                key = next(iter(self._ready))
+                del self._ready[key]
+                self._busy.add(key)
+                if self._ready:
+                    self._wake.set()
+                return key
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(self._until_due()):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def done(self, key: K) -> None:
+        """The work on `key` has ended."""
+        self._busy.discard(key)
+        if key in self._again:
+            self._again.discard(key)
+            self.add(key)
+
+    def _promote(self) -> None:
+        now = self._clock()
+        while self._later and self._later[0][0] <= now:
+            at, _, key = heapq.heappop(self._later)
+            # An entry that an earlier one has replaced is not due any more.
+            if self._due.get(key) == at:
+                del self._due[key]
+                self.add(key)
+
+    def _until_due(self) -> float | None:
+        return max(0.0, self._later[0][0] - self._clock()) if self._later else None

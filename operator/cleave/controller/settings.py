@@ -1,0 +1,20 @@
+"""What whoever installs the operator may choose, as far as manifests depend on it. Values only."""
+
+from dataclasses import dataclass
+
+from cleave.api.cluster import Cluster
+from cleave.pods.resources import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one operator."""
+
+    image_prefix: str = ""
+    """Where Cleave's own images are pulled from."""
+    discovery_role: str = "cleave-discovery"
+    """ClusterRole that lets pods read the EndpointSlices of their namespace."""
+    device: Device = "gpu"
+    """What computes tokens on the nodes."""
+    cluster: Cluster | None = None
+    """Network, own GPUs and measured profiles; its nodes do not count, the real ones do."""

@@ -1,0 +1,183 @@
+"""What an LLMDeployment's status says: conditions, roles, plan, address. Pure.
+
+Called by the deployment's reconcile.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from cleave.api.deployment import LLMDeploymentStatus
+from cleave.api.pool import InstancePool
+from cleave.api.role import Role
+from cleave.controller import conditions, wanted
+from cleave.controller.actions import Action, PatchStatus
+from cleave.controller.conditions import Condition
+from cleave.controller.instances import summarize_kv_paths
+from cleave.controller.observed import ObservedPod
+from cleave.controller.placing import Decision
+from cleave.pods.gateway import url
+from cleave.pods.labels import Manifest, gateway_name
+
+if TYPE_CHECKING:
+    from cleave.controller.deployment import DeploymentView
+
+_CONDITION_OF = {Role.PREFILL: "PrefillReady", Role.DECODE: "DecodeReady", Role.MIXED: "MixedReady"}
+
+
+def report(
+    view: "DeploymentView", decision: Decision, goals: Mapping[Role, InstancePool]
+) -> Iterator[Action]:
+    """The new status, and Events for what has changed; nothing where all is said already."""
+    deployment = view.deployment
+    before = view.status.get("conditions", [])
+    now = _conditions(view, decision, goals)
+    generation = deployment.metadata.generation
+    status: Manifest = {
+        "observedGeneration": generation or 0,
+        "conditions": conditions.settled(before, now, generation, view.now_s),
+        "model": deployment.spec.model.name,
+        "roles": [_role(view, role, goals.get(role)) for role in _roles(view, goals)],
+        "url": url(deployment),
+    }
+    for name, plan in (("plan", decision.plan), ("advice", decision.advice)):
+        if plan is not None:
+            status[name] = plan
+    if not wanted.same(LLMDeploymentStatus, status, view.status):
+        yield PatchStatus(wanted.reference(deployment), status)
+        yield from conditions.told(wanted.reference(deployment), before, now)
+
+
+def _conditions(
+    view: "DeploymentView", decision: Decision, goals: Mapping[Role, InstancePool]
+) -> list[Condition]:
+    roles = [_role_condition(view, role, goals.get(role)) for role in _roles(view, goals)]
+    gateway = _gateway(view)
+    ready = _ready(roles, gateway, decision)
+    limited = _limited(view)
+    return [
+        ready,
+        *decision.conditions,
+        *roles,
+        gateway,
+        _kv_path(view, goals),
+        limited,
+        _progressing(view, decision, goals, limited),
+        _degraded(view, goals, ready),
+    ]
+
+
+def _roles(view: "DeploymentView", goals: Mapping[Role, InstancePool]) -> list[Role]:
+    there = {pod.role for pod in view.pods}
+    return [role for role in Role if role in goals or role in there]
+
+
+def _role(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Manifest:
+    pods = _alive(view, role)
+    revision = goal.spec.revision if goal else None
+    return {
+        "role": str(role),
+        "replicas": len(pods),
+        "ready": sum(pod.ready for pod in pods),
+        "updated": sum(pod.revision == revision for pod in pods),
+    }
+
+
+def _role_condition(
+    view: "DeploymentView", role: Role, goal: InstancePool | None
+) -> Condition:
+    ready = sum(pod.ready for pod in _alive(view, role))
+    count = goal.spec.replicas if goal else 0
+    message = f"{ready} of {count} instances are ready"
+    if ready >= max(1, count):
+        return Condition(_CONDITION_OF[role], True, "Ready", message)
+    return Condition(_CONDITION_OF[role], ready > 0, "TooFew" if ready else "NoneReady", message)
+
+
+def _gateway(view: "DeploymentView") -> Condition:
+    name = gateway_name(view.deployment.name)
+    child = view.children.get(("Deployment", name))
+    ready, count = child.ready if child else 0, view.deployment.spec.gateway.replicas
+    message = f"{ready} of {count} gateways are ready"
+    if ready:
+        return Condition("GatewayReady", True, "Ready", message)
+    return Condition("GatewayReady", False, "NoneReady", message)
+
+
+def _ready(roles: Sequence[Condition], gateway: Condition, decision: Decision) -> Condition:
+    """Requests are served when there is an instance of every role, and a gateway before them."""
+    missing = [each for each in (*roles, gateway) if not each.status]
+    if roles and not missing:
+        return Condition("Ready", True, "Serving", "requests are served")
+    if not roles:
+        plan = decision.conditions[0]
+        return Condition("Ready", False, plan.reason, plan.message or "no instance is planned yet")
+    told = "; ".join(f"{each.type}: {each.message}" for each in missing)
+    return Condition("Ready", False, missing[0].type.removesuffix("Ready") + "NotReady", told)
+
+
+def _kv_path(view: "DeploymentView", goals: Mapping[Role, InstancePool]) -> Condition:
+    """Whether prefill instances have really handed KV to decode instances, and over what."""
+    if Role.PREFILL not in goals:
+        return Condition("KVPathVerified", True, "NotNeeded", "nothing is handed over")
+    ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
+    known = [each for name, each in view.instances.items() if name in ready]
+    if not known:
+        return Condition("KVPathVerified", None, "NotTold", "no gateway has told of instances yet")
+    paths = summarize_kv_paths(known)
+    if paths.verified < paths.total:
+        return Condition("KVPathVerified", False, "NotVerified", paths.message)
+    return Condition("KVPathVerified", True, "Verified", paths.message)
+
+
+def _limited(view: "DeploymentView") -> Condition:
+    for role, status in view.pool_status.items():
+        for each in status.get("conditions", ()):
+            if each["type"] == "ScalingLimited" and each["status"] == "True":
+                return Condition("ScalingLimited", True, each["reason"], f"{role}: {each['message']}")
+    return Condition("ScalingLimited", False, "Fits")
+
+
+def _progressing(
+    view: "DeploymentView",
+    decision: Decision,
+    goals: Mapping[Role, InstancePool],
+    limited: Condition,
+) -> Condition:
+    if view.deployment.spec.paused:
+        return Condition("Progressing", False, "Paused", "spec.paused: changes wait")
+    if decision.question is not None:
+        return Condition("Progressing", True, "Planning", "the planner is at work")
+    for role in _roles(view, goals):
+        goal, pods = goals.get(role), _alive(view, role)
+        if goal is None or any(pod.revision != goal.spec.revision for pod in pods):
+            return Condition("Progressing", True, "RollingOut", f"{role} instances are replaced")
+        if len(pods) != goal.spec.replicas or not all(pod.ready for pod in pods):
+            if limited.status:
+                return Condition("Progressing", False, "ScalingLimited", limited.message)
+            return Condition("Progressing", True, "Scaling", f"{role} instances start or end")
+    return Condition("Progressing", False, "Settled")
+
+
+def _degraded(
+    view: "DeploymentView", goals: Mapping[Role, InstancePool], ready: Condition
+) -> Condition:
+    """Serving with less than was planned, or about to because something keeps failing."""
+    for role, status in view.pool_status.items():
+        for each in status.get("conditions", ()):
+            if each["type"] == "Degraded" and each["status"] == "True":
+                return Condition("Degraded", True, each["reason"], f"{role}: {each['message']}")
+    missing = [
+        role
+        for role, goal in goals.items()
+        if sum(pod.ready for pod in _alive(view, role)) < goal.spec.replicas
+    ]
+    if ready.status and missing:
+        return Condition("Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}")
+    return Condition("Degraded", False, "Whole")
+
+
+def _alive(view: "DeploymentView", role: Role) -> list[ObservedPod]:
+    return [
+        pod for pod in view.pods if pod.role is role and not (pod.deleting or pod.is_over)
+    ]
+
