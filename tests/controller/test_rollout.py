@@ -1,0 +1,446 @@
+"""The order of a roll-out: exact for a few, by invariants over many histories."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleave.api.role import Role
+from cleave.controller.rollout import (
+    Count,
+    RoleState,
+    RolloutError,
+    RolloutLimits,
+    Step,
+    after,
+    capacity,
+    is_done,
+    next_step,
+    steps,
+    when_ready,
+)
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
+NO_ROOM = RolloutLimits(max_surge=0, max_unavailable=1)
+
+
+def running(**replicas: int) -> dict[Role, RoleState]:
+    """Every instance is of the old revision, and ready."""
+    return {Role(role): RoleState(n, old=n, old_ready=n) for role, n in replicas.items()}
+
+
+def kept(step: Mapping[Role, Step]) -> dict[str, tuple[int, int]]:
+    return {str(role): (each.new, each.old) for role, each in step.items()}
+
+
+def way(roles: Mapping[Role, RoleState], limits: RolloutLimits = LIMITS) -> list[tuple[int, ...]]:
+    """New and old of every role, step by step, when all becomes ready."""
+    return [
+        tuple(count for each in step.values() for count in (each.new, each.old))
+        for step in steps(roles, limits)
+    ]
+
+
+def test_a_pair_is_replaced_by_a_pair() -> None:
+    assert way(running(prefill=1, decode=1)) == [(1, 1, 1, 1), (1, 0, 1, 0)]
+
+
+def test_roles_of_one_size_move_together() -> None:
+    both = [(1, 2), (1, 1), (2, 1), (2, 0)]
+    assert way(running(prefill=2, decode=2)) == [counts * 2 for counts in both]
+
+
+def test_roles_of_unlike_size_move_in_proportion() -> None:
+    assert way(running(prefill=2, decode=6)) == [
+        (1, 2, 1, 6),
+        (1, 2, 1, 5),
+        (1, 2, 2, 5),
+        (1, 2, 2, 4),
+        (1, 2, 3, 4),
+        # Half of both roles is new: the first old prefill instance has served its time.
+        (1, 1, 3, 3),
+        (2, 1, 4, 3),
+        (2, 1, 4, 2),
+        (2, 1, 5, 2),
+        (2, 1, 5, 1),
+        (2, 1, 6, 1),
+        (2, 0, 6, 0),
+    ]
+
+
+def test_mixed_instances_need_no_partners() -> None:
+    assert way(running(mixed=3)) == [(1, 3), (1, 2), (2, 2), (2, 1), (3, 1), (3, 0)]
+
+
+def test_a_larger_surge_takes_larger_steps() -> None:
+    limits = RolloutLimits(max_surge=4, max_unavailable=0)
+    assert way(running(prefill=4, decode=4), limits) == [(4, 4, 4, 4), (4, 0, 4, 0)]
+
+
+def test_without_a_free_gpu_an_old_pair_goes_first() -> None:
+    both = [(0, 1), (1, 1), (1, 0), (2, 0)]
+    assert way(running(prefill=2, decode=2), NO_ROOM) == [counts * 2 for counts in both]
+
+
+def test_without_a_free_gpu_a_role_of_one_is_an_interruption() -> None:
+    assert way(running(prefill=1, decode=4), NO_ROOM) == [(0, 0, 0, 0), (1, 0, 4, 0)]
+
+
+def test_what_may_be_missing_is_counted_in_the_larger_role() -> None:
+    limits = RolloutLimits(max_surge=1, max_unavailable=1)
+    step = next_step(running(prefill=2, decode=6), limits)
+    assert kept(step) == {"prefill": (1, 2), "decode": (1, 5)}
+
+
+def test_nothing_goes_before_the_new_pair_is_whole() -> None:
+    roles = {
+        P: RoleState(2, old=2, old_ready=2, new=1, new_ready=1),
+        D: RoleState(2, old=2, old_ready=2, new=1, new_ready=0),
+    }
+    assert kept(next_step(roles, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
+
+
+def test_no_role_begins_before_the_others_have_a_place() -> None:
+    # Two decode instances drain still: a new prefill instance would wait for a partner.
+    roles = {P: RoleState(2, old=2, old_ready=2), D: RoleState(2, old=1, old_ready=1, leaving=2)}
+    assert kept(next_step(roles, LIMITS)) == {"prefill": (0, 2), "decode": (0, 1)}
+
+
+def test_instances_that_drain_hold_their_places() -> None:
+    roles = {M: RoleState(3, old=2, old_ready=2, new=1, new_ready=1, leaving=1)}
+    assert kept(next_step(roles, LIMITS)) == {"mixed": (1, 2)}
+    assert kept(next_step({M: replace(roles[M], leaving=0)}, LIMITS)) == {"mixed": (2, 2)}
+
+
+def test_a_role_that_lost_its_old_instances_does_not_run_ahead() -> None:
+    roles = {P: RoleState(8), D: RoleState(8, old=8, old_ready=8)}
+    assert kept(next_step(roles, LIMITS)) == {"prefill": (3, 0), "decode": (1, 8)}
+    strict = replace(LIMITS, max_skew=0.0)
+    assert kept(next_step(roles, strict)) == {"prefill": (1, 0), "decode": (1, 8)}
+
+
+def test_a_new_revision_that_fails_is_taken_back_in_one_step() -> None:
+    broken = {
+        role: RoleState(3, new=3, new_ready=3, old=1, old_ready=0) for role in (P, D)
+    }
+    assert kept(next_step(broken, LIMITS)) == {"prefill": (3, 0), "decode": (3, 0)}
+
+
+def test_an_old_revision_that_fails_is_replaced_too() -> None:
+    broken = {role: RoleState(3, old=3, old_ready=0) for role in (P, D)}
+    assert way(broken)[-1] == (3, 0, 3, 0)
+
+
+def test_old_prefill_instances_without_decode_instances_go_at_once() -> None:
+    roles = {P: RoleState(3, old=3, old_ready=3), D: RoleState(3, old=0)}
+    assert kept(next_step(roles, LIMITS))["prefill"] == (1, 0)
+
+
+def test_old_decode_instances_without_prefill_instances_go_one_by_one() -> None:
+    # They compute prompts too when they have to.
+    roles = {P: RoleState(1), D: RoleState(3, old=3, old_ready=3)}
+    assert [step[2:] for step in way(roles)] == [(1, 3), (1, 2), (2, 2), (2, 1), (3, 1), (3, 0)]
+
+
+def test_fewer_are_wanted_while_the_revision_changes() -> None:
+    assert way({M: RoleState(2, old=4, old_ready=4)})[0] == (0, 2)
+
+
+def test_more_are_wanted_while_the_revision_changes() -> None:
+    assert way({M: RoleState(4, old=2, old_ready=2)}) == [(3, 2), (3, 1), (4, 1), (4, 0)]
+
+
+def test_a_scale_change_alone_takes_one_step() -> None:
+    roles = {P: RoleState(3, new=1, new_ready=1), D: RoleState(2, new=5, new_ready=5)}
+    assert way(roles) == [(3, 0, 2, 0)]
+
+
+def test_a_role_that_is_not_wanted_any_more_serves_until_the_others_can() -> None:
+    roles = {
+        P: RoleState(0, new=2, new_ready=2),
+        D: RoleState(0, old=2, old_ready=2),
+        M: RoleState(3),
+    }
+    assert way(roles) == [(2, 0, 0, 2, 3, 0), (0, 0, 0, 0, 3, 0)]
+
+
+def test_nothing_wanted_means_nothing_kept() -> None:
+    roles = {P: RoleState(0, old=2, old_ready=2), D: RoleState(0, new=2, new_ready=2)}
+    assert way(roles) == [(0, 0, 0, 0)]
+
+
+def test_of_two_old_revisions_the_one_without_partners_goes_first() -> None:
+    roles = {
+        P: RoleState(3, old=4, old_ready=4, older={"a": Count(3, 3), "b": Count(1, 1)}),
+        D: RoleState(3, old=4, old_ready=3, older={"a": Count(3, 3), "b": Count(1, 0)}),
+    }
+    step = next_step(roles, LIMITS)
+    assert [step[role].older for role in (P, D)] == [{"a": 3, "b": 0}] * 2
+    assert kept(step) == {"prefill": (0, 3), "decode": (0, 3)}
+
+
+def test_a_third_revision_finds_its_place_at_the_least_cost() -> None:
+    # Pairs of a and b fill all seven and three places: one prefill instance of a has to go.
+    roles = {
+        P: RoleState(2, old=3, old_ready=3, older={"a": Count(2, 2), "b": Count(1, 1)}),
+        D: RoleState(6, old=6, old_ready=6, older={"a": Count(4, 4), "b": Count(2, 2)}),
+    }
+    step = next_step(roles, LIMITS)
+    assert step[P].older == {"a": 1, "b": 1}
+    assert step[D].older == {"a": 4, "b": 2}
+    assert capacity(after(roles, step)) == pytest.approx(5 / 6)
+
+
+def test_capacity_counts_pairs_only() -> None:
+    roles = {
+        P: RoleState(2, old=1, old_ready=1, new=1, new_ready=1),
+        D: RoleState(4, old=4, old_ready=4, new=1, new_ready=1),
+    }
+    assert capacity(roles) == pytest.approx(1 / 2 + 1 / 4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"max_surge": 0, "max_unavailable": 0}, "must not both be 0"),
+        ({"max_surge": -1, "max_unavailable": 1}, "maxSurge: must be at least 0 (got -1)"),
+        ({"max_skew": float("nan")}, "maxSkew: must be a number"),
+    ],
+)
+def test_limits_that_allow_nothing_are_refused(limits: dict[str, float], told: str) -> None:
+    with pytest.raises(RolloutError) as raised:
+        RolloutLimits(**limits)  # type: ignore[arg-type]
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# Histories ----------------------------------------------------------------------------------------
+
+
+class World:
+    """Instances that start, become ready, are lost and drain, below `next_step`."""
+
+    def __init__(self, sizes: dict[Role, int], limits: RolloutLimits, seed: int) -> None:
+        self.sizes, self.limits = sizes, limits
+        self.random = random.Random(seed)
+        self.target, self.revisions = "r0", ["r0"]
+        self.leaving = dict.fromkeys(sizes, 0)
+        self.pods: dict[Role, list[tuple[str, bool]]] = {
+            role: [("r0", True)] * n for role, n in sizes.items()
+        }
+
+    def states(self) -> dict[Role, RoleState]:
+        return {role: self._state(role) for role in self.sizes}
+
+    def _state(self, role: Role) -> RoleState:
+        counts = {
+            name: Count(
+                sum(pod[0] == name for pod in self.pods[role]),
+                sum(pod == (name, True) for pod in self.pods[role]),
+            )
+            for name in self.revisions
+        }
+        new = counts.pop(self.target)
+        return RoleState(
+            replicas=self.sizes[role],
+            old=sum(count.total for count in counts.values()),
+            old_ready=sum(count.ready for count in counts.values()),
+            new=new.total,
+            new_ready=new.ready,
+            leaving=self.leaving[role],
+            older={name: count for name, count in counts.items() if count.total},
+        )
+
+    def total(self, role: Role) -> int:
+        return len(self.pods[role]) + self.leaving[role]
+
+    def reconcile(self) -> dict[Role, Step]:
+        """One step, carried out."""
+        step = next_step(self.states(), self.limits)
+        for role, each in step.items():
+            for name, keep in {self.target: each.new, **each.older}.items():
+                there = sorted(pod for pod in self.pods[role] if pod[0] == name)
+                for pod in there[: max(0, len(there) - keep)]:
+                    self.pods[role].remove(pod)
+                    self.leaving[role] += 1
+                added = keep - len(there) if name == self.target else 0
+                self.pods[role] += [(name, False)] * added
+        return step
+
+    def happen(self, event: str) -> None:
+        """Something that is not ours to decide."""
+        if event == "ready":
+            self._turn(lambda pod: self.random.random() < 0.6)
+        elif event == "all ready":
+            self._turn(lambda pod: True)
+        elif event == "gone":
+            self.leaving = {role: self.random.randint(0, n) for role, n in self.leaving.items()}
+        elif event == "retarget":
+            self.target = f"r{len(self.revisions)}"
+            self.revisions.append(self.target)
+        elif event == "back":
+            self.target = self.random.choice(self.revisions)
+        elif event == "scale":
+            self.sizes = {role: self.random.randint(0, 6) for role in self.sizes}
+        elif event == "loss":
+            for role in self.sizes:
+                if self.pods[role] and self.random.random() < 0.5:
+                    self.pods[role].remove(self.random.choice(self.pods[role]))
+        elif event == "blip":
+            for role in self.sizes:
+                if self.pods[role] and self.random.random() < 0.5:
+                    pod = self.random.choice(self.pods[role])
+                    self.pods[role].remove(pod)
+                    self.pods[role].append((pod[0], False))
+
+    def _turn(self, chosen) -> None:
+        for role, pods in self.pods.items():
+            self.pods[role] = [(name, is_ready or chosen(name)) for name, is_ready in pods]
+
+    def settle(self) -> int:
+        """Reconciles until nothing is left to do, when all becomes ready."""
+        wanted = sum(self.sizes.values()) + sum(self.total(role) for role in self.sizes)
+        for count in range(4 + 2 * wanted):
+            if is_done(self.states()):
+                return count
+            self.reconcile()
+            self.happen("all ready")
+            self.leaving = dict.fromkeys(self.sizes, 0)
+        raise AssertionError(f"not done after {4 + 2 * wanted} steps: {self.states()}")
+
+
+ROLES = st.sampled_from([(P, D), (M,), (P, D, M), (P, M), (D,)])
+ORDINARY = ["ready", "ready", "all ready", "gone", "gone", "retarget", "back"]
+FAULTS = ["loss", "blip"]
+
+
+@st.composite
+def worlds(draw: st.DrawFn, least: int = 0, events: tuple[str, ...] = ()) -> tuple[World, list[str]]:
+    roles = draw(ROLES)
+    sizes = {role: draw(st.integers(least, 6)) for role in roles}
+    surge = draw(st.integers(0, 3))
+    unavailable = draw(st.integers(0 if surge else 1, 2))
+    skew = draw(st.sampled_from([0.0, 0.25, 1.0]))
+    limits = RolloutLimits(surge, unavailable, skew)
+    world = World(sizes, limits, draw(st.integers(0, 2**16)))
+    return world, draw(st.lists(st.sampled_from([*ORDINARY, *events]), max_size=30))
+
+
+def floor(world: World) -> Fraction:
+    """Share of the plan that has to stay: each role may miss maxUnavailable instances."""
+    sizes = [size for size in world.sizes.values() if size]
+    if not sizes:
+        return Fraction(0)
+    allowed = Fraction(world.limits.max_unavailable, max(sizes))
+    if world.limits.max_surge == 0:
+        allowed = max(allowed, Fraction(1, min(sizes)))
+    return max(Fraction(0), 1 - allowed)
+
+
+def one_of_each(world: World) -> Fraction:
+    """What one instance of each role is worth."""
+    return sum((Fraction(1, size) for size in world.sizes.values() if size), Fraction(0))
+
+
+@given(worlds(events=("scale", *FAULTS)))
+def test_capacity_that_was_there_stays(drawn: tuple[World, list[str]]) -> None:
+    world, events = drawn
+    for event in events:
+        world.happen(event)
+        before = world.states()
+        old = {name for state in before.values() for name in state.older}
+        world.reconcile()
+        bound = floor(world) - (one_of_each(world) if len(old) > 1 else 0)
+        if capacity(before) >= floor(world):
+            assert capacity(world.states()) >= float(bound) - 1e-9
+
+
+@given(worlds(least=1))
+def test_even_three_revisions_cost_no_more_than_one_instance_of_each_role(
+    drawn: tuple[World, list[str]],
+) -> None:
+    world, events = drawn
+    for event in events:
+        world.happen(event)
+        world.reconcile()
+        assert capacity(world.states()) >= float(floor(world) - one_of_each(world)) - 1e-9
+
+
+@given(worlds(events=("scale", *FAULTS)))
+def test_a_role_never_takes_more_than_its_places(drawn: tuple[World, list[str]]) -> None:
+    world, events = drawn
+    for event in events:
+        world.happen(event)
+        before = {role: world.total(role) for role in world.sizes}
+        world.reconcile()
+        for role, size in world.sizes.items():
+            assert world.total(role) <= max(before[role], size + world.limits.max_surge)
+
+
+@given(worlds(least=1))
+def test_no_revision_has_prefill_instances_alone(drawn: tuple[World, list[str]]) -> None:
+    world, events = drawn
+    for event in events:
+        world.happen(event)
+        world.reconcile()
+        if P not in world.sizes:
+            continue
+        for name in world.revisions:
+            has = {role: any(pod[0] == name for pod in pods) for role, pods in world.pods.items()}
+            assert not has.pop(P) or any(has.values()), f"{name} has nobody to hand over to"
+
+
+@settings(max_examples=200)
+@given(worlds(events=("scale", *FAULTS)))
+def test_every_history_ends_where_it_should(drawn: tuple[World, list[str]]) -> None:
+    world, events = drawn
+    for event in events:
+        world.happen(event)
+        world.reconcile()
+    world.settle()
+    assert all(
+        world.pods[role] == [(world.target, True)] * size for role, size in world.sizes.items()
+    )
+
+
+@given(worlds(events=("scale",)))
+def test_the_way_back_is_open_from_everywhere(drawn: tuple[World, list[str]]) -> None:
+    world, events = drawn
+    for event in events:
+        world.happen(event)
+        world.reconcile()
+    world.target = "r0"
+    world.settle()
+    assert all(
+        world.pods[role] == [("r0", True)] * size for role, size in world.sizes.items()
+    )
+
+
+@given(worlds(events=("scale", *FAULTS)))
+def test_what_is_done_stays_as_it_is(drawn: tuple[World, list[str]]) -> None:
+    world, _ = drawn
+    world.happen("scale")
+    world.settle()
+    states = world.states()
+    step = next_step(states, world.limits)
+    assert kept(step) == {str(role): (size, 0) for role, size in world.sizes.items()}
+    assert list(steps(states, world.limits)) == []
+
+
+@given(worlds(least=1))
+def test_revisions_told_apart_and_one_old_revision_agree(drawn: tuple[World, list[str]]) -> None:
+    world, _ = drawn
+    world.happen("retarget")
+    apart = world.states()
+    together = {role: replace(state, older={}) for role, state in apart.items()}
+    assert kept(next_step(apart, world.limits)) == kept(next_step(together, world.limits))
+
+
+def test_the_preview_starts_from_what_is_there() -> None:
+    roles = when_ready(after(running(mixed=2), next_step(running(mixed=2), LIMITS)))
+    assert way(roles) == way(running(mixed=2))[1:]
