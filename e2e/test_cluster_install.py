@@ -1,0 +1,193 @@
+"""The chart on a real API server: what it installs, whom it lets in, what it leaves behind."""
+
+import base64
+import json
+
+import pytest
+import yaml
+from cluster.cluster import Cluster, CommandError, wait_until
+from cluster.nodes import gpu_node
+from cluster.tools import REPOSITORY
+
+pytestmark = pytest.mark.timeout(300)
+
+CHART = REPOSITORY / "charts" / "cleave"
+HOME = "cleave-install"
+KEPT = ("llmdeployments.cleave.dev", "instancepools.cleave.dev")
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster):
+    """The chart with its defaults, except that a webhook that is away refuses everything."""
+    if cluster.control_plane is None:
+        pytest.skip("installs and uninstalls cluster-wide objects")
+    cluster.nodes.add(gpu_node("home"))
+    helm(cluster, "install", "--create-namespace", "--take-ownership")
+    yield cluster
+    cluster.helm("uninstall", "cleave", "-n", HOME, "--ignore-not-found", "--wait")
+    cluster.kubectl("delete", "namespace", HOME, "--wait=false")
+    cluster.nodes.lose("home")
+    cluster.kubectl("delete", "node", "home")
+
+
+def helm(cluster: Cluster, verb: str, *args: str) -> str:
+    fail = ("--set", "webhook.failurePolicy=Fail")
+    return cluster.helm(
+        verb, "cleave", str(CHART), "-n", HOME, *fail, "--wait", "--timeout", "2m", *args
+    )
+
+
+def operators(cluster: Cluster, count: int) -> None:
+    cluster.kubectl("scale", "deployment/cleave-operator", f"--replicas={count}", "-n", HOME)
+    wait_until(lambda: len(cluster.list("pods", HOME)) == count, 90, f"there are {count} operators")
+    cluster.kubectl("rollout", "status", "deployment/cleave-operator", "-n", HOME)
+
+
+def bundle(cluster: Cluster) -> str:
+    found = cluster.get("validatingwebhookconfiguration", "cleave-webhook")
+    return found["webhooks"][0]["clientConfig"].get("caBundle", "")
+
+
+def deployment(**spec) -> dict:
+    smallest = {"model": "facebook/opt-13b", "slo": {"ttftMs": 400, "tpotMs": 40}}
+    return {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "asked"},
+        "spec": {**smallest, **spec},
+    }
+
+
+def test_two_operators_come_up_and_make_the_webhooks_certificate(release: Cluster) -> None:
+    found = release.get("deployment", "cleave-operator", HOME)
+    assert found["status"]["readyReplicas"] == 2
+    wait_until(lambda: bundle(release), 20, "the API server is told whom to trust")
+    secret = release.get("secret", "cleave-webhook", HOME)
+    assert base64.b64decode(secret["data"]["tls.crt"]).startswith(b"-----BEGIN CERTIFICATE")
+
+
+def test_what_cel_cannot_say_is_refused_in_words(release: Cluster, namespace: str) -> None:
+    uneven = {"manual": [{"role": "mixed", "parallelism": {"tensor": 3}}]}
+    with pytest.raises(CommandError) as error:
+        release.apply(deployment(placement=uneven), namespace=namespace)
+    assert (
+        "spec.placement.manual[0].parallelism: opt-13b: 40 attention heads cannot be shared by 3"
+        in error.value.text
+    )
+
+
+def test_what_todays_nodes_lack_is_a_warning(release: Cluster, namespace: str) -> None:
+    wanted = {"manual": [{"role": "mixed", "gpu": "B200-SXM-180GB"}]}
+    done = release.kubectl(
+        *("apply", "-n", namespace, "-f", "-", "--dry-run=server", "-o", "name"),
+        input=yaml.safe_dump(deployment(placement=wanted)),
+    )
+    assert "asked" in done
+
+
+def test_the_operators_account_may_do_what_its_roles_say_and_no_more(release: Cluster) -> None:
+    account = release.control_plane.service_account(HOME, "cleave-operator")
+
+    def may(verb: str, what: str, *where: str) -> bool:
+        try:
+            said = release.kubectl("auth", "can-i", verb, what, *where, kubeconfig=account)
+        except CommandError as error:
+            said = error.text
+        return said.strip().splitlines()[-1] == "yes"
+
+    default = ("-n", "default")
+    assert may("create", "pods", *default)
+    assert may("patch", "llmdeployments.cleave.dev/status", *default)
+    assert may("list", "nodes")
+    assert may("get", "secret/cleave-webhook", "-n", HOME)
+    assert not may("get", "secrets", *default)
+    assert not may("get", "secrets", "-n", HOME)
+    assert not may("create", "secrets", "-n", HOME)
+    assert not may("create", "clusterroles.rbac.authorization.k8s.io")
+    assert not may("create", "roles.rbac.authorization.k8s.io", *default)
+    assert not may("bind", "clusterrole/cluster-admin")
+    assert may("bind", "clusterrole/cleave-discovery")
+    assert not may("create", "pods/exec", *default)
+    assert not may("delete", "nodes")
+    assert not may("patch", "validatingwebhookconfiguration/other")
+
+
+def test_people_who_may_edit_a_namespace_may_serve_models_in_it(
+    release: Cluster, namespace: str
+) -> None:
+    editor = release.control_plane.service_account(namespace, "editor")
+    release.kubectl(
+        *("create", "rolebinding", "editor", "--clusterrole=edit", "-n", namespace),
+        f"--serviceaccount={namespace}:editor",
+    )
+
+    def asked() -> str:
+        return release.kubectl(
+            "auth", "can-i", "create", "llmdeployments", "-n", namespace, kubeconfig=editor
+        )
+
+    # The roles are put together by a controller, a moment after the chart was installed.
+    assert wait_until(asked, 20, "an editor may create deployments").strip() == "yes"
+
+
+def test_an_upgrade_keeps_the_certificate_and_brings_the_crds_up_to_date(release: Cluster) -> None:
+    before = wait_until(lambda: bundle(release), 20, "the API server is told whom to trust")
+    helm(release, "upgrade", "--set", "operator.podAnnotations.touched=yes")
+    assert bundle(release) == before
+    found = release.get("crd", KEPT[0])
+    wanted = yaml.safe_load((REPOSITORY / "crds" / f"{KEPT[0]}.yaml").read_text())
+    columns = [each["name"] for each in found["spec"]["versions"][0]["additionalPrinterColumns"]]
+    assert columns == [
+        each["name"] for each in wanted["spec"]["versions"][0]["additionalPrinterColumns"]
+    ]
+
+
+def test_operators_that_are_away_hold_up_no_deletion(release: Cluster, namespace: str) -> None:
+    stated = deployment(engine={"type": "Emulated"})
+    release.apply(stated, namespace=namespace)
+    wait_until(
+        lambda: release.get("llmd", "asked", namespace)["metadata"].get("finalizers"),
+        30,
+        "the operator has seen the deployment",
+    )
+    operators(release, 0)
+    try:
+        with pytest.raises(CommandError, match=r"validate\.cleave\.dev"):
+            release.apply(deployment(paused=True), namespace=namespace)
+        release.kubectl("delete", "llmd", "asked", "-n", namespace, "--wait=false")
+        nothing = json.dumps({"metadata": {"finalizers": None}})
+        release.kubectl("patch", "llmd", "asked", "-n", namespace, "--type=merge", "-p", nothing)
+        assert release.get("llmd", "asked", namespace) is None
+    finally:
+        operators(release, 2)
+
+
+def test_the_plain_manifests_are_taken_too(release: Cluster) -> None:
+    manifests = REPOSITORY / "manifests"
+    said = release.kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f",
+                           str(manifests / "crds.yaml"))  # fmt: skip
+    assert all(name in said for name in KEPT)
+    documents = list(yaml.safe_load_all((manifests / "cleave.yaml").read_text()))
+    for each in documents:
+        # A dry run makes no namespace for what follows.
+        if each["metadata"].get("namespace"):
+            each["metadata"]["namespace"] = HOME
+    release.kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", "-",
+                    input=yaml.safe_dump_all(documents))  # fmt: skip
+
+
+def test_an_uninstall_leaves_the_crds_and_a_later_install_takes_them_again(
+    release: Cluster, namespace: str
+) -> None:
+    release.apply(deployment(paused=True), namespace=namespace)
+    release.helm("uninstall", "cleave", "-n", HOME, "--wait", "--timeout", "2m")
+    left = json.loads(release.kubectl(
+        "get", "clusterrole,clusterrolebinding,validatingwebhookconfiguration", "-o", "json",
+        "-l", "app.kubernetes.io/name=cleave",
+    ))  # fmt: skip
+    assert left["items"] == []
+    assert release.get("secret", "cleave-webhook", HOME) is None
+    assert release.get("llmd", "asked", namespace)["spec"]["paused"] is True
+    helm(release, "install")
+    assert release.get("llmd", "asked", namespace) is not None
+    release.kubectl("delete", "llmd", "asked", "-n", namespace, "--timeout=60s")

@@ -1,0 +1,33 @@
+"""Who may speak to workers: the pods of their own deployment, and nobody else. Pure.
+
+Called by the controller where it is told to. Engines ask nobody for a key: the gateway does, and
+whoever reaches an engine past it is not asked. Their ports are chosen when they start, hence all.
+What is hard: Kubernetes lets the node itself in always, which probes and port-forwarding need.
+"""
+
+from cleave.pods.discovery import Owner, deployment_of
+from cleave.pods.labels import COMPONENT, DEPLOYMENT, FOLLOWER, WORKER, Manifest, workers_name
+
+
+def workers_policy(owner: Owner) -> Manifest:
+    """The NetworkPolicy over the workers of a deployment, followers included."""
+    deployment = deployment_of(owner)
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": workers_name(deployment),
+            "namespace": owner.namespace,
+            "labels": {DEPLOYMENT: deployment},
+        },
+        "spec": {
+            "podSelector": {
+                "matchLabels": {DEPLOYMENT: deployment},
+                "matchExpressions": [
+                    {"key": COMPONENT, "operator": "In", "values": [WORKER, FOLLOWER]}
+                ],
+            },
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": {"matchLabels": {DEPLOYMENT: deployment}}}]}],
+        },
+    }
