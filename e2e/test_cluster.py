@@ -12,6 +12,7 @@ from cleave.api.engine import Engine, EngineType
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.api.role import Role
+from cleave.pods.discovery import role_binding, service_account, workers_service
 from cleave.pods.worker import worker_pod
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -40,7 +41,14 @@ def test_the_api_server_takes_the_resource_definitions(cluster: Cluster) -> None
 def test_a_worker_is_scheduled_on_a_node_with_gpus_and_answers(
     cluster: Cluster, nodes, namespace: str
 ) -> None:
-    pod = worker_pod(pool("chat", namespace), 0)
+    owner = pool("chat", namespace)
+    cluster.apply(
+        service_account(owner),
+        role_binding(owner, "view"),
+        workers_service(owner),
+        namespace=namespace,
+    )
+    pod = worker_pod(owner, 0)
     pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] = "1"
     cluster.apply(pod, namespace=namespace)
     cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", "-n", namespace)

@@ -1,7 +1,8 @@
 """The process that nodes of a test cluster live in: `python -m cluster.kubelet KUBECONFIG FOLDER`.
 
-Orders come as lines of JSON on standard input (`["add", SHAPE]`, `["lose", NAME]`), each answered
-with `done`; when input ends, so does everything that runs here. It also stands in for kube-proxy.
+Orders come as lines of JSON on standard input (`["add", SHAPE]`, `["lose", NODE]`, `["kill",
+POD]`), each answered with `done`; when input ends, so does everything that runs here. It also stands
+in for kube-proxy.
 """
 
 import asyncio
@@ -41,6 +42,10 @@ class Kubelet:
                 node.listed([pod for pod in self._pods.values() if _node(pod) == shape.name])
             case "lose", str(name):
                 await self._nodes.pop(name).lose()
+            case "kill", str(pod):
+                killed = [node for node in self._nodes.values() if node.kill(pod)]
+                if not killed:
+                    raise ValueError(f"no pod {pod} runs")
             case _:
                 raise ValueError(f"unknown order {verb}")
 

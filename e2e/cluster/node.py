@@ -75,6 +75,10 @@ class Node:
         self._pods.clear()
         await asyncio.gather(*(runner.kill() for runner in runners))
 
+    def kill(self, pod: str) -> bool:
+        """SIGKILL a pod's process, which is then restarted; whether it ran here."""
+        return any([runner.crash() for runner in self._pods.values() if runner.name == pod])
+
     def listed(self, pods: list[Manifest]) -> None:
         """All pods of this node, as they are now."""
         for uid in self._pods.keys() - {pod["metadata"]["uid"] for pod in pods}:

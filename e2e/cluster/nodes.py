@@ -146,6 +146,10 @@ class Nodes:
         """Kill a node's processes and let it be silent from now on."""
         self._order("lose", name)
 
+    def kill(self, pod: str) -> None:
+        """SIGKILL a pod's process, as the kernel does when memory is short; it is restarted."""
+        self._order("kill", pod)
+
     def log(self, pod: str) -> str:
         """What the pods of this name have written, all of them."""
         logs = sorted((self.folder / "pods").glob(f"*_{pod}_*.log"))

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class Runner:
         self, api: Client, pod: Manifest, place: Place, done: Callable[["Runner"], None]
     ) -> None:
         self.uid: str = pod["metadata"]["uid"]
+        self.name: str = pod["metadata"]["name"]
         self.place = place
         self._api = api
         self._pod = pod
@@ -61,7 +63,7 @@ class Runner:
         self._changed = asyncio.Event()
         self._deleted = asyncio.Event()
         self._grace_s: float | None = None
-        self._task = asyncio.create_task(self._run(), name=f"pod {pod['metadata']['name']}")
+        self._task = asyncio.create_task(self._run(), name=f"pod {self.name}")
 
     def delete(self, grace_s: float) -> None:
         """End within `grace_s`, then tell the API server that it is gone."""
@@ -70,6 +72,13 @@ class Runner:
             self._deleted.set()
             if self._life is not None:
                 self._ending = asyncio.create_task(self._life.stop(grace_s))
+
+    def crash(self) -> bool:
+        """SIGKILL the process and all it started; whether it ran."""
+        if self._facts.pid is None:
+            return False
+        os.killpg(self._facts.pid, signal.SIGKILL)
+        return True
 
     async def kill(self) -> None:
         """End at once without a word, as when a node is lost."""

@@ -1,0 +1,300 @@
+"""The operator on a real control plane, installed as users install it, with exactly its own rights."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import yaml
+from cluster import tools
+from cluster.cluster import Cluster, CommandError, wait_until
+from cluster.load import Load, ask
+from cluster.nodes import Nodes, gpu_node
+
+CHART = tools.REPOSITORY / "charts" / "cleave"
+SYSTEM = "cleave-system"
+LEASE = "cleave-operator"
+READY_S = 120
+
+CHAT = """
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: {source: facebook/opt-13b, servedName: chat, maxModelLen: 8192}
+  slo: {ttftMs: 400, tpotMs: 40}
+  engine: {type: Emulated, emulated: {timeScale: 0.2}}
+  placement:
+    manual:
+      - {role: prefill, replicas: 1}
+      - {role: decode, replicas: 2}
+"""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def installed(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster with the operator, installed in one command."""
+    if cluster.nodes is not None:
+        cluster.nodes.add(gpu_node("node-a", clique="a"), gpu_node("node-b", clique="b"))
+    try:
+        cluster.helm(
+            *("install", "cleave", str(CHART), "-n", SYSTEM, "--create-namespace"),
+            *("--wait", "--timeout", "120s", "--take-ownership"),
+            timeout_s=150,
+        )
+    except CommandError as error:
+        raise AssertionError(f"{error.text}\n{told(cluster)}") from error
+    yield cluster
+    cluster.helm("uninstall", "cleave", "-n", SYSTEM, "--wait")
+    if cluster.nodes is not None:
+        for name in ("node-a", "node-b"):
+            cluster.nodes.lose(name)
+            cluster.kubectl("delete", "node", name)
+
+
+@pytest.fixture
+def nodes(installed: Cluster) -> Nodes:
+    if installed.nodes is None:
+        pytest.skip("needs nodes that a test may break")
+    return installed.nodes
+
+
+@pytest.fixture
+def chat(installed: Cluster, namespace: str) -> Iterator["Chat"]:
+    """A deployment that is ready; deleted afterwards."""
+    found = Chat(installed, namespace)
+    installed.kubectl("apply", "-n", namespace, "-f", "-", input=CHAT)
+    try:
+        found.until_ready()
+        yield found
+    finally:
+        installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
+
+
+class Chat:
+    """The deployment `chat` in a namespace."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+
+    @property
+    def deployment(self) -> dict:
+        return self.cluster.get("llmd", "chat", self.namespace) or {}
+
+    @property
+    def address(self) -> str:
+        """Of the gateway's Service, as clients inside the cluster reach it."""
+        service = self.cluster.get("service", "chat", self.namespace)
+        assert service is not None
+        if self.cluster.nodes is not None:
+            return f"{service['spec']['clusterIP']}:80"
+        endpoint = self.cluster.endpoint("chat", self.namespace, "http")
+        assert endpoint is not None
+        return endpoint
+
+    def workers(self, role: str = "") -> list[dict]:
+        """Worker pods that are meant to stay."""
+        selector = "cleave.dev/component=worker" + (f",cleave.dev/role={role}" if role else "")
+        pods = self.cluster.list("pods", self.namespace, selector)
+        return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
+    def until_ready(self, timeout_s: float = READY_S) -> None:
+        try:
+            wait_until(self.is_ready, timeout_s, "the deployment is ready")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{told(self.cluster, self.namespace)}") from error
+
+    def is_ready(self) -> bool:
+        """Whether what was asked for last is there, and nothing else."""
+        found = self.deployment
+        status = found.get("status", {})
+        return (
+            status.get("observedGeneration") == found["metadata"]["generation"]
+            and condition(found, "Ready") == "True"
+            and condition(found, "Progressing") != "True"
+        )
+
+    def edit(self, spec: dict) -> None:
+        patch = json.dumps({"spec": spec})
+        self.cluster.kubectl(
+            *("patch", "llmd", "chat", "-n", self.namespace, "--type=merge", "-p", patch)
+        )
+
+    def ask(self, tokens: int = 16) -> str:
+        messages = [{"role": "user", "content": "What is a river?"}]
+        question = {"model": "chat", "messages": messages, "max_tokens": tokens, "stream": True}
+        return ask(self.address, question)
+
+
+def test_an_applied_manifest_ends_in_an_answered_chat(chat: Chat) -> None:
+    assert [len(chat.workers(role)) for role in ("prefill", "decode")] == [1, 2]
+    assert chat.ask() == ""
+    chat.cluster.kubectl(
+        *("wait", "--for=condition=Ready", "llmd/chat", "-n", chat.namespace, "--timeout=5s")
+    )
+
+
+def test_an_edit_rolls_out_under_load_without_a_failed_request(chat: Chat) -> None:
+    before = {pod["metadata"]["uid"] for pod in chat.workers()}
+    seen: list[tuple[int, int]] = []
+
+    def is_rolled_out() -> bool:
+        decode = chat.workers("decode")
+        seen.append((len(decode), sum(is_pod_ready(pod) for pod in decode)))
+        return chat.is_ready() and not before & {p["metadata"]["uid"] for p in chat.workers()}
+
+    with Load(chat.address, "chat") as load:
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        chat.edit({"engine": {"env": [{"name": "EDITED", "value": "1"}]}})
+        try:
+            wait_until(is_rolled_out, 180, "every instance is replaced")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+        after = load.answered
+        wait_until(lambda: load.answered > after + 20, 30, "the new instances answer")
+    assert load.failures == []
+    assert max(total for total, _ in seen) <= 3, "never more than one above the wanted two"
+    assert min(ready for _, ready in seen) >= 2, "never fewer than the wanted two"
+    assert [len(chat.workers(role)) for role in ("prefill", "decode")] == [1, 2]
+
+
+def test_a_lost_nodes_instances_are_replaced(chat: Chat, nodes: Nodes) -> None:
+    lost = chat.workers("decode")[0]["spec"]["nodeName"]
+    gone = {pod["metadata"]["uid"] for pod in chat.workers() if pod["spec"]["nodeName"] == lost}
+    nodes.lose(lost)
+    try:
+        wait_until(
+            lambda: chat.is_ready() and not gone & {p["metadata"]["uid"] for p in chat.workers()},
+            READY_S,
+            "instances of the lost node are replaced",
+        )
+        wait_until(lambda: chat.ask() == "", 30, "the others answer")
+    finally:
+        chat.cluster.kubectl("delete", "node", lost)
+        nodes.add(gpu_node(lost))
+
+
+def test_a_scale_up_that_no_node_has_room_for_is_taken_back_and_reported(chat: Chat) -> None:
+    chat.edit(
+        {
+            "rollout": {"pendingTimeoutS": 10},
+            "template": {"resources": {"requests": {"cpu": "40"}, "limits": {"cpu": "40"}}},
+        }
+    )
+    chat.until_ready(180)
+    pool = ("ipool/chat-decode", "-n", chat.namespace)
+    chat.cluster.kubectl("patch", *pool, "--type=merge", "-p", '{"spec":{"owner":"Manual"}}')
+    chat.cluster.kubectl("scale", *pool, "--replicas=6")
+    try:
+        wait_until(
+            lambda: condition(chat.deployment, "ScalingLimited") == "True", 90, "it is reported"
+        )
+        wait_until(lambda: all(map(is_pod_ready, chat.workers())), 60, "nothing stays pending")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+    assert "Insufficient cpu" in message(chat.deployment, "ScalingLimited")
+    assert chat.ask() == ""
+
+
+def test_another_operator_takes_over_and_does_nothing_twice(chat: Chat, nodes: Nodes) -> None:
+    leader = holder(chat.cluster)
+    chat.edit({"placement": {"manual": placement(prefill=3, decode=4)}})
+    nodes.kill(leader)
+    killed = time.monotonic()
+    wait_until(lambda: holder(chat.cluster) not in ("", leader), 15, "another operator leads")
+    took_s = time.monotonic() - killed
+    wait_until(
+        lambda: chat.is_ready() and len(chat.workers()) == 7, READY_S, "the edit is carried out"
+    )
+    made = list((nodes.folder / "pods").glob(f"{chat.namespace}_chat-[pd]*.log"))
+    assert len(made) == 7, "one pod for each instance, and none too many"
+    print(f"took over after {took_s:.1f} s")
+
+
+def test_changes_while_no_operator_runs_are_carried_out_afterwards(chat: Chat) -> None:
+    operator = ("deployment/cleave-operator", "-n", SYSTEM)
+    chat.cluster.kubectl("scale", *operator, "--replicas=0")
+    try:
+        wait_until(
+            lambda: not chat.cluster.list("pods", SYSTEM), 60, "no operator is left"
+        )
+        chat.edit({"placement": {"manual": placement(prefill=2, decode=1)}})
+        victim = chat.workers("prefill")[0]["metadata"]["name"]
+        chat.cluster.kubectl("delete", "pod", victim, "-n", chat.namespace)
+        chat.cluster.kubectl("delete", "service", "chat-workers", "-n", chat.namespace)
+    finally:
+        chat.cluster.kubectl("scale", *operator, "--replicas=2")
+    wait_until(
+        lambda: [len(chat.workers(role)) for role in ("prefill", "decode")] == [2, 1]
+        and chat.is_ready(),
+        READY_S,
+        "everything is as asked for",
+    )
+    wait_until(lambda: chat.ask() == "", 30, "it answers")
+
+
+def test_a_deleted_deployment_drains_and_leaves_nothing(chat: Chat) -> None:
+    faults: list[str] = []
+    stream = threading.Thread(target=lambda: faults.append(chat.ask(tokens=400)))
+    stream.start()
+    time.sleep(0.5)
+    chat.cluster.kubectl("delete", "llmd", "chat", "-n", chat.namespace, timeout_s=180)
+    stream.join()
+    assert faults == [""]
+
+    def left() -> list[str]:
+        kinds = "pods,services,deployments,instancepools,poddisruptionbudgets"
+        return chat.cluster.kubectl("get", kinds, "-n", chat.namespace, "-o", "name").split()
+
+    wait_until(lambda: not left(), 60, "nothing is left")
+
+
+def placement(**replicas: int) -> list[dict[str, object]]:
+    return [{"role": role, "replicas": count} for role, count in replicas.items()]
+
+
+def condition(found: dict, kind: str) -> str:
+    return str(_condition(found, kind).get("status", ""))
+
+
+def message(found: dict, kind: str) -> str:
+    return str(_condition(found, kind).get("message", ""))
+
+
+def _condition(found: dict, kind: str) -> dict:
+    conditions = found.get("status", {}).get("conditions", [])
+    return next((each for each in conditions if each["type"] == kind), {})
+
+
+def is_pod_ready(pod: dict) -> bool:
+    return condition(pod, "Ready") == "True"
+
+
+def holder(cluster: Cluster) -> str:
+    """Name of the operator that leads."""
+    lease = cluster.get("lease", LEASE, SYSTEM) or {}
+    return str(lease.get("spec", {}).get("holderIdentity", ""))
+
+
+def told(cluster: Cluster, namespace: str = SYSTEM) -> str:
+    """What helps to understand a failure."""
+    parts: list[Callable[[], str]] = [
+        lambda: yaml.safe_dump([d.get("status") for d in cluster.list("llmd", namespace)]),
+        lambda: cluster.kubectl("get", "pods", "-A", "-o", "wide"),
+        lambda: cluster.kubectl("get", "events", "-n", namespace),
+    ]
+    text = []
+    for part in parts:
+        try:
+            text.append(part())
+        except CommandError as error:
+            text.append(str(error))
+    if cluster.nodes is not None:
+        for log in (cluster.nodes.folder / "pods").glob(f"{SYSTEM}_*.log"):
+            lines = log.read_text(errors="replace").splitlines()[-25:]
+            text.append("\n".join([f"== {log.name}", *lines]))
+    return "\n".join(text)
