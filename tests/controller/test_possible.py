@@ -78,24 +78,22 @@ def test_a_model_of_unknown_size_is_a_fault_only_where_it_must_be_planned() -> N
     assert find(model=unknown, workload=WORKLOAD, placement=by_hand) == Findings()
 
 
-def test_a_folder_that_only_the_nodes_have_is_no_fault() -> None:
-    assert not find(model="/models/mine", workload=WORKLOAD).faults
-    assert find(model="/models/mine", placement=manual(parallel("mixed", tensor=3))) == Findings()
+def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
+    (tmp_path / "config.json").write_text("not JSON")
+    assert find(A100, model=str(tmp_path), workload=WORKLOAD) == Findings()
+    assert find(model=str(tmp_path), placement=manual(parallel("mixed", tensor=3))) == Findings()
 
 
-def test_a_folder_that_is_here_is_read(tmp_path) -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 100,
-        "max_position_embeddings": 128,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (fault,) = find(model=str(tmp_path), placement=manual(parallel("mixed", tensor=3))).faults
-    assert "4 attention heads" in fault
+def test_the_operator_opens_no_file_that_a_deployment_names(tmp_path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("hush\nhush\n")
+    (fault,) = find(A100, workload={"rate": 1, "trace": {"path": str(secret)}}).faults
+    assert fault.startswith("spec.workload.trace.path: no file is read in a cluster; state rate")
+    secret = secret.rename(tmp_path / "token.yaml")
+    engine = {"type": "Emulated", "emulated": {"latency": str(secret)}}
+    (fault,) = find(engine=engine, workload=WORKLOAD).faults
+    assert fault.startswith("spec.engine.emulated.latency: no file is read in a cluster")
+    assert "hush" not in fault
 
 
 def test_an_emulated_engine_asks_for_a_latency_profile_and_nothing_else() -> None:

@@ -104,7 +104,7 @@ def placed(written: Manifest) -> Placement:
 def _unplanned(deployment: LLMDeployment, status: Manifest) -> Decision:
     """By hand, or the smallest fleet where nothing is stated at all."""
     try:
-        placement = plan(deployment)
+        placement = plan(deployment, reads_files=False)
     except PlanError as error:
         return _kept(status, "Faulty", "; ".join(error.faults))
     told = _written(selected_plan(deployment, placement))

@@ -18,6 +18,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
 from cleave.controller.actions import PlanOutcome
+from cleave.controller.possible import unread
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
     from cleave.pods.pool import selected_plan
 
     deployment = LLMDeployment.model_validate_json(text)
+    if faults := tuple(unread(deployment)):
+        return question.with_faults(faults)
     try:
         if deployment.spec.engine.type is EngineType.EMULATED:
             problem = emulated.problem(deployment, cluster=cluster)

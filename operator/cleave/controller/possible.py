@@ -1,14 +1,12 @@
 """What a resource asks for that no cluster could give, and what this cluster cannot give today.
 
-Pure but for the model's config.json where the model is a folder that is here. Called by
-`cleave.controller.admission`. What is hard: a fault is for ever, so it must hold whatever nodes
+Pure. Called by `cleave.controller.admission` and the planner's desk. What is hard: a fault is for ever, so it must hold whatever nodes
 come later; everything that depends on the nodes is a warning.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
@@ -40,7 +38,7 @@ class Findings:
 def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Findings:
     """Of a whole deployment. `cluster`: the nodes there are; None: not known."""
     spec = deployment.spec
-    faults = [*_profile_faults(spec.engine)]
+    faults = [*_profile_faults(spec.engine), *unread(deployment)]
     if spec.engine.type is EngineType.EMULATED:
         # Its instances have no weights to split and run on any node.
         return Findings(tuple(faults))
@@ -51,7 +49,7 @@ def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Finding
         return Findings(tuple(faults))
     if spec.model.folder is None:
         faults += _model_faults(spec.model)
-    if faults or cluster is None:
+    if faults or cluster is None or spec.model.folder is not None:
         return Findings(tuple(faults))
     return Findings(warnings=tuple(_unplannable(deployment, cluster)))
 
@@ -67,6 +65,25 @@ def of_pool(pool: InstancePool, cluster: Cluster | None) -> Findings:
         faults.append(f"spec.parallelism: {shape.name}: {reason}")
     missing = _missing_machine("spec", spec.gpu, spec.parallelism, cluster)
     return Findings(tuple(faults), tuple(missing))
+
+
+def unread(deployment: LLMDeployment) -> Iterator[str]:
+    """Files that a plan would need. The operator opens none that a deployment names.
+
+    Its own files, its token among them, are not for the eyes of whoever may write a deployment, and
+    what is wrong with a file is told with its text.
+    """
+    spec = deployment.spec
+    if spec.placement is not None or spec.workload is None:
+        return
+    remedy = "state instances by hand in spec.placement.manual"
+    if spec.workload.trace is not None:
+        yield (
+            "spec.workload.trace.path: no file is read in a cluster; state rate, promptTokens and "
+            f"outputTokens, as `cleave workload` tells them, or {remedy}"
+        )
+    if spec.engine.type is EngineType.EMULATED and latency.is_file(spec.engine.emulation.latency):
+        yield f"spec.engine.emulated.latency: no file is read in a cluster; {remedy}"
 
 
 def _profile_faults(engine: Engine) -> Iterator[str]:
@@ -156,11 +173,10 @@ def _fits(problem: Problem) -> Iterator[bool]:
 
 def _shape(asked: Model) -> ModelShape | None:
     """None: its dimensions are not known here, which is no fault of the deployment."""
-    folder = asked.folder
-    if folder is not None and not Path(folder).is_dir():
+    if asked.folder is not None:
         return None
     try:
-        return model.load(folder or asked.locator)
+        return model.load(asked.locator)
     except model.UnknownModelError:
         return None
 

@@ -46,12 +46,15 @@ class Placement:
         return sum(pool.replicas for pool in self.pools if pool.role is role)
 
 
-def plan(deployment: LLMDeployment) -> Placement:
+def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
     """The placement stated by hand, else one prefill and one decode instance.
 
+    Without `reads_files` a latency profile in a file is taken to be where the engines run.
     Raises PlanError.
     """
-    _must_be_measured(deployment.spec.engine)
+    engine = deployment.spec.engine
+    if reads_files or not latency.is_file(engine.emulation.latency):
+        _must_be_measured(engine)
     stated = deployment.spec.placement
     if stated is None:
         return Placement(
