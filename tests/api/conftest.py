@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import resource_cases
 
 Manifest = dict[str, Any]
 
@@ -13,11 +14,6 @@ def manifest() -> Callable[..., Manifest]:
     """Makes the smallest manifest with further spec fields."""
 
     def make(name: str = "chat", **spec: object) -> Manifest:
-        return {
-            "apiVersion": "cleave.dev/v1alpha1",
-            "kind": "LLMDeployment",
-            "metadata": {"name": name},
-            "spec": {"model": "org/model", "slo": {"ttftMs": 400, "tpotMs": 40}, **spec},
-        }
+        return resource_cases.manifest(name=name, **spec)
 
     return make

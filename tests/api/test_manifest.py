@@ -1,19 +1,24 @@
 """What a user reads when a manifest is right, and when it is not."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
+from resource_cases import REFUSED, UNUSUAL, Case
 
+from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
+from cleave.api.faults import fault_lines
 from cleave.api.manifest import ManifestError, load, load_all
+from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEPLOYMENTS = sorted(set(EXAMPLES.glob("*.yaml")) - set(EXAMPLES.glob("cluster*.yaml")))
-FAULTS = yaml.safe_load((Path(__file__).parent / "faults.yaml").read_text())
 
 Make = Callable[..., dict[str, Any]]
 
@@ -22,6 +27,16 @@ def faults(source: str | Path) -> tuple[str, ...]:
     with pytest.raises(ManifestError) as raised:
         load(source)
     return raised.value.faults
+
+
+def told(case: Case) -> tuple[str, ...]:
+    """What a reader is shown of a resource, which may be a pool."""
+    model = {"LLMDeployment": LLMDeployment, "InstancePool": InstancePool}[case.kind]
+    try:
+        model.model_validate_json(json.dumps(case.manifest), by_alias=True, by_name=False)
+    except ValidationError as error:
+        return tuple(fault_lines(error, model))
+    return ()
 
 
 def test_the_smallest_manifest_is_short_and_complete() -> None:
@@ -54,9 +69,19 @@ def test_a_placement_by_hand_fills_in_counts_and_parallelism(manifest: Make) -> 
     assert (pool.role, pool.replicas, pool.parallelism.gpus) == (Role.MIXED, 1, 1)
 
 
-@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case["name"])
-def test_every_fault_is_one_line_with_its_path(manifest: Make, case: dict[str, Any]) -> None:
-    assert faults(yaml.safe_dump(manifest(**case["spec"]))) == tuple(case["faults"])
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_every_fault_is_one_line_with_its_path(case: Case) -> None:
+    assert told(case) == case.faults
+
+
+@pytest.mark.parametrize("case", UNUSUAL, ids=lambda case: case.name)
+def test_what_is_only_unusual_is_taken(case: Case) -> None:
+    assert told(case) == ()
+
+
+def test_the_cases_are_many_and_unlike() -> None:
+    assert len({case.name for case in REFUSED}) == len(REFUSED) >= 40
+    assert len({case.name for case in UNUSUAL}) == len(UNUSUAL) >= 10
 
 
 @pytest.mark.parametrize(
@@ -85,8 +110,8 @@ def test_python_names_are_no_yaml_names(manifest: Make) -> None:
 
 def test_a_field_like_no_other_is_met_with_all_there_are(manifest: Make) -> None:
     (fault,) = faults(yaml.safe_dump(manifest(scheduling={"mode": "Auto"})))
-    known = "model, slo, workload, planning, placement, routing, engine, template"
-    assert fault == f"spec.scheduling: unknown field; known here: {known}"
+    known = "model, slo, workload, planning, placement, routing, engine, template, gateway, rollout"
+    assert fault.startswith(f"spec.scheduling: unknown field; known here: {known}")
 
 
 def test_a_long_value_is_shown_in_part(manifest: Make) -> None:

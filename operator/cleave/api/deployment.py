@@ -62,8 +62,8 @@ class ManualPlacement(Shape):
             "p.replicas * q.perCell == q.replicas * p.perCell && "
             "p.parallelism.pipeline == q.parallelism.pipeline))",
             holds=lambda p: _cells_match([pool for pool in p.manual if pool.per_cell]),
-            message="perCell needs prefill and decode instances that both state it, in equally many "
-            "cells and with the same pipeline size",
+            message="perCell needs prefill and decode instances that both state it, in equally "
+            "many cells and with the same pipeline size",
             field="manual",
         ),
     )
@@ -126,7 +126,7 @@ class Gateway(Shape):
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Container image; absent: Cleave's own."""
     keys_secret: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
-    """Secret whose entry `keys` has the API keys that are let in, one a line; absent: everyone is."""
+    """Secret whose entry `keys` has the API keys that are let in, one a line; absent: all are."""
 
 
 class LLMDeploymentSpec(Shape):
@@ -155,8 +155,8 @@ class LLMDeploymentSpec(Shape):
     paused: bool = False
     """Whether changes wait: nothing is planned, rolled out or scaled. Lost pods are replaced."""
     deletion_policy: Annotated[DeletionPolicy, Field(strict=False)] = DeletionPolicy.DRAIN
-    """What happens to running requests when the deployment is deleted. Drain: they end first, within
-    template.drainTimeoutS. Immediate: they are cut."""
+    """What happens to running requests when the deployment is deleted. Drain: they end first,
+    within template.drainTimeoutS. Immediate: they are cut."""
 
     rules = (
         Rule(

@@ -59,6 +59,8 @@ def _sentence(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseM
             return "must be a whole number" + got
         case "float_type" | "finite_number":
             return "must be a number" + got + _exponent(detail["input"])
+        case "bool_type":
+            return "must be true or false" + got
         case "string_type":
             return "must be text" + got
         case "model_type" | "model_attributes_type" | "dict_type":

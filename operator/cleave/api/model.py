@@ -70,10 +70,9 @@ class ModelCache(Shape):
     """Where workers find the model's files instead of downloading them: one of three."""
 
     host_path: HostPathCache | None = None
-    """A folder of each node: it keeps downloads (HF_HOME), or, where the source is a folder, is that
-    folder."""
+    """A folder of each node: it keeps downloads (HF_HOME), or is the folder that is the source."""
     persistent_volume_claim: ClaimCache | None = None
-    """A volume: it keeps downloads (HF_HOME), or, where the source is a folder, is that folder."""
+    """A volume: it keeps downloads (HF_HOME), or is the folder that is the source."""
     image: ImageCache | None = None
     """An image volume with the model's files: they are loaded from it, read-only."""
 

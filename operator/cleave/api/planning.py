@@ -59,8 +59,8 @@ class Planning(Shape):
     """How the planner chooses."""
 
     mode: Annotated[Mode, Field(strict=False)] = Mode.AUTO
-    """Auto: the best plan is applied; a placement by hand comes before it. Advisory: it is only told
-    in status.advice, and what runs stays. Manual: nothing is planned; spec.placement says it all."""
+    """Auto: the best plan is applied; a placement by hand comes before it. Advisory: it is only
+    told in status.advice, and what runs stays. Manual: spec.placement is all there is."""
     objective: Annotated[Objective, Field(strict=False)] = Objective.GOODPUT_PER_GPU
     """GoodputPerGPU, Cost (requests per price) or Power (requests per watt)."""
     affinity: Annotated[Affinity, Field(strict=False)] = Affinity.AUTO

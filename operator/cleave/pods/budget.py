@@ -1,12 +1,12 @@
 """Disruption budgets: how many pods whoever drains nodes may take at a time. Pure.
 
 Called by the controller. What is hard: Kubernetes counts pods, and an instance that is spread over
-nodes has several. A budget never forbids taking the last instance, or its node could not be drained.
+nodes has several. A budget never forbids to take the last instance: its node could not be drained.
 """
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.pods.labels import GATEWAY, POOL, Manifest, component_labels, gateway_name
+from cleave.pods.labels import DEPLOYMENT, GATEWAY, POOL, Manifest, component_labels, gateway_name
 
 
 def disruption_budget(pool: InstancePool) -> Manifest:
@@ -16,7 +16,8 @@ def disruption_budget(pool: InstancePool) -> Manifest:
         allowed: Manifest = {"maxUnavailable": 1}
     else:
         allowed = {"minAvailable": max(0, spec.replicas - 1) * spec.nodes}
-    return _budget(pool.name, pool.namespace, {POOL: pool.name}, allowed)
+    labels = {DEPLOYMENT: spec.deployment, POOL: pool.name}
+    return _budget(pool.name, pool.namespace, labels, allowed)
 
 
 def gateway_budget(deployment: LLMDeployment) -> Manifest:

@@ -1,0 +1,65 @@
+"""Resources that are refused, and unusual ones that are taken, for both sides of the API.
+
+Python checks them in tests/api; the e2e tests apply the same ones to a real API server.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_FOLDER = Path(__file__).parent
+_SMALLEST = {
+    "LLMDeployment": ("chat", {"model": "org/model", "slo": {"ttftMs": 400, "tpotMs": 40}}),
+    "InstancePool": (
+        "chat-mixed",
+        {"deployment": "chat", "role": "mixed", "revision": "r1", "model": "org/model"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    manifest: dict[str, Any]
+    faults: tuple[str, ...] = ()
+    """What Python tells; none: it is right."""
+    server: str = ""
+    """A part of what the API server tells."""
+
+    @property
+    def kind(self) -> str:
+        return self.manifest["kind"]
+
+
+def manifest(kind: str = "LLMDeployment", name: str = "", **spec: object) -> dict[str, Any]:
+    """The smallest manifest of a kind, with further spec fields."""
+    usual, smallest = _SMALLEST[kind]
+    return {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": kind,
+        "metadata": {"name": name or usual},
+        "spec": {**smallest, **spec},
+    }
+
+
+def _read(file: str) -> list[Case]:
+    return [_case(**written) for written in yaml.safe_load((_FOLDER / file).read_text())]
+
+
+def _case(
+    name: str,
+    kind: str = "LLMDeployment",
+    metadata: dict[str, str] | None = None,
+    spec: dict[str, Any] | None = None,
+    faults: list[str] | None = None,
+    server: str = "",
+) -> Case:
+    made = manifest(kind, **(metadata or {}), **(spec or {}))
+    told = server or (faults[0].split(": ", 1)[-1] if faults else "")
+    return Case(name, made, tuple(faults or ()), told)
+
+
+REFUSED = _read("faults.yaml")
+UNUSUAL = _read("unusual.yaml")
