@@ -18,6 +18,7 @@ from cleave.cli.logs import logs
 from cleave.cli.plan import plan
 from cleave.cli.profile import profile
 from cleave.cli.provision import provision
+from cleave.cli.rollout import rollout
 from cleave.cli.simulate import simulate
 from cleave.cli.status import status
 from cleave.cli.up import up
@@ -42,6 +43,7 @@ for command in (
     profile,
     workload,
     provision,
+    rollout,
 ):
     app.command()(command)
 app.command(context_settings=FORWARDED)(gateway)

@@ -50,7 +50,7 @@ def up(
     Example: cleave up -f examples/emulated.yaml -d
     """
     deployment = load_deployment(file)
-    placement = _place(deployment, file, cluster)
+    placement = place(deployment, file, cluster)
     from rich.console import Console
 
     from cleave.local import node
@@ -68,9 +68,13 @@ def up(
             asyncio.run(_up(job, Console(), timeout, detach))
 
 
-def _place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
+def place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
+    """Instances by role: stated by hand, else planned.
+
+    Ends with exit code 2 where something stated is wrong, 1 where no plan holds the targets.
+    """
     from cleave.api.manifest import ManifestError, load_cluster
-    from cleave.local.placing import place
+    from cleave.local import placing
     from cleave.planner.placement import PlanError
 
     try:
@@ -78,7 +82,7 @@ def _place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Pl
         is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
         bar = simulating_bar if is_planned else progress_bar
         with told(), bar("planning") as tick:
-            return place(deployment, file.parent, machines, tick)
+            return placing.place(deployment, file.parent, machines, tick)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
 
