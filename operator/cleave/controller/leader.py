@@ -52,7 +52,7 @@ class Leader:
         self._clock = clock
         self._until_s = float("-inf")
         self._seen: tuple[str, str] = ("", "")
-        self._seen_at_s = clock()
+        self._seen_at_s = self._tried_at_s = clock()
         self.elected = asyncio.Event()
         """Set while this operator leads."""
 
@@ -61,9 +61,15 @@ class Leader:
         """Whether this operator may write now."""
         return self._clock() < self._until_s
 
+    @property
+    def silent_s(self) -> float:
+        """How long ago the election was last looked at."""
+        return self._clock() - self._tried_at_s
+
     async def run(self) -> None:
         """Take part for ever."""
         while True:
+            self._tried_at_s = self._clock()
             await self._try()
             if self.elected.is_set() and not self.is_leading:
                 log.warning("%s has lost the lease %s", self._identity, self._name)

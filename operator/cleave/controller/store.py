@@ -6,10 +6,13 @@ never replaces a newer one, what was seen to go does not come back, and `Store.m
 has gone unseen.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.faults import fault_lines
@@ -17,8 +20,7 @@ from cleave.api.pool import InstancePool
 from cleave.controller import observed
 from cleave.controller.observed import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.wanted import Children
-from cleave.pods.labels import COMPONENT, DEPLOYMENT, GATEWAY, WORKER, Manifest
-from pydantic import ValidationError
+from cleave.pods.labels import COMPONENT, DEPLOYMENT, FOLLOWER, GATEWAY, WORKER, Manifest
 
 DEPLOYMENTS = "LLMDeployment"
 POOLS = "InstancePool"
@@ -175,7 +177,8 @@ class Store:
         if labels.get(COMPONENT) == GATEWAY:
             self._gateways[deployment][place.name] = manifest.get("status", {}).get("podIP", "")
             return set()
-        pod = observed.pod(manifest) if labels.get(COMPONENT) == WORKER else None
+        is_worker = labels.get(COMPONENT) in (WORKER, FOLLOWER)
+        pod = observed.pod(manifest) if is_worker else None
         if pod is None or self._pods.get(place) == pod:
             return set()
         self._pods[place] = pod
@@ -261,6 +264,8 @@ def _parsed(manifest: Manifest) -> Seen:
     }
     status = manifest.get("status", {})
     try:
-        return Seen(kind.model_validate(document, by_alias=True, by_name=False), meta, status)
+        # By way of JSON, as everywhere: strict types read Python's dates and enums otherwise.
+        text = json.dumps(document)
+        return Seen(kind.model_validate_json(text, by_alias=True, by_name=False), meta, status)
     except ValidationError as error:
         return Seen(None, meta, status, tuple(fault_lines(error, kind)))

@@ -19,6 +19,7 @@ from cleave.pods.labels import Manifest
 
 FINALIZER = "cleave.dev/drain"
 _DIGITS = 12
+_CONTROLLED = ("Pod", "InstancePool", "Deployment")
 _NOT_IN_PODS = {"replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy"}
 """Fields of a pool that change nothing of its pods."""
 
@@ -40,8 +41,9 @@ def owned(manifest: Manifest, owner: Resource) -> Manifest:
         "kind": owner.kind,
         "name": owner.name,
         "uid": owner.metadata.uid or "",
-        "controller": True,
         "blockOwnerDeletion": True,
+        # There is one controller at most; pools by hand may share a Service.
+        **({"controller": True} if manifest["kind"] in _CONTROLLED else {}),
     }
     return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [link]}}
 

@@ -1,0 +1,237 @@
+"""The operator at work: from what was seen to reconciles, from reconciles to writes.
+
+One worker at a time looks at an object; decisions are `deployment.reconcile` and `pool.reconcile`,
+writes are the executor's. Works only while this operator leads; what is seen goes into the index
+all the time, so that taking over means no more than starting to work.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool
+from cleave.controller import deployment, faulty, instances, inventory, observed, pool
+from cleave.controller.actions import Action, Ask, Delete, Reference, Requeue
+from cleave.controller.deployment import DeploymentView
+from cleave.controller.executor import Executor, NotLeadingError, StaleError
+from cleave.controller.fleets import Fleets
+from cleave.controller.inventory import Inventory
+from cleave.controller.kube import ApiError
+from cleave.controller.metrics import Metrics
+from cleave.controller.planning import Desk
+from cleave.controller.pool import PoolView
+from cleave.controller.queue import WorkQueue
+from cleave.controller.settings import Settings
+from cleave.controller.store import DEPLOYMENTS, Key, Seen, Store
+from cleave.pods.labels import Manifest
+
+log = logging.getLogger(__name__)
+
+WORKERS = 16
+RESYNC_S = 60.0
+_STALE_S = 0.2
+
+
+class Controller:
+    """Looks after every LLMDeployment and InstancePool that it sees."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        *,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        fleets: Fleets | None = None,
+    ) -> None:
+        self._settings, self._metrics = settings, metrics
+        self._now, self._clock = now, clock
+        self.store = Store()
+        self.queue: WorkQueue[Key] = WorkQueue(clock)
+        self.desk: Desk[Key] = Desk(self.queue.add)
+        self._fleets = fleets or Fleets(clock)
+        self._inventory: tuple[object, Inventory] | None = None
+
+    def seen(self, manifest: Manifest) -> None:
+        """An object is there, or has changed."""
+        self._look_at(self.store.put(manifest))
+
+    def gone(self, manifest: Manifest) -> None:
+        """An object has gone."""
+        self._look_at(self.store.drop(manifest))
+
+    def written_off(self, target: Reference) -> None:
+        """An object has gone, as the answer to a write told."""
+        meta = {"name": target.name, "namespace": target.namespace, "uid": target.uid}
+        self.gone({"kind": target.kind, "metadata": meta})
+
+    def lost(self, kind: str, listed: Mapping[tuple[str, str], str], version: int) -> int:
+        """Forget objects of a kind that a list of this version does not hold; how many."""
+        before = self.store.count().get(kind, 0)
+        self._look_at(self.store.missing(kind, listed, version))
+        return before - self.store.count().get(kind, 0)
+
+    async def work(self, executor: Executor, elected: asyncio.Event) -> None:
+        """Reconcile one object after the other, while this operator leads."""
+        while True:
+            await elected.wait()
+            key = await self.queue.take()
+            try:
+                await self._reconcile(key, executor)
+            finally:
+                self.queue.done(key)
+
+    async def resync(self, elected: asyncio.Event, period_s: float = RESYNC_S) -> None:
+        """Look at everything now and then, and when this operator begins to lead."""
+        while True:
+            await elected.wait()
+            self._look_at(set(self.store.keys()))
+            await asyncio.sleep(period_s)
+
+    def inventory(self) -> Inventory:
+        """What nodes offer."""
+        nodes = tuple(sorted(self.store.nodes.values(), key=lambda node: node.name))
+        if self._inventory is None or self._inventory[0] != nodes:
+            self._inventory = nodes, inventory.inventory(nodes, self._settings.cluster)
+        return self._inventory[1]
+
+    def _look_at(self, keys: set[Key]) -> None:
+        for key in keys:
+            self.queue.add(key)
+
+    async def _reconcile(self, key: Key, executor: Executor) -> None:
+        began = self._clock()
+        seen = self.store.seen(key)
+        if seen is None:
+            self.queue.forget(key)
+            self.desk.forget(key)
+            self._fleets.forget(key)
+            self._metrics.reconciled(key.kind, "gone", 0.0)
+            return
+        try:
+            actions = await self._decide(key, seen)
+            await executor.carry_out(actions)
+        except NotLeadingError:
+            outcome = "stale"
+            self.queue.add_after(key, _STALE_S)
+        except StaleError as error:
+            outcome = "stale"
+            log.info("%s %s/%s has changed meanwhile: %s", *key, error)
+            self.queue.add_after(key, _STALE_S)
+        except ApiError as error:
+            outcome = "failed"
+            delay_s = self.queue.failed(key)
+            log.warning("%s %s/%s: %s; again in %.1f s", *key, error, delay_s)
+        except Exception:
+            # A bug of ours in one object's state must not keep the others from being looked at.
+            outcome = "failed"
+            log.exception("%s %s/%s: again in %.1f s", *key, self.queue.failed(key))
+        else:
+            outcome = self._follow_up(key, seen, actions)
+        self._metrics.reconciled(key.kind, outcome, self._clock() - began)
+
+    def _follow_up(self, key: Key, seen: Seen, actions: list[Action]) -> str:
+        """Ask and wait as the reconcile wants; what the reconcile came to, in a word."""
+        self.queue.succeeded(key)
+        if (pause_s := self._fleets.again_after_s(key)) is not None:
+            self.queue.add_after(key, pause_s)
+        for action in actions:
+            if isinstance(action, Requeue):
+                self.queue.add_after(key, action.after_s)
+            elif isinstance(action, Ask) and isinstance(seen.resource, LLMDeployment):
+                cluster = self.inventory().cluster
+                self.desk.ask(key, seen.resource, cluster, action.question)
+        is_idle = all(isinstance(action, Ask | Requeue) for action in actions)
+        return "idle" if is_idle else "changed"
+
+    async def _decide(self, key: Key, seen: Seen) -> list[Action]:
+        match seen.resource:
+            case LLMDeployment() as resource:
+                return await self._decide_deployment(key, seen, resource)
+            case InstancePool() as resource:
+                return await self._decide_pool(key, seen, resource)
+            case _:
+                return faulty.report(key.kind, seen.meta, seen.status, seen.faults, self._now())
+
+    async def _decide_deployment(
+        self, key: Key, seen: Seen, resource: LLMDeployment
+    ) -> list[Action]:
+        pods = self.store.pods(key)
+        ready = frozenset(pod.name for pod in pods if pod.ready and not pod.is_follower)
+        known = await self._fleets.known(key, self.store.gateways(key), ready)
+        pools = [each for each in self.store.pools(key) if isinstance(each.resource, InstancePool)]
+        view = DeploymentView(
+            deployment=resource,
+            inventory=self.inventory(),
+            now_s=self._now(),
+            status=seen.status,
+            pools=tuple(each.resource for each in pools if isinstance(each.resource, InstancePool)),
+            pool_status={
+                each.resource.spec.role: each.status
+                for each in pools
+                if isinstance(each.resource, InstancePool)
+            },
+            pods=tuple(self._instances(pools, pods)),
+            children=self.store.children(seen.meta["uid"]),
+            outcome=self.desk.last(key),
+            instances=known,
+            settings=self._settings,
+        )
+        return deployment.reconcile(view)
+
+    def _instances(
+        self, pools: list[Seen], pods: tuple[observed.ObservedPod, ...]
+    ) -> list[observed.ObservedPod]:
+        """One per instance; pools say how many pods each has."""
+        each = {
+            seen.resource.name: seen.resource.spec.nodes
+            for seen in pools
+            if isinstance(seen.resource, InstancePool)
+        }
+        names = sorted({pod.pool for pod in pods})
+        return [
+            instance
+            for name in names
+            for instance in observed.instances(
+                (pod for pod in pods if pod.pool == name), each.get(name, 1)
+            )
+        ]
+
+    async def _decide_pool(self, key: Key, seen: Seen, resource: InstancePool) -> list[Action]:
+        owner = Key(DEPLOYMENTS, key.namespace, resource.spec.deployment)
+        known = self._fleets.last(owner)
+        actions = pool.reconcile(self._pool_view(key, seen, resource, known))
+        if any(isinstance(action, Delete) and action.grace_s is None for action in actions):
+            # The emptiest instances go, so it is worth knowing which those are now.
+            known = await self._fleets.fresh(owner, self.store.gateways(owner))
+            actions = pool.reconcile(self._pool_view(key, seen, resource, known))
+        return actions
+
+    def _pool_view(
+        self,
+        key: Key,
+        seen: Seen,
+        resource: InstancePool,
+        known: Mapping[str, instances.Instance],
+    ) -> PoolView:
+        pods = tuple(
+            replace(pod, load=float(instances.count_requests(known[pod.name])))
+            if pod.name in known
+            else pod
+            for pod in self.store.pods(key)
+        )
+        told = [known[pod.name] for pod in pods if pod.name in known]
+        return PoolView(
+            pool=resource,
+            now_s=self._now(),
+            status=seen.status,
+            pods=pods,
+            children=self.store.children(seen.meta["uid"]),
+            nodes=self.store.nodes,
+            numbers=self.inventory().numbers,
+            serving=sum(each.selectable for each in told) if told else None,
+            settings=self._settings,
+        )

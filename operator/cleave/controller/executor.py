@@ -1,0 +1,250 @@
+"""The only part of the operator that writes: carries out what reconciles want done.
+
+Used by the controller. What is hard: answers may be lost, objects may have changed, and another
+operator may have taken over. Every write can be repeated, names the object it means, and is not
+made once the lease has run out. Objects as the API server answers them go into the index at once,
+so that the next decision knows what this one did.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+from cleave.controller.actions import (
+    Action,
+    Apply,
+    Ask,
+    Create,
+    Delete,
+    Emit,
+    PatchStatus,
+    Reference,
+    Requeue,
+    SetFinalizers,
+)
+from cleave.controller.kube import (
+    APPLY_PATCH,
+    KINDS,
+    MANAGER,
+    MERGE_PATCH,
+    ApiError,
+    Kube,
+    persistent,
+)
+from cleave.controller.metrics import Metrics
+from cleave.controller.observed import timestamp
+from cleave.pods.labels import Manifest
+
+log = logging.getLogger(__name__)
+
+Write = Apply | Create | Delete | PatchStatus | SetFinalizers | Emit
+
+_NOT_FOUND = 404
+_CONFLICT = 409
+_AT_ONCE = 32
+"""Requests under way at a time."""
+
+
+class NotLeadingError(RuntimeError):
+    """Another operator may be writing."""
+
+
+class StaleError(RuntimeError):
+    """The object has changed since it was seen; the decision has to be taken anew."""
+
+
+class Executor:
+    """Writes to one API server."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        *,
+        may_write: Callable[[], bool],
+        seen: Callable[[Manifest], None],
+        gone: Callable[[Reference], None],
+        clock: Callable[[], float],
+        metrics: Metrics,
+    ) -> None:
+        self._kube = kube
+        self._may_write = may_write
+        self._seen, self._gone = seen, gone
+        self._clock = clock
+        self._metrics = metrics
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def carry_out(self, actions: Iterable[Action]) -> None:
+        """Everything that writes, in order; pods are made and deleted side by side.
+
+        Raises ApiError, StaleError or NotLeadingError; what came before has been done.
+        """
+        writes = [each for each in actions if not isinstance(each, Ask | Requeue)]
+        for kind, same in groupby(writes, key=type):
+            batch = list(same)
+            if kind in (Create, Delete, Emit):
+                await self._side_by_side(batch)
+            else:
+                for each in batch:
+                    await self._do(each)
+
+    async def _side_by_side(self, batch: Sequence[Write]) -> None:
+        ended = await asyncio.gather(*(self._do(each) for each in batch), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def _do(self, action: Write) -> None:
+        name = type(action).__name__
+        try:
+            async with self._slots:
+                match action:
+                    case Apply():
+                        await self._apply(action)
+                    case Create():
+                        await self._create(action)
+                    case Delete():
+                        await self._delete(action)
+                    case PatchStatus():
+                        await self._patch_status(action)
+                    case SetFinalizers():
+                        await self._set_finalizers(action)
+                    case Emit():
+                        await self._emit(action)
+        except ApiError as error:
+            self._metrics.actions[name, "failed"] += 1
+            if error.status == _CONFLICT:
+                raise StaleError(str(error)) from error
+            raise
+        self._metrics.actions[name, "done"] += 1
+
+    async def _apply(self, action: Apply) -> None:
+        manifest = action.manifest
+        meta = manifest["metadata"]
+        path = KINDS[manifest["kind"]].path(meta["namespace"], meta["name"])
+        query = {"fieldManager": MANAGER, "force": "true"}
+        self._seen(await self._write("PATCH", path, manifest, APPLY_PATCH, query))
+
+    async def _create(self, action: Create) -> None:
+        manifest = action.manifest
+        path = KINDS[manifest["kind"]].path(manifest["metadata"]["namespace"])
+        try:
+            self._seen(await self._write("POST", path, manifest, query={"fieldManager": MANAGER}))
+        except ApiError as error:
+            # It was made before, by an answer that was lost or by the operator before this one.
+            if error.status != _CONFLICT:
+                raise
+            target = manifest["metadata"]
+            self._seen(await self._kube.get(manifest["kind"], target["namespace"], target["name"]))
+
+    async def _delete(self, action: Delete) -> None:
+        target = action.target
+        body: Manifest = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": target.uid},
+        }
+        if action.grace_s is not None:
+            body["gracePeriodSeconds"] = action.grace_s
+        path = KINDS[target.kind].path(target.namespace, target.name)
+        try:
+            answer = await self._write("DELETE", path, body)
+        except ApiError as error:
+            # Gone, or another one of its name is there.
+            if error.status not in (_NOT_FOUND, _CONFLICT):
+                raise
+            self._gone(target)
+            return
+        if answer.get("kind") == target.kind and "deletionTimestamp" in answer["metadata"]:
+            self._seen(answer)
+        else:
+            self._gone(target)
+
+    async def _patch_status(self, action: PatchStatus) -> None:
+        target = action.target
+        api = KINDS[target.kind]
+        body = {
+            "apiVersion": api.version,
+            "kind": target.kind,
+            "metadata": {"name": target.name, "namespace": target.namespace, "uid": target.uid},
+            "status": action.status,
+        }
+        path = api.path(target.namespace, target.name, "status")
+        query = {"fieldManager": f"{MANAGER}-status", "force": "true"}
+        try:
+            self._seen(await self._write("PATCH", path, body, APPLY_PATCH, query))
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            self._gone(target)
+
+    async def _set_finalizers(self, action: SetFinalizers) -> None:
+        target = action.target
+        meta = {"finalizers": list(action.finalizers), "resourceVersion": action.version}
+        path = KINDS[target.kind].path(target.namespace, target.name)
+        query = {"fieldManager": MANAGER}
+        try:
+            answer = await self._write("PATCH", path, {"metadata": meta}, MERGE_PATCH, query)
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            self._gone(target)
+            return
+        if answer["metadata"].get("finalizers") or "deletionTimestamp" not in answer["metadata"]:
+            self._seen(answer)
+        else:
+            self._gone(target)
+
+    async def _emit(self, action: Emit) -> None:
+        """An Event that nobody can take is no reason to stop."""
+        target = action.target
+        now = timestamp(self._clock())
+        text = f"{target.uid}/{action.reason}/{action.message}/{now}"
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{target.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}",
+                "namespace": target.namespace,
+            },
+            "involvedObject": {
+                "apiVersion": KINDS[target.kind].version,
+                "kind": target.kind,
+                "namespace": target.namespace,
+                "name": target.name,
+                "uid": target.uid,
+            },
+            "reason": action.reason,
+            "message": action.message,
+            "type": "Warning" if action.is_warning else "Normal",
+            "source": {"component": MANAGER},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        try:
+            await self._write("POST", KINDS["Event"].path(target.namespace), event)
+        except ApiError as error:
+            if error.status != _CONFLICT:
+                log.warning("Event of %s %s: %s", target.kind, target.name, error)
+
+    async def _write(
+        self,
+        method: str,
+        path: str,
+        body: Manifest,
+        content_type: str = "application/json",
+        query: dict[str, str] | None = None,
+    ) -> Manifest:
+        """One write, repeated while its errors pass and the lease holds."""
+
+        async def once() -> Manifest:
+            if not self._may_write():
+                raise NotLeadingError("the lease has run out")
+            return await self._kube.request(
+                method, path, query=query, body=body, content_type=content_type
+            )
+
+        return await persistent(once)

@@ -1,0 +1,88 @@
+"""What the operator counts. Plain numbers, made into Prometheus metrics at a scrape."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """Everything one operator has counted since its start."""
+
+    def __init__(self) -> None:
+        self.reconciles: dict[tuple[str, str], int] = defaultdict(int)
+        """By kind and outcome: idle (nothing to do), changed, stale, failed, gone."""
+        self.actions: dict[tuple[str, str], int] = defaultdict(int)
+        """Writes by action and outcome: done, failed."""
+        self.events: dict[tuple[str, str], int] = defaultdict(int)
+        """Of the watches, by kind and type."""
+        self._seconds: dict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_S) + 1))
+        self._sums: dict[str, float] = defaultdict(float)
+
+    def reconciled(self, kind: str, outcome: str, seconds: float) -> None:
+        """Count one reconcile."""
+        self.reconciles[kind, outcome] += 1
+        self._seconds[kind][bisect_left(_BOUNDS_S, seconds)] += 1
+        self._sums[kind] += seconds
+
+    def durations(self) -> HistogramMetricFamily:
+        """Of reconciles, their writes included."""
+        family = HistogramMetricFamily(
+            "cleave_operator_reconcile_seconds", "Reconciles with their writes", labels=["kind"]
+        )
+        names = [*map(str, _BOUNDS_S), "+Inf"]
+        for kind, counts in self._seconds.items():
+            buckets = list(zip(names, accumulate(counts), strict=True))
+            family.add_metric([kind], buckets, self._sums[kind])
+        return family
+
+
+class Collector:
+    """Turns the counts into metric families; registered with prometheus_client."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        queued: Callable[[], int],
+        objects: Callable[[], Mapping[str, int]],
+        is_leading: Callable[[], bool],
+    ) -> None:
+        self._metrics = metrics
+        self._queued, self._objects, self._is_leading = queued, objects, is_leading
+
+    def collect(self) -> Iterable[Metric]:
+        """Called at each scrape."""
+        counted = self._metrics
+        yield _count("reconciles", "Reconciles", ("kind", "outcome"), counted.reconciles)
+        yield _count("actions", "Writes", ("action", "outcome"), counted.actions)
+        yield _count("events", "Events of watches", ("kind", "type"), counted.events)
+        yield counted.durations()
+        yield GaugeMetricFamily(
+            "cleave_operator_queue_depth", "Objects that wait to be looked at", self._queued()
+        )
+        yield GaugeMetricFamily(
+            "cleave_operator_leading", "1 while this operator writes", float(self._is_leading())
+        )
+        known = GaugeMetricFamily("cleave_operator_objects", "Objects known", labels=["kind"])
+        for kind, number in self._objects().items():
+            known.add_metric([kind], number)
+        yield known
+
+
+def _count(
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, str], int]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"cleave_operator_{name}", text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(list(key), value)
+    return family

@@ -1,0 +1,180 @@
+"""All parts of one operator, put together and kept running. Called by `main`.
+
+What is hard: the order. Nothing is decided before everything has been seen once, and nothing is
+written while another operator leads. Whatever ends unexpectedly ends the whole, and whoever runs
+this starts it anew; nothing is lost by that, because everything follows from what is there.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import kopf
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from cleave.controller import handlers
+from cleave.controller.controller import WORKERS, Controller
+from cleave.controller.executor import Executor
+from cleave.controller.kube import ApiError, Kube
+from cleave.controller.leader import Leader, Terms
+from cleave.controller.metrics import Collector, Metrics
+from cleave.controller.pages import Pages
+from cleave.controller.settings import Settings
+from cleave.controller.sweep import Sweep
+from cleave.controller.webhook import Keeper, Webhook, WebhookConfig
+from cleave.controller.webhook_store import KubeStore
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 2.0
+_QUIET_S = 30.0
+"""How long the election may be silent before this operator counts as stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookOptions:
+    """The validating webhook."""
+
+    name: str
+    """Of its Service, its Secret and its configuration."""
+    port: int = 9443
+    issues: bool = True
+    """Whether the operator makes its certificate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of one operator process."""
+
+    identity: str
+    namespace: str
+    """Its own: where the lease is."""
+    host: str = "0.0.0.0"  # noqa: S104 - probes and scrapes come from other machines
+    port: int = 8081
+    lease: str = "cleave-operator"
+    namespaces: tuple[str, ...] = ()
+    """Those that it looks after; none: all."""
+    webhook: WebhookOptions | None = None
+    settings: Settings = field(default_factory=Settings)
+    terms: Terms = field(default_factory=Terms)
+
+
+class Operator:
+    """One operator process."""
+
+    def __init__(self, kube: Kube, options: Options) -> None:
+        self._kube, self._options = kube, options
+        self._metrics = Metrics()
+        self._controller = Controller(options.settings, self._metrics)
+        self._leader = Leader(
+            kube, options.namespace, options.lease, options.identity, options.terms
+        )
+        self._sweep = Sweep(kube, self._controller, options.namespaces)
+        self._executor = Executor(
+            kube,
+            may_write=lambda: self._leader.is_leading,
+            seen=self._controller.seen,
+            gone=self._controller.written_off,
+            clock=time.time,
+            metrics=self._metrics,
+        )
+        self._webhook = self._make_webhook()
+        self._is_filled = False
+        registry = CollectorRegistry()
+        registry.register(
+            Collector(
+                self._metrics,
+                queued=lambda: len(self._controller.queue),
+                objects=self._controller.store.count,
+                is_leading=lambda: self._leader.is_leading,
+            )
+        )
+        ProcessCollector(registry=registry)
+        self._pages = Pages(alive=self._faults, ready=self._missing, registry=registry)
+
+    async def run(self) -> None:
+        """Work until SIGTERM or SIGINT. Raises what has ended one of the parts."""
+        await self._pages.start(self._options.host, self._options.port)
+        try:
+            await self._fill()
+            await self._run_parts()
+        finally:
+            await self._leader.resign()
+            await self._controller.desk.close()
+            await self._pages.stop()
+
+    async def _fill(self) -> None:
+        """See everything once; the API server and the CRDs may come later than this operator."""
+        while True:
+            try:
+                await self._sweep.fill()
+            except ApiError as error:
+                log.warning("cannot list what there is: %s; again in %.0f s", error, _AGAIN_S)
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                self._is_filled = True
+                return
+
+    async def _run_parts(self) -> None:
+        elected = self._leader.elected
+        parts: list[Coroutine[Any, Any, None]] = [
+            self._leader.run(),
+            self._sweep.run(),
+            self._controller.resync(elected),
+            *(self._controller.work(self._executor, elected) for _ in range(WORKERS)),
+        ]
+        if self._webhook is not None:
+            parts.append(self._webhook.run())
+        tasks = [asyncio.create_task(part) for part in parts]
+        # Last: when kopf ends, it takes every task with it that is younger.
+        watching = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait([*tasks, watching], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*tasks, watching):
+                task.cancel()
+            ended = await asyncio.gather(*tasks, watching, return_exceptions=True)
+        for each in ended:
+            if isinstance(each, BaseException) and not isinstance(each, asyncio.CancelledError):
+                raise each
+
+    async def _watch(self) -> None:
+        namespaces = self._options.namespaces
+        await kopf.operator(
+            registry=handlers.registry(self._controller, self._metrics),
+            settings=handlers.settings(),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+        )
+
+    def _make_webhook(self) -> Webhook | None:
+        asked, options = self._options.webhook, self._options
+        if asked is None:
+            return None
+        base = f"{asked.name}.{options.namespace}.svc"
+        names = (base, f"{base}.cluster.local")
+        store = KubeStore(self._kube, options.namespace, asked.name)
+        return Webhook(
+            WebhookConfig(options.host, asked.port, names, asked.issues),
+            Keeper(store, names, issues=asked.issues),
+            lambda: self._controller.inventory().cluster,
+        )
+
+    def _faults(self) -> list[str]:
+        """Why this operator should be started anew."""
+        faults = [f"the watch of {kind} has ended" for kind in self._sweep.dead]
+        if self._is_filled and self._leader.silent_s > _QUIET_S:
+            faults.append("the leader election has stopped")
+        return faults
+
+    def _missing(self) -> list[str]:
+        """Why this operator could not take over."""
+        missing = [] if self._is_filled else ["what there is has not been listed yet"]
+        if self._webhook is not None and not self._webhook.is_listening:
+            missing.append("the webhook does not listen yet")
+        return missing
+

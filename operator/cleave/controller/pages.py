@@ -1,0 +1,47 @@
+"""What the operator answers over HTTP: whether it lives, whether it is ready, and its metrics."""
+
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+Faults = Callable[[], list[str]]
+"""What is wrong, one line each; empty: nothing."""
+
+
+class Pages:
+    """A small server; `start` and `stop` it."""
+
+    def __init__(self, *, alive: Faults, ready: Faults, registry: CollectorRegistry) -> None:
+        self._alive, self._ready, self._registry = alive, ready, registry
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises OSError."""
+        application = web.Application()
+        application.router.add_get("/healthz", self._answer_alive)
+        application.router.add_get("/readyz", self._answer_ready)
+        application.router.add_get("/metrics", self._answer_metrics)
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer_alive(self, _: web.Request) -> web.Response:
+        return _said(self._alive())
+
+    async def _answer_ready(self, _: web.Request) -> web.Response:
+        return _said(self._ready())
+
+    async def _answer_metrics(self, _: web.Request) -> web.Response:
+        body = generate_latest(self._registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _said(faults: list[str]) -> web.Response:
+    return web.Response(status=503 if faults else 200, text="\n".join(faults) or "ok")
