@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from cleave.controller import instances
 from cleave.controller.instances import Instance
-from cleave.pods.labels import GATEWAY_PORT
+from cleave.pods.labels import INTERNAL_PORT
 
 K = TypeVar("K", bound=Hashable)
 
@@ -78,7 +78,7 @@ class Fleets(Generic[K]):
     ) -> Mapping[str, Instance]:
         if not gateways or not ready:
             return self.last(key)
-        urls = [f"http://{_host(address)}:{GATEWAY_PORT}" for address in gateways]
+        urls = [f"http://{_host(address)}:{INTERNAL_PORT}" for address in gateways]
         found = await self._ask(urls) or self.last(key)
         self._told[key] = _Told(self._clock(), ready, found)
         return found
