@@ -50,6 +50,19 @@ def test_the_fleet_is_one_cell_and_the_pools_are_all_of_them() -> None:
     assert drafts.describe(draft) == "6 prefill (TP 2) + 3 decode (TP 1)"
 
 
+def test_pools_of_algorithm_2_tell_which_instances_share_a_node() -> None:
+    asked = worlds.problem()
+    groups = (*pair(asked, 2, 1).groups, *worlds.whole(asked, worlds.of_size(asked)).groups)
+    cells = drafts.planned_pools(Draft(groups, copies=3, is_in_node=True))
+    assert [(pool.role, pool.replicas, pool.per_cell) for pool in cells] == [
+        (Role.PREFILL, 6, 2),
+        (Role.DECODE, 3, 1),
+        (Role.MIXED, 3, None),
+    ]
+    anywhere = drafts.planned_pools(Draft(groups, copies=3))
+    assert [pool.per_cell for pool in anywhere] == [None, None, None]
+
+
 def test_kv_stays_on_the_nodes_links_when_one_node_holds_the_plan_or_algorithm_2_says_so() -> None:
     asked = worlds.problem(supplies=(worlds.nodes(4, network=worlds.SLOW_NETWORK),))
     small, large = pair(asked), pair(asked, 6, 6)

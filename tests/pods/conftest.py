@@ -10,9 +10,11 @@ from cleave.api.manifest import validate
 from cleave.api.pool import InstancePool
 from cleave.planner.placement import plan
 from cleave.pods.pool import pools
+from cleave.pods.spread import Machines
 
 MakeDeployment = Callable[..., LLMDeployment]
 MakePool = Callable[..., InstancePool]
+MakePools = Callable[..., list[InstancePool]]
 
 
 @pytest.fixture
@@ -39,5 +41,15 @@ def pool(deployment: MakeDeployment) -> MakePool:
     def make(**spec: Any) -> InstancePool:
         chat = deployment(**spec)
         return next(p for p in pools(chat, plan(chat)) if p.spec.role == "decode")
+
+    return make
+
+
+@pytest.fixture
+def pools_of() -> MakePools:
+    """Makes all pools of a deployment, on nodes of which nothing is known unless stated."""
+
+    def make(deployment: LLMDeployment, machines: Machines = Machines()) -> list[InstancePool]:
+        return pools(deployment, plan(deployment), machines)
 
     return make

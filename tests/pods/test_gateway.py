@@ -1,6 +1,6 @@
-"""The gateway's pod."""
+"""The gateway's pod, and its Deployment and Service in a cluster."""
 
-from cleave.pods.gateway import gateway_pod
+from cleave.pods.gateway import LEAVE_S, gateway_deployment, gateway_pod, gateway_service, url
 from cleave.pods.worker import worker_pod
 
 
@@ -9,11 +9,16 @@ def container(pod):
     return only
 
 
+def option(line: list[str], name: str) -> str:
+    return line[line.index(name) + 1]
+
+
 def test_the_command_line_is_the_gateways(deployment) -> None:
     chat = deployment(routing={"fallback": "OnPrefillLoss", "queueLimit": 7})
     assert container(gateway_pod(chat))["command"] == [
         *("python", "-m", "cleave.gateway.main", "--host", "$(POD_IP)", "--port", "8080"),
         *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss", "--queue-limit", "7"),
+        *("--drain-timeout", "600"),
     ]
 
 
@@ -29,10 +34,69 @@ def test_the_gateway_finds_the_agents_where_workers_look_for_peers(deployment, p
         {var["name"]: var.get("value") for var in container(pod)["env"]}["CLEAVE_AGENTS"]
         for pod in (gateway_pod(deployment()), worker_pod(pool(), 0))
     ]
-    assert sources == ["dns:chat-workers.llm.svc:9000"] * 2
+    assert sources == ["endpoints:llm/chat-workers:9000"] * 2
 
 
 def test_the_gateway_is_confined_like_workers_are(deployment, pool) -> None:
     gateway, worker = gateway_pod(deployment()), worker_pod(pool(), 0)
     assert gateway["spec"]["securityContext"] == worker["spec"]["securityContext"]
     assert container(gateway)["securityContext"] == container(worker)["securityContext"]
+
+
+def test_in_a_cluster_there_are_two_unless_stated_and_one_more_while_they_are_replaced(
+    deployment,
+) -> None:
+    spec = gateway_deployment(deployment())["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert gateway_deployment(deployment(gateway={"replicas": 5}))["spec"]["replicas"] == 5
+
+
+def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely_and_tells_the_operator(
+    deployment,
+) -> None:
+    alone = container(gateway_pod(deployment()))
+    behind = container(gateway_deployment(deployment())["spec"]["template"])
+    own = len(alone["command"])
+    assert behind["command"][:own] == alone["command"]
+    assert behind["command"][own:] == ["--internal-port", "8081", "--leave-delay", str(LEAVE_S)]
+    assert [port["containerPort"] for port in behind["ports"]] == [8080, 8081]
+    assert behind["livenessProbe"]["httpGet"]["port"] == 8081
+
+
+def test_a_gateway_is_not_killed_before_its_streams_have_ended(deployment) -> None:
+    chat = deployment(template={"drainTimeoutS": 1000})
+    spec = gateway_deployment(chat)["spec"]["template"]["spec"]
+    assert option(spec["containers"][0]["command"], "--drain-timeout") == "1000"
+    assert spec["terminationGracePeriodSeconds"] > 1000 + LEAVE_S
+
+
+def test_the_service_has_the_deployments_name_and_finds_the_gateways(deployment) -> None:
+    service, gateways = gateway_service(deployment()), gateway_deployment(deployment())["spec"]
+    assert (service["metadata"]["name"], service["metadata"]["namespace"]) == ("chat", "llm")
+    (port,) = service["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (80, "http")
+    labels = gateways["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert gateways["selector"]["matchLabels"].items() <= labels.items()
+    assert url(deployment()) == "http://chat.llm.svc/v1"
+
+
+def test_keys_come_from_a_secret(deployment) -> None:
+    pod = gateway_pod(deployment(gateway={"keysSecret": "chat-keys"}))
+    path = option(container(pod)["command"], "--api-keys")
+    assert pod["spec"]["volumes"][-1]["secret"]["secretName"] == "chat-keys"
+    mount = container(pod)["volumeMounts"][-1]
+    assert (path, mount["readOnly"]) == (f"{mount['mountPath']}/keys", True)
+    assert "--api-keys" not in container(gateway_pod(deployment()))["command"]
+
+
+def test_the_image_is_the_stated_one_or_cleaves_own_from_where_the_operator_says(
+    deployment,
+) -> None:
+    def image(**gateway: str) -> str:
+        made = gateway_deployment(deployment(gateway=gateway), image_prefix="registry.example/")
+        return container(made["spec"]["template"])["image"]
+
+    assert image(image="mine:1") == "mine:1"
+    assert image().startswith("registry.example/cleave-gateway:")

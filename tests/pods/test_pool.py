@@ -1,12 +1,15 @@
 """Pools from a placement, and the revision that binds their instances."""
 
+from dataclasses import replace
+
 import pytest
 
-from cleave.api.planned import SelectedPlan
-from cleave.api.pool import InstancePool
+from cleave.api.planned import ManualPool, SelectedPlan
+from cleave.api.pool import Colocation, InstancePool
 from cleave.api.role import Role
 from cleave.planner.placement import Placement, plan
 from cleave.pods.pool import pools, revision, selected_plan
+from cleave.pods.spread import Machines
 
 
 def test_there_is_one_pool_per_role_named_after_it(deployment) -> None:
@@ -90,6 +93,7 @@ def test_what_makes_kv_unlike_makes_another_revision(deployment, spec) -> None:
         {"placement": {"manual": [{"role": "mixed", "replicas": 9, "parallelism": {"tensor": 2}}]}},
         {"routing": {"fallback": "Never"}},
         {"template": {"nodeSelector": {"a": "b"}}},
+        {"model": {"source": "org/model", "cache": {"hostPath": {"path": "/models"}}}},
     ],
 )
 def test_what_leaves_kv_alike_leaves_the_revision(deployment, spec) -> None:
@@ -130,3 +134,34 @@ def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
     told = selected_plan(chat, plan(chat))
     assert (told.verdict, told.predicted, told.alternatives) == (None, None, [])
     assert told.reason == "stated by hand in spec.placement.manual"
+    assert told.pools == [ManualPool(role=Role.MIXED)]
+    assert told.algorithm == ""
+
+
+def test_status_tells_pools_from_which_the_placement_can_be_made_again(deployment, answer) -> None:
+    told = selected_plan(deployment(), Placement(answer.selected.pools, answer.reason, answer))
+    assert (told.algorithm, len(told.pools)) == ("Algorithm 2", len(answer.selected.pools))
+    by_hand = [pool.model_dump(mode="json", exclude_none=True) for pool in told.pools]
+    again = plan(deployment(placement={"manual": by_hand}))
+    assert [replace(pool, batching=None) for pool in answer.selected.pools] == list(again.pools)
+
+
+def test_what_the_deployment_says_of_changes_reaches_its_pools(deployment) -> None:
+    chat = deployment(rollout={"pendingTimeoutS": 30}, deletionPolicy="Immediate")
+    for pool in pools(chat, plan(chat)):
+        assert pool.spec.pending_timeout_s == 30
+        assert pool.spec.deletion_policy == "Immediate"
+        assert pool.spec.owner == "Plan"
+
+
+def test_cells_of_a_plan_reach_its_pools(deployment) -> None:
+    manual = [
+        {"role": "prefill", "replicas": 4, "perCell": 2},
+        {"role": "decode", "replicas": 2, "perCell": 1},
+        {"role": "mixed"},
+    ]
+    chat = deployment(placement={"manual": manual})
+    prefill, decode, mixed = pools(chat, plan(chat), Machines(domain="nvidia.com/gpu.clique"))
+    assert prefill.spec.colocation == Colocation(per_cell=2, topology_key="nvidia.com/gpu.clique")
+    assert decode.spec.colocation.per_cell == 1
+    assert mixed.spec.colocation is None

@@ -26,9 +26,21 @@ def test_vllm_on_cpu_has_a_core_per_rank(pool) -> None:
 def test_vllm_on_gpus_asks_for_the_product_of_its_parallelism(pool) -> None:
     manual = [{"role": "decode", "parallelism": {"tensor": 4, "pipeline": 2}}]
     found = resources(pool(placement={"manual": manual}), "gpu")
-    assert found["limits"] == {"nvidia.com/gpu": "8"}
-    assert found["requests"]["nvidia.com/gpu"] == "8"
-    assert found["requests"]["cpu"] == "10"
+    assert found["limits"] == {"nvidia.com/gpu": "8", "cpu": "10", "memory": "72Gi"}
+
+
+def test_a_pod_of_an_instance_over_two_nodes_asks_for_half_of_its_gpus(pool) -> None:
+    manual = [{"role": "decode", "parallelism": {"tensor": 4, "pipeline": 2}}]
+    whole = pool(placement={"manual": manual})
+    halved = whole.model_copy(update={"spec": whole.spec.model_copy(update={"nodes": 2})})
+    assert resources(halved, "gpu")["limits"]["nvidia.com/gpu"] == "4"
+
+
+def test_vllm_on_gpus_gets_cores_of_its_own_from_the_static_cpu_policy(pool) -> None:
+    # Which asks for whole cores, and requests that are the limits for cores and memory.
+    found = resources(pool(), "gpu")
+    assert found["requests"] == found["limits"]
+    assert found["limits"]["cpu"].isdigit()
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from cleave.pods.labels import AGENT_PORT
-from cleave.pods.worker import DRAIN_TIMEOUT_S, command, worker_pod
+from cleave.pods.worker import command, worker_pod
 
 
 def container(pod):
@@ -29,12 +29,20 @@ def test_names_count_up_from_the_pools_name(pool) -> None:
     assert names == ["chat-decode-0", "chat-decode-1", "chat-decode-2"]
 
 
+def test_a_pod_takes_the_name_that_it_is_given(pool) -> None:
+    pod = worker_pod(pool(), "chat-decode-x7k2p")
+    assert pod["metadata"]["name"] == "chat-decode-x7k2p"
+    assert option(container(pod)["command"], "--name") == "chat-decode-x7k2p"
+
+
 def test_labels_say_to_whom_a_worker_belongs(pool) -> None:
     assert worker_pod(pool(), 0)["metadata"]["labels"] == {
         "cleave.dev/deployment": "chat",
         "cleave.dev/pool": "chat-decode",
         "cleave.dev/role": "decode",
         "cleave.dev/component": "worker",
+        "cleave.dev/revision": pool().spec.revision,
+        "cleave.dev/instance": "chat-decode-0",
     }
 
 
@@ -43,10 +51,10 @@ def test_the_command_line_is_the_agents(pool) -> None:
         *("python", "-m", "cleave_worker.agent.main"),
         *("--name", "chat-decode-0", "--deployment", "chat"),
         *("--revision", pool().spec.revision, "--role", "decode"),
-        *("--model", "org/model", "--served-model-name", "org/model", "--engine", "vllm"),
-        *("--host", "$(POD_IP)", "--port", "9000"),
+        *("--model", "org/model", "--served-model-name", "org/model"),
         *("--tensor-parallel-size", "1", "--pipeline-parallel-size", "1"),
-        *("--drain-timeout", "30"),
+        *("--engine", "vllm", "--host", "$(POD_IP)", "--port", "9000"),
+        *("--drain-timeout", "600"),
     ]
 
 
@@ -97,7 +105,7 @@ def test_pods_learn_their_address_and_where_the_agents_are(pool) -> None:
     assert container(worker_pod(spec, 0))["env"] == [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "CLEAVE_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "CLEAVE_AGENTS", "value": "dns:chat-workers.llm.svc:9000"},
+        {"name": "CLEAVE_AGENTS", "value": "endpoints:llm/chat-workers:9000"},
         {"name": "A", "value": "b"},
     ]
 
@@ -108,10 +116,11 @@ def test_readiness_is_the_engines_and_liveness_the_agents(pool) -> None:
     assert worker["livenessProbe"]["grpc"] == {"port": AGENT_PORT}
 
 
-def test_a_drain_ends_before_kubernetes_kills(pool) -> None:
-    pod = worker_pod(pool(), 0)
-    assert pod["spec"]["terminationGracePeriodSeconds"] >= DRAIN_TIMEOUT_S + 11
-    assert option(container(pod)["command"], "--drain-timeout") == str(DRAIN_TIMEOUT_S)
+@pytest.mark.parametrize("timeout_s", [0, 30, 600])
+def test_a_drain_ends_before_kubernetes_kills(pool, timeout_s) -> None:
+    pod = worker_pod(pool(template={"drainTimeoutS": timeout_s}), 0)
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= timeout_s + 11
+    assert option(container(pod)["command"], "--drain-timeout") == str(timeout_s)
 
 
 def test_pods_meet_the_restricted_security_standard(pool) -> None:
@@ -124,26 +133,23 @@ def test_pods_meet_the_restricted_security_standard(pool) -> None:
         "capabilities": {"drop": ["ALL"]},
         "readOnlyRootFilesystem": True,
     }
-    assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+def test_pods_have_an_account_that_may_look_for_agents_only(pool) -> None:
+    spec = worker_pod(pool(), 0)["spec"]
+    assert spec["serviceAccountName"] == "chat-discovery"
+    assert spec["automountServiceAccountToken"] is True
+
+
+def test_only_workers_with_rdma_may_lock_memory(pool) -> None:
+    template = {"resources": {"limits": {"rdma/ib": 1}}}
+    worker = container(worker_pod(pool(template=template), 0))
+    assert worker["resources"]["limits"]["rdma/ib"] == "1"
+    assert worker["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
 def test_a_service_named_vllm_does_not_reach_the_engines_environment(pool) -> None:
     assert worker_pod(pool(), 0)["spec"]["enableServiceLinks"] is False
-
-
-def test_every_mount_has_its_volume(pool) -> None:
-    for model in ("org/model", "/models/llama"):
-        pod = worker_pod(pool(model=model), 0)
-        mounts = [mount["name"] for mount in container(pod)["volumeMounts"]]
-        assert mounts == [volume["name"] for volume in pod["spec"]["volumes"]]
-
-
-def test_a_model_in_a_folder_is_mounted_where_it_lies(pool) -> None:
-    pod = worker_pod(pool(model="/models/llama"), 0)
-    volume, mount = pod["spec"]["volumes"][-1], container(pod)["volumeMounts"][-1]
-    assert volume["hostPath"] == {"path": "/models/llama", "type": "Directory"}
-    assert mount == {"name": "model", "mountPath": "/models/llama", "readOnly": True}
-    assert option(container(pod)["command"], "--model") == "/models/llama"
 
 
 @pytest.mark.parametrize(
@@ -159,56 +165,24 @@ def test_the_image_fits_engine_and_device(pool, engine, device, image) -> None:
     assert container(worker_pod(pool(engine=engine), 0, device=device))["image"].startswith(image)
 
 
-def test_pods_go_only_where_the_template_says(pool) -> None:
-    spec = worker_pod(
-        pool(
-            template={
-                "nodeSelector": {"gpu": "h100"},
-                "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            }
-        ),
-        0,
-    )["spec"]
-    assert spec["nodeSelector"] == {"gpu": "h100"}
-    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
-
-
-def test_without_a_template_pods_go_anywhere(pool) -> None:
-    assert not {"nodeSelector", "tolerations"} & worker_pod(pool(), 0)["spec"].keys()
-
-
 def test_pods_share_no_parts_that_one_could_change_for_all(pool) -> None:
     first, second = worker_pod(pool(), 0), worker_pod(pool(), 0)
     before = json.dumps(second)
+    first["spec"]["topologySpreadConstraints"][0].clear()
     first["spec"]["securityContext"].clear()
     container(first)["securityContext"].clear()
     container(first)["env"][0].clear()
     assert json.dumps(second) == before
 
 
-@pytest.mark.parametrize(
-    ("gpu", "label"),
-    [("A100-SXM-80GB", "NVIDIA-A100-SXM4-80GB"), ("our-own-gpu", "our-own-gpu")],
-)
-def test_a_kind_of_gpu_asks_for_nodes_with_its_label(pool, gpu, label) -> None:
-    stated = pool(placement={"manual": [{"role": "decode", "gpu": gpu}]})
-    on_gpus, on_cores = (worker_pod(stated, 0, device=device) for device in ("gpu", "cpu"))
-    assert on_gpus["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": label}
-    assert "nodeSelector" not in on_cores["spec"]
+def test_the_image_comes_from_where_the_operator_says_unless_it_is_stated(pool) -> None:
+    prefix = "registry.example/team/"
+    own = container(worker_pod(pool(), 0, image_prefix=prefix))["image"]
+    assert own.startswith("registry.example/team/cleave-worker-cuda:")
+    stated = pool(engine={"image": "vllm:1"})
+    assert container(worker_pod(stated, 0, image_prefix=prefix))["image"] == "vllm:1"
 
 
-def test_a_selector_by_hand_comes_before_the_kind_of_gpu(pool) -> None:
-    stated = pool(
-        placement={"manual": [{"role": "decode", "gpu": "H100"}]},
-        template={"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"}},
-    )
-    assert worker_pod(stated, 0)["spec"]["nodeSelector"] == {
-        "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"
-    }
-
-
-def test_emulated_engines_run_on_any_node(pool) -> None:
-    stated = pool(
-        placement={"manual": [{"role": "decode", "gpu": "H100"}]}, engine={"type": "Emulated"}
-    )
-    assert "nodeSelector" not in worker_pod(stated, 0)["spec"]
+def test_a_key_comes_from_a_secret(pool) -> None:
+    env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]
+    assert container(worker_pod(pool(engine={"env": env}), 0))["env"][-1] == env[0]
