@@ -62,7 +62,11 @@ def follower_pods(
                     "labels": labels,
                     **_owner(meta),
                 },
-                "spec": _follower_spec(pool, labels, device, image_prefix, str(rank), host),
+                "spec": {
+                    **_follower_spec(pool, labels, device, image_prefix, str(rank), host),
+                    # It cannot join an engine that runs: the instance is replaced as a whole.
+                    "restartPolicy": "Never",
+                },
             }
         )
     return pods
@@ -124,7 +128,8 @@ def command(pool: InstancePool, rank: str) -> list[str]:
     line = ["python", "-m", "cleave_worker.agent.follower"]
     line += ["--leader", f"$({LEADER_ENV}):{AGENT_PORT}", *engine_flags(spec)]
     shared = multi_node_args(spec, rank, f"$({LEADER_ENV})")
-    return [*line, "--host", "$(POD_IP)", "--", *shared, *engine_args(spec)]
+    line += ["--host", "$(POD_IP)", "--drain-timeout", str(spec.template.drain_timeout_s)]
+    return [*line, "--", *shared, *engine_args(spec)]
 
 
 def _follower_spec(

@@ -139,6 +139,8 @@ def environment(pool: InstancePool) -> list[Manifest]:
     variables = addresses(agents_source(spec.deployment, pool.namespace))
     if folder := hub_cache(spec.model):
         variables.append({"name": "HF_HOME", "value": folder})
+    if spec.nodes > 1:
+        variables.append({"name": "VLLM_HOST_IP", "value": "$(POD_IP)"})
     own = {variable.name: _variable(variable) for variable in spec.engine.env}
     return [each for each in variables if each["name"] not in own] + list(own.values())
 

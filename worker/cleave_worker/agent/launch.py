@@ -67,6 +67,23 @@ def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Laun
     return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
 
 
+def share(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
+    """vLLM's process on a further node of an instance, of whose leader `boot` is. Raises LaunchError.
+
+    The KV that it holds goes by the leader's engine id: hand-offs name only that.
+    """
+    given, kv_transfer = _take_kv_transfer(config.engine_args)
+    arguments = [
+        config.model, "--headless",
+        _KV_TRANSFER, json.dumps(_kv_transfer(config, boot, kv_transfer)),
+    ]  # fmt: skip
+    if config.max_model_len:
+        arguments += ["--max-model-len", str(config.max_model_len)]
+    arguments += _vllm_arguments(config, boot)
+    argv = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", *arguments, *given)
+    return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
+
+
 def block_size(config: AgentConfig, gpu: bool) -> int:
     """Tokens of a KV block as far as the command line tells: --block-size, else the default."""
     told = _option(config.engine_args, "--block-size")
