@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from cores import part_fronts
@@ -25,6 +26,9 @@ from cleave.simulator.fleet import Engine, Fleet, Transfer
 
 CASES = (Case(mixed=1), Case(prefill=1, decode=1))
 """The profile is measured on the first."""
+SHAPE = tiny_model.Shape(layers=4, hidden=512, heads=8, kv_heads=4, mlp=1024)
+"""Passes of some 5 to 100 ms, as real models have them on GPUs. With the smallest model fronts have
+thousands of tokens a second to send, and are what limits the fleet."""
 BLOCK_SIZE = 128
 """vLLM's on CPU."""
 MAX_BATCHED_TOKENS = 4096
@@ -58,7 +62,7 @@ class Vllm:
         """Of the LLMDeployment, without its placement."""
         return {
             "model": {
-                "source": str(tiny_model.cached()),
+                "source": str(_model()),
                 "servedName": self.model,
                 "dtype": "float32",
                 "maxModelLen": self.max_model_len,
@@ -116,13 +120,23 @@ class Vllm:
         )
 
 
+def _model() -> Path:
+    path = Path(gettempdir()) / f"cleave-fidelity-{SHAPE.layers}x{SHAPE.hidden}"
+    if not path.exists():
+        tiny_model.build(path, SHAPE)
+    return path
+
+
 async def _warm(urls: list[str], model: str) -> None:
     """A pass of every length: oneDNN compiles its kernels for each anew, some 4 ms."""
-    rng = random.Random(0)
-    for url in urls:
+
+    async def warm(url: str) -> None:
+        rng = random.Random(0)
         client = Client(url, model)
         for tokens in range(1, WARM_TOKENS):
             await client.complete(draw(rng, tokens), 1)
+
+    await asyncio.gather(*map(warm, urls))
 
 
 def _first(folder: Path) -> Path:

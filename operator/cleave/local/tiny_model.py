@@ -10,6 +10,7 @@ layer: they lose against the best of the others, so every answer has its full le
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from cleave.local import files, state
 
 VERSION = 1
 """Grows with every change of what is built."""
-_LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _MLP = 4, 256, 4, 2, 512
-_HEAD_SIZE = _HIDDEN // _HEADS
 _VOCABULARY = 512
 _MAX_LEN = 8192
 _SEED = 20240710
@@ -36,6 +35,27 @@ bright lanterns slow trains warm kitchens paper maps winter gardens first snow s
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the model; the defaults are as small as real engines take."""
+
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 512
+
+    @property
+    def head_size(self) -> int:
+        """Entries of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def kv_size(self) -> int:
+        """Entries of one token's keys, or values, in one layer."""
+        return self.kv_heads * self.head_size
+
+
 def cached() -> Path:
     """The model's folder in the state folder, built on first use. Raises StateError."""
     path = state.root() / ".models" / f"tiny-llama-{VERSION}"
@@ -45,15 +65,15 @@ def cached() -> Path:
     return path
 
 
-def build(path: Path) -> None:
+def build(path: Path, shape: Shape = Shape()) -> None:  # noqa: B008 - it is immutable
     """Write the model to `path`, in one step: it is whole or absent."""
     files.private_folder(path.parent)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.mkdir()
     try:
         vocabulary = _write_tokenizer(new)
-        _write_json(new / "config.json", _config(len(vocabulary)))
-        _write_weights(new / "model.safetensors", vocabulary)
+        _write_json(new / "config.json", _config(shape, len(vocabulary)))
+        _write_weights(new / "model.safetensors", shape, vocabulary)
         new.rename(path)
     except OSError:
         # Another process may have been first; its model is the same.
@@ -63,17 +83,17 @@ def build(path: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _config(vocabulary_size: int) -> dict[str, Any]:
+def _config(shape: Shape, vocabulary_size: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": vocabulary_size,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _MLP,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "head_dim": _HEAD_SIZE,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
         "hidden_act": "silu",
         "max_position_embeddings": _MAX_LEN,
         "rms_norm_eps": 1e-6,
@@ -115,7 +135,7 @@ def _write_tokenizer(folder: Path) -> list[str]:
     return sorted(numbers, key=numbers.__getitem__)
 
 
-def _write_weights(path: Path, vocabulary: list[str]) -> None:
+def _write_weights(path: Path, shape: Shape, vocabulary: list[str]) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -126,27 +146,26 @@ def _write_weights(path: Path, vocabulary: list[str]) -> None:
         drawn = rng.standard_normal((rows, columns), dtype=np.float32)
         return drawn * np.float32(spread / columns**0.5)
 
-    ones = np.ones(_HIDDEN, dtype=np.float32)
-    kv_size = _KV_HEADS * _HEAD_SIZE
-    head = matrix(len(vocabulary), _HIDDEN, _LOGIT_SPREAD)
+    ones = np.ones(shape.hidden, dtype=np.float32)
+    head = matrix(len(vocabulary), shape.hidden, _LOGIT_SPREAD)
     head[[i for i, token in enumerate(vocabulary) if not _is_text(token)]] = 0
     weights = {
-        "model.embed_tokens.weight": matrix(len(vocabulary), _HIDDEN, _HIDDEN**0.5 / 2),
+        "model.embed_tokens.weight": matrix(len(vocabulary), shape.hidden, shape.hidden**0.5 / 2),
         "model.norm.weight": ones,
         "lm_head.weight": head,
     }
-    for layer in range(_LAYERS):
+    for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         weights |= {
             f"{prefix}.input_layernorm.weight": ones,
             f"{prefix}.post_attention_layernorm.weight": ones,
-            f"{prefix}.self_attn.q_proj.weight": matrix(_HIDDEN, _HIDDEN, _SHARPNESS),
-            f"{prefix}.self_attn.k_proj.weight": matrix(kv_size, _HIDDEN, _SHARPNESS),
-            f"{prefix}.self_attn.v_proj.weight": matrix(kv_size, _HIDDEN),
-            f"{prefix}.self_attn.o_proj.weight": matrix(_HIDDEN, _HIDDEN),
-            f"{prefix}.mlp.gate_proj.weight": matrix(_MLP, _HIDDEN),
-            f"{prefix}.mlp.up_proj.weight": matrix(_MLP, _HIDDEN),
-            f"{prefix}.mlp.down_proj.weight": matrix(_HIDDEN, _MLP),
+            f"{prefix}.self_attn.q_proj.weight": matrix(shape.hidden, shape.hidden, _SHARPNESS),
+            f"{prefix}.self_attn.k_proj.weight": matrix(shape.kv_size, shape.hidden, _SHARPNESS),
+            f"{prefix}.self_attn.v_proj.weight": matrix(shape.kv_size, shape.hidden),
+            f"{prefix}.self_attn.o_proj.weight": matrix(shape.hidden, shape.hidden),
+            f"{prefix}.mlp.gate_proj.weight": matrix(shape.mlp, shape.hidden),
+            f"{prefix}.mlp.up_proj.weight": matrix(shape.mlp, shape.hidden),
+            f"{prefix}.mlp.down_proj.weight": matrix(shape.hidden, shape.mlp),
         }
     save_file(weights, path, metadata={"format": "pt"})
 
