@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel
-from resource_cases import REFUSED, UNUSUAL, Case
 
 from cleave.api import crd
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import load
 from cleave.api.pool import InstancePool
 from cleave.api.shape import Rule, Shape
+
+from resource_cases import REFUSED, UNUSUAL, Case
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
-from resource_cases import REFUSED, UNUSUAL, Case
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
@@ -16,6 +15,8 @@ from cleave.api.faults import fault_lines
 from cleave.api.manifest import ManifestError, load, load_all
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
+
+from resource_cases import REFUSED, UNUSUAL, Case
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEPLOYMENTS = sorted(set(EXAMPLES.glob("*.yaml")) - set(EXAMPLES.glob("cluster*.yaml")))

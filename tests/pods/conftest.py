@@ -49,7 +49,7 @@ def pool(deployment: MakeDeployment) -> MakePool:
 def pools_of() -> MakePools:
     """Makes all pools of a deployment, on nodes of which nothing is known unless stated."""
 
-    def make(deployment: LLMDeployment, machines: Machines = Machines()) -> list[InstancePool]:
-        return pools(deployment, plan(deployment), machines)
+    def make(deployment: LLMDeployment, *machines: Machines) -> list[InstancePool]:
+        return pools(deployment, plan(deployment), *machines)
 
     return make

@@ -27,9 +27,7 @@ def gateway_budget(deployment: LLMDeployment) -> Manifest:
     return _budget(name, deployment.namespace, labels, {"maxUnavailable": 1})
 
 
-def _budget(
-    name: str, namespace: str, labels: dict[str, str], allowed: Manifest
-) -> Manifest:
+def _budget(name: str, namespace: str, labels: dict[str, str], allowed: Manifest) -> Manifest:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",

@@ -126,9 +126,7 @@ def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     }
 
 
-def _container(
-    deployment: LLMDeployment, host: str, port: int, image_prefix: str = ""
-) -> Manifest:
+def _container(deployment: LLMDeployment, host: str, port: int, image_prefix: str = "") -> Manifest:
     stated, routing = deployment.spec.gateway, deployment.spec.routing
     mounts = [scratch("tmp", "/tmp")[1]]  # noqa: S108
     if stated.keys_secret:

@@ -65,9 +65,7 @@ def worker_spec(pool: InstancePool, labels: dict[str, str], device: Device) -> M
     }
 
 
-def _container(
-    pool: InstancePool, instance: str, device: Device, image_prefix: str
-) -> Manifest:
+def _container(pool: InstancePool, instance: str, device: Device, image_prefix: str) -> Manifest:
     spec = pool.spec
     return {
         **container(spec, device, image_prefix),
@@ -121,7 +119,7 @@ def engine_args(spec: InstancePoolSpec) -> list[str]:
     if spec.engine.type is EngineType.EMULATED:
         emulation = spec.engine.emulation
         args += ["--latency", emulation.latency, "--time-scale", f"{emulation.time_scale:g}"]
-    elif spec.model.revision and loaded_path(spec.model) == spec.model.locator:
+    elif spec.model.revision and not loaded_path(spec.model).startswith("/"):
         args += ["--revision", spec.model.revision]
     return [*args, *spec.engine.args]
 

@@ -74,7 +74,7 @@ def following(leader: Leader, lost: float = 60.0) -> Follower:
 
 async def until(condition) -> None:
     async with asyncio.timeout(30):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - of another task, which tells nobody
             await asyncio.sleep(0.01)
 
 

@@ -68,7 +68,7 @@ def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Laun
 
 
 def share(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
-    """vLLM's process on a further node of an instance, of whose leader `boot` is. Raises LaunchError.
+    """vLLM's process on a further node of an instance; `boot` is the leader's. Raises LaunchError.
 
     The KV that it holds goes by the leader's engine id: hand-offs name only that.
     """
