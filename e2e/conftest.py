@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster.cluster import Cluster, has_addresses, opened
 
 from cleave.local.tiny_model import build
+
+from cluster.cluster import Cluster, has_addresses, opened
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ import urllib.request
 
 import grpc
 import pytest
-from cluster.cluster import CRDS, Cluster, CommandError, wait_until
-from cluster.nodes import gpu_node
 
 from cleave.api.engine import Engine, EngineType
 from cleave.api.pool import InstancePool, InstancePoolSpec
@@ -15,6 +13,9 @@ from cleave.api.role import Role
 from cleave.pods.discovery import role_binding, service_account, workers_service
 from cleave.pods.worker import worker_pod
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+from cluster.cluster import CRDS, Cluster, CommandError, wait_until
+from cluster.nodes import gpu_node
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -97,9 +98,7 @@ def test_a_service_leads_to_its_ready_pods(cluster: Cluster, nodes, namespace: s
     pod = process("web", ["python", "-m", "http.server", "--bind", "$(IP)", "8000"])
     pod["metadata"]["labels"] = {"app": "web"}
     container = pod["spec"]["containers"][0]
-    container["env"] = [
-        {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    ]
+    container["env"] = [{"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
     container["readinessProbe"] = {"httpGet": {"path": "/", "port": 8000}, "periodSeconds": 1}
     service = {
         "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""The operator on a real control plane, installed as users install it, with exactly its own rights."""
+"""The operator on a real control plane: installed as users do, with exactly its own rights."""
 
 import json
 import threading
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
+
 from cluster import tools
 from cluster.cluster import Cluster, CommandError, wait_until
 from cluster.load import Load, ask
@@ -203,7 +204,7 @@ def test_a_scale_up_that_no_node_has_room_for_is_taken_back_and_reported(chat: C
 def test_another_operator_takes_over_and_does_nothing_twice(chat: Chat, nodes: Nodes) -> None:
     leader = holder(chat.cluster)
     chat.edit({"placement": {"manual": placement(prefill=3, decode=4)}})
-    nodes.kill(leader)
+    nodes.kill(leader.partition("_")[0])
     killed = time.monotonic()
     wait_until(lambda: holder(chat.cluster) not in ("", leader), 15, "another operator leads")
     took_s = time.monotonic() - killed
@@ -219,9 +220,7 @@ def test_changes_while_no_operator_runs_are_carried_out_afterwards(chat: Chat) -
     operator = ("deployment/cleave-operator", "-n", SYSTEM)
     chat.cluster.kubectl("scale", *operator, "--replicas=0")
     try:
-        wait_until(
-            lambda: not chat.cluster.list("pods", SYSTEM), 60, "no operator is left"
-        )
+        wait_until(lambda: not chat.cluster.list("pods", SYSTEM), 60, "no operator is left")
         chat.edit({"placement": {"manual": placement(prefill=2, decode=1)}})
         victim = chat.workers("prefill")[0]["metadata"]["name"]
         chat.cluster.kubectl("delete", "pod", victim, "-n", chat.namespace)
@@ -229,8 +228,10 @@ def test_changes_while_no_operator_runs_are_carried_out_afterwards(chat: Chat) -
     finally:
         chat.cluster.kubectl("scale", *operator, "--replicas=2")
     wait_until(
-        lambda: [len(chat.workers(role)) for role in ("prefill", "decode")] == [2, 1]
-        and chat.is_ready(),
+        lambda: (
+            [len(chat.workers(role)) for role in ("prefill", "decode")] == [2, 1]
+            and chat.is_ready()
+        ),
         READY_S,
         "everything is as asked for",
     )
@@ -275,7 +276,7 @@ def is_pod_ready(pod: dict) -> bool:
 
 
 def holder(cluster: Cluster) -> str:
-    """Name of the operator that leads."""
+    """Who leads: the operator's pod, and which of its lives."""
     lease = cluster.get("lease", LEASE, SYSTEM) or {}
     return str(lease.get("spec", {}).get("holderIdentity", ""))
 

@@ -49,9 +49,12 @@ class Cluster:
     """Absent when the cluster is not ours."""
 
     def kubectl(
-        self, *args: str, input: str | None = None, kubeconfig: Path | None = None,
+        self,
+        *args: str,
+        input: str | None = None,  # noqa: A002 - the word of `subprocess.run`
+        kubeconfig: Path | None = None,
         timeout_s: float = _COMMAND_TIMEOUT_S,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """What kubectl prints, as an administrator or the user of `kubeconfig`.
 
         Raises CommandError with its error text when it fails.
@@ -75,9 +78,7 @@ class Cluster:
 
     def list(self, kind: str, namespace: str = "default", selector: str = "") -> list[Manifest]:
         """Objects of a kind, those with the labels of `selector`."""
-        found = json.loads(
-            self.kubectl("get", kind, "-n", namespace, "-o", "json", "-l", selector)
-        )
+        found = json.loads(self.kubectl("get", kind, "-n", namespace, "-o", "json", "-l", selector))
         return list(found["items"])
 
     def endpoint(self, service: str, namespace: str = "default", port: str = "") -> str | None:
@@ -87,14 +88,18 @@ class Cluster:
         return f"{found[0][0]}:{found[0][1]}" if found else None
 
     def _run(
-        self, program: str, args: Sequence[str], input: str | None, kubeconfig: Path | None,
+        self,
+        program: str,
+        args: Sequence[str],
+        stdin: str | None,
+        kubeconfig: Path | None,
         timeout_s: float,
-    ) -> str:  # fmt: skip
+    ) -> str:
         path = str(self.programs / program) if self.programs else program
         done = subprocess.run(
             [path, *args],
             env=os.environ | {"KUBECONFIG": str(kubeconfig or self.kubeconfig)},
-            input=input,
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -21,10 +21,11 @@ from typing import Self
 
 import yaml
 from cryptography.hazmat.primitives import serialization
-from harness import free_port
 
 from cleave.local import launch
+
 from cluster.pki import Authority, Pair, new_key, private_pem
+from harness import free_port
 
 SERVICE_NETWORK = "10.78.0.0/16"
 NODE_LOST_S = 10
@@ -144,7 +145,6 @@ class ControlPlane:
             "--secure-port=0",
             "--leader-elect=false",
             f"--root-ca-file={pki / 'ca.crt'}",
-            f"--service-account-private-key-file={pki / 'accounts.key'}",
             "--node-monitor-period=1s",
             f"--node-monitor-grace-period={NODE_LOST_S}s",
             "--kube-api-qps=400",

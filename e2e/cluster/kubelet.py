@@ -1,8 +1,8 @@
 """The process that nodes of a test cluster live in: `python -m cluster.kubelet KUBECONFIG FOLDER`.
 
-Orders come as lines of JSON on standard input (`["add", SHAPE]`, `["lose", NODE]`, `["kill",
-POD]`), each answered with `done`; when input ends, so does everything that runs here. It also stands
-in for kube-proxy.
+Orders are lines of JSON on standard input (`["add", SHAPE]`, `["lose", NODE]`, `["kill", POD]`),
+each answered with `done`; when input ends, so does everything that runs here. Stands in for
+kube-proxy too.
 """
 
 import asyncio

@@ -50,7 +50,7 @@ class Load:
 
 
 def ask(address: str, question: dict[str, object]) -> str:
-    """Ask for one answer on a connection of its own; what is wrong with it, nothing when it is whole."""
+    """Ask one question on a connection of its own; what is wrong with the answer, if anything."""
     connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_S)
     try:
         headers = {"Content-Type": "application/json"}

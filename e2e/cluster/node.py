@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 
 from cleave.local import cores, pod_spec
+
 from cluster.client import ApiError, Client, Manifest
 from cluster.nodes import Shape, manifest
 from cluster.pod import Place, Runner
@@ -24,7 +25,7 @@ _REFUSED = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Cores:
-    """This machine's cores, shared by all nodes: pods that want whole ones get them while they last.
+    """This machine's cores, for all nodes: pods that want whole ones get them while they last.
 
     A node offers more than the machine has, so a pod that comes too late runs on all of them.
     """
@@ -48,9 +49,7 @@ class Cores:
 class Node:
     """A node with number `index` among those of its process."""
 
-    def __init__(
-        self, api: Client, shape: Shape, index: int, machine: Cores, folder: Path
-    ) -> None:
+    def __init__(self, api: Client, shape: Shape, index: int, machine: Cores, folder: Path) -> None:
         self._api = api
         self._shape = shape
         self._index = index
@@ -77,7 +76,7 @@ class Node:
 
     def kill(self, pod: str) -> bool:
         """SIGKILL a pod's process, which is then restarted; whether it ran here."""
-        return any([runner.crash() for runner in self._pods.values() if runner.name == pod])
+        return any(runner.crash() for runner in self._pods.values() if runner.name == pod)
 
     def listed(self, pods: list[Manifest]) -> None:
         """All pods of this node, as they are now."""

@@ -15,6 +15,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _LIFE = datetime.timedelta(days=1)
+_SIGNS = x509.KeyUsage(
+    key_cert_sign=True, crl_sign=True, digital_signature=False, content_commitment=False,
+    key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
+    decipher_only=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,9 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name("cluster-ca", ())
         constraint = x509.BasicConstraints(ca=True, path_length=0)
-        builder = _builder(self._name, self._name, self._key.public_key())
-        certificate = builder.add_extension(constraint, critical=True).sign(
-            self._key, hashes.SHA256()
-        )
+        builder = self._builder(self._name, self._key.public_key())
+        builder = builder.add_extension(constraint, critical=True)
+        certificate = builder.add_extension(_SIGNS, critical=True).sign(self._key, hashes.SHA256())
         self.certificate: bytes = certificate.public_bytes(serialization.Encoding.PEM)
 
     def user(self, name: str, groups: Sequence[str] = ()) -> Pair:
@@ -51,12 +55,31 @@ class Authority:
         self, subject: x509.Name, use: x509.ObjectIdentifier, hosts: Sequence[x509.GeneralName]
     ) -> Pair:
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(subject, self._name, key.public_key())
+        builder = self._builder(subject, key.public_key())
         builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=False)
         if hosts:
             builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
         return Pair(certificate.public_bytes(serialization.Encoding.PEM), private_pem(key))
+
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey
+    ) -> x509.CertificateBuilder:
+        now = datetime.datetime.now(datetime.UTC)
+        # Strict clients want to see which keys sign and are signed.
+        of = x509.SubjectKeyIdentifier.from_public_key(key)
+        by = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(minutes=5))
+            .not_valid_after(now + _LIFE)
+            .add_extension(of, critical=False)
+            .add_extension(by, critical=False)
+        )
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
@@ -70,21 +93,6 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.Encoding.PEM,
         serialization.PrivateFormat.TraditionalOpenSSL,
         serialization.NoEncryption(),
-    )
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
-) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + _LIFE)
     )
 
 

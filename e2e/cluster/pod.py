@@ -22,6 +22,7 @@ from cleave.local.pod_life import Command, PodLife
 from cleave.local.pod_spec import PodError, PodSpec, parse
 from cleave.local.pod_status import Facts, status, timestamp
 from cleave.pods.container import HOME
+
 from cluster import mounts, volumes
 from cluster.client import ApiError, Client, Manifest
 from cluster.tools import REPOSITORY
@@ -60,6 +61,7 @@ class Runner:
         self._done = done
         self._facts = Facts(pod_ip=place.pod_ip, admitted_at=time.time())
         self._life: PodLife | None = None
+        self._transitions: dict[str, tuple[str, str]] = {}
         self._changed = asyncio.Event()
         self._deleted = asyncio.Event()
         self._grace_s: float | None = None
@@ -176,10 +178,11 @@ class Runner:
 
     async def _tell(self, now: Manifest) -> None:
         """Write the pod's status; an API server that is away is asked again and again."""
-        for condition in now["conditions"]:
-            condition["lastTransitionTime"] = timestamp(time.time())
+        conditions = [
+            each | {"lastTransitionTime": self._since(each)} for each in now["conditions"]
+        ]
         path = f"{self._path()}/status"
-        body = {"metadata": {"uid": self.uid}, "status": now}
+        body = {"metadata": {"uid": self.uid}, "status": now | {"conditions": conditions}}
         while True:
             try:
                 await self._api.patch(path, body)
@@ -190,6 +193,14 @@ class Runner:
             except (aiohttp.ClientError, TimeoutError, OSError):
                 pass
             await asyncio.sleep(_AGAIN_S)
+
+    def _since(self, condition: Manifest) -> str:
+        """When the condition became what it is."""
+        before = self._transitions.get(condition["type"])
+        if before is None or before[0] != condition["status"]:
+            before = condition["status"], timestamp(time.time())
+            self._transitions[condition["type"]] = before
+        return before[1]
 
     async def _remove(self) -> None:
         await self._deleted.wait()

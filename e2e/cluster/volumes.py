@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cleave.local.pod_spec import PodError
+
 from cluster.client import ApiError, Client, Manifest
 
 _TOKEN_S = 3600
@@ -86,9 +87,7 @@ async def _volume(api: Client, pod: Manifest, volume: Manifest, at: Path) -> str
         case {"emptyDir": {"medium": "Memory"}}:
             return None
         case {"hostPath": {"path": path}}:
-            if not Path(path).exists():
-                raise NotYetError(f"volume {volume['name']}: {path} does not exist on the node")
-            return str(path)
+            return _on_node(path)
         case {"persistentVolumeClaim": {"claimName": claim}}:
             return await _claimed(api, pod["metadata"]["namespace"], claim)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +103,12 @@ async def _volume(api: Client, pod: Manifest, volume: Manifest, at: Path) -> str
             kinds = ", ".join(key for key in volume if key != "name")
             raise PodError(f"volume {volume['name']}: a process cannot have {kinds}")
     return str(folder)
+
+
+def _on_node(path: str) -> str:
+    if not Path(path).exists():
+        raise NotYetError(f"{path} does not exist on the node")
+    return path
 
 
 async def _fill(api: Client, pod: Manifest, source: Manifest, folder: Path) -> None:
