@@ -45,14 +45,14 @@ class Controller:
         *,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
-        fleets: Fleets | None = None,
+        fleets: Fleets[Key] | None = None,
     ) -> None:
         self._settings, self._metrics = settings, metrics
         self._now, self._clock = now, clock
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(clock)
         self.desk: Desk[Key] = Desk(self.queue.add)
-        self._fleets = fleets or Fleets(clock)
+        self._fleets: Fleets[Key] = fleets or Fleets(clock)
         self._inventory: tuple[object, Inventory] | None = None
 
     def seen(self, manifest: Manifest) -> None:
@@ -88,7 +88,7 @@ class Controller:
         """Look at everything now and then, and when this operator begins to lead."""
         while True:
             await elected.wait()
-            self._look_at(set(self.store.keys()))
+            self._look_at(set(self.store.resources()))
             await asyncio.sleep(period_s)
 
     def inventory(self) -> Inventory:

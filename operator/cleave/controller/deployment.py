@@ -5,7 +5,7 @@ unlike revisions do not work together. This reconcile says how many instances of
 pool keeps at the moment; the pools do it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cleave.api.deployment import LLMDeployment
@@ -30,6 +30,7 @@ from cleave.controller.wanted import FINALIZER, Children
 from cleave.pods.budget import gateway_budget
 from cleave.pods.discovery import role_binding, service_account, workers_service
 from cleave.pods.gateway import gateway_deployment, gateway_service
+from cleave.pods.isolation import workers_policy
 from cleave.pods.labels import Manifest
 from cleave.pods.pool import pools
 
@@ -94,6 +95,7 @@ def _fixed(view: DeploymentView) -> list[Manifest]:
         gateway_service(deployment),
         gateway_deployment(deployment, image_prefix=settings.image_prefix),
         gateway_budget(deployment),
+        *([workers_policy(deployment)] if settings.isolates else ()),
     ]
 
 

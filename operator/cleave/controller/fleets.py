@@ -34,6 +34,11 @@ class _Told:
         known = self.instances
         return all(name in known and known[name].kv_path.verified for name in self.ready)
 
+    @property
+    def valid_s(self) -> float:
+        """For how long it counts."""
+        return _OLD_S if self.is_whole else _PARTIAL_S
+
 
 class Fleets(Generic[K]):
     """The last answers, by deployment."""
@@ -52,9 +57,8 @@ class Fleets(Generic[K]):
     ) -> Mapping[str, Instance]:
         """What is known; asked for when other pods are `ready` (names) than at the last answer."""
         told = self._told.get(key)
-        if told and told.ready == ready:
-            if self._clock() - told.at_s < (_OLD_S if told.is_whole else _PARTIAL_S):
-                return told.instances
+        if told and told.ready == ready and self._clock() - told.at_s < told.valid_s:
+            return told.instances
         return await self._asked(key, gateways, ready)
 
     def again_after_s(self, key: K) -> float | None:

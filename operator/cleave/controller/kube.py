@@ -1,8 +1,8 @@
 """The API server, as the operator speaks to it: JSON in, JSON out, every call bounded.
 
 Used by the executor, the leader election and the sweep. Addresses, certificates and tokens are
-the `kubernetes` package's matter; its thousand classes for objects are left out, since manifests are
-what the rest of this package works on.
+the `kubernetes` package's matter; its thousand classes for objects are left out, since manifests
+are what the rest of this package works on.
 """
 
 import asyncio
@@ -37,7 +37,9 @@ APPLY_PATCH = "application/apply-patch+yaml"
 class ApiError(RuntimeError):
     """The API server refused, or could not be reached (status 0)."""
 
-    def __init__(self, status: int, reason: str, message: str, pause_s: float | None = None) -> None:
+    def __init__(
+        self, status: int, reason: str, message: str, pause_s: float | None = None
+    ) -> None:
         super().__init__(f"{status} {reason}: {message}")
         self.status = status
         self.reason = reason
@@ -80,6 +82,7 @@ KINDS: Mapping[str, Api] = {
     "Node": Api("v1", "nodes", is_namespaced=False),
     "Deployment": Api("apps/v1", "deployments"),
     "PodDisruptionBudget": Api("policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": Api("networking.k8s.io/v1", "networkpolicies"),
     "RoleBinding": Api("rbac.authorization.k8s.io/v1", "rolebindings"),
     "Lease": Api("coordination.k8s.io/v1", "leases"),
     "LeaderWorkerSet": Api("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
@@ -95,7 +98,7 @@ class Kube:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.close()
+        await self._client.close()  # type: ignore[no-untyped-call]
 
     async def request(
         self,
@@ -110,16 +113,14 @@ class Kube:
     ) -> Manifest:
         """One request; its answer. Raises ApiError."""
         headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": "cleave-operator"}
-        await self._client.update_params_for_auth(
-            headers, [], ["BearerToken"], path, method, body
-        )
+        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._client.configuration.host}{path}"
         if query:
             url += f"?{urlencode(query)}"
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._client.call_api(method, url, headers, body)
-                data = await answer.read()
+                data: bytes = await answer.read()  # type: ignore[no-untyped-call]
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ApiError(0, "Unreachable", str(error) or type(error).__name__) from error
         if answer.status >= 400:
@@ -127,9 +128,11 @@ class Kube:
         decoded = json.loads(data) if data else {}
         return decoded if isinstance(decoded, dict) else {}
 
-    async def get(self, kind: str, namespace: str, name: str, **options: float) -> Manifest:
+    async def get(
+        self, kind: str, namespace: str, name: str, timeout_s: float = _TIMEOUT_S
+    ) -> Manifest:
         """One object. Raises ApiError."""
-        return await self.request("GET", KINDS[kind].path(namespace, name), **options)  # type: ignore[arg-type]
+        return await self.request("GET", KINDS[kind].path(namespace, name), timeout_s=timeout_s)
 
 
 async def connect() -> Kube:
@@ -137,18 +140,18 @@ async def connect() -> Kube:
 
     Raises ApiError when neither is there.
     """
-    settings = Configuration()  # type: ignore[no-untyped-call]
+    settings = Configuration()
     try:
-        config.load_incluster_config(client_configuration=settings)
+        config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
     except config.ConfigException:
         try:
-            await config.load_kube_config(client_configuration=settings)
+            await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
         except (config.ConfigException, OSError) as error:
             raise ApiError(
                 0, "NoCluster", f"no service account and no kubeconfig ({error}); set KUBECONFIG"
             ) from error
     settings.connection_pool_maxsize = 64
-    return Kube(ApiClient(settings))  # type: ignore[no-untyped-call]
+    return Kube(ApiClient(settings))
 
 
 async def persistent(

@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
                 image_prefix=stated.image_prefix,
                 discovery_role=stated.discovery_role,
                 device=stated.device,
+                isolates=stated.isolate_workers,
                 cluster=cluster,
             ),
         )
@@ -129,6 +130,11 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     )
     add("--image-prefix", default="", help="registry and folder of Cleave's own images")
     add("--discovery-role", default="cleave-discovery", help="ClusterRole that pods are bound to")
+    add(
+        "--isolate-workers",
+        action="store_true",
+        help="let only a deployment's own pods reach its workers (NetworkPolicy)",
+    )
     add("--device", choices=["gpu", "cpu"], default="gpu", help="what computes tokens")
     add("--cluster", type=Path, metavar="FILE", help="network, own GPUs and measured profiles")
     add("--webhook", default="", metavar="NAME", help="serve the validating webhook of this name")

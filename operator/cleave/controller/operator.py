@@ -177,4 +177,3 @@ class Operator:
         if self._webhook is not None and not self._webhook.is_listening:
             missing.append("the webhook does not listen yet")
         return missing
-

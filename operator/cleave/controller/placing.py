@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import EngineType
 from cleave.api.planned import ManualPool, SelectedPlan
 from cleave.api.planning import Mode
 from cleave.controller.actions import PlanOutcome
@@ -92,7 +93,9 @@ def inputs(deployment: LLMDeployment, there: Inventory) -> str:
         include={"model", "slo", "workload", "planning", "engine"},
         exclude={"engine": {"env", "image"}, "planning": {"mode"}, "model": {"cache"}},
     )
-    return digest([parts, there.kinds])
+    # Emulated engines run on any node.
+    kinds = there.kinds if spec.engine.type is EngineType.VLLM else ""
+    return digest([{name: part for name, part in parts.items() if part}, kinds])
 
 
 def placed(written: Manifest) -> Placement:
@@ -221,4 +224,3 @@ def _reason(plan_told: Manifest) -> str:
 
 def _written(told: SelectedPlan) -> Manifest:
     return told.model_dump(mode="json", exclude_none=True)
-

@@ -27,6 +27,12 @@ K = TypeVar("K")
 LIMIT_S = 600.0
 """How long one plan may take."""
 _NICENESS = 10
+_STAND_IN = "facebook/opt-13b"
+"""What emulated engines take a model for that they do not know."""
+_FOLDER = (
+    "spec.model.source: the operator reads no folder, so the model's size is not known; state its "
+    "Hugging Face id and spec.model.cache, or instances by hand in spec.placement.manual"
+)
 
 
 def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOutcome:
@@ -37,11 +43,15 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
     from cleave.pods.pool import selected_plan
 
     deployment = LLMDeployment.model_validate_json(text)
+    is_emulated = deployment.spec.engine.type is EngineType.EMULATED
     if faults := tuple(unread(deployment)):
         return question.with_faults(faults)
+    if deployment.spec.model.folder is not None and not is_emulated:
+        return question.with_faults([_FOLDER])
     try:
-        if deployment.spec.engine.type is EngineType.EMULATED:
-            problem = emulated.problem(deployment, cluster=cluster)
+        if is_emulated:
+            # They need no GPU, so nodes do not bound their number.
+            problem = emulated.problem(_without_folder(deployment))
         elif cluster is None:
             raise PlanError(["no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"])
         else:
@@ -54,6 +64,16 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
     plan = selected_plan(deployment, Placement(told.selected.pools, told.reason, told))
     plan = plan.model_copy(update={"inputs": question.inputs})
     return question.with_plan(plan.model_dump(mode="json", exclude_none=True))
+
+
+def _without_folder(deployment: LLMDeployment) -> LLMDeployment:
+    """The deployment with a model that is known without reading a folder."""
+    spec = deployment.spec
+    if spec.model.folder is None:
+        return deployment
+    model = spec.model.model_copy(update={"source": _STAND_IN})
+    spec = spec.model_copy(update={"model": model})
+    return deployment.model_copy(update={"spec": spec})
 
 
 class Desk(Generic[K]):

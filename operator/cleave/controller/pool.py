@@ -179,7 +179,7 @@ def _deleted(view: PoolView, instance: ObservedPod) -> Iterator[Delete]:
 
 
 def _buried(view: PoolView) -> Iterator[Delete]:
-    """Instances that have ended are replaced; pods of a lost node are forgotten after their grace."""
+    """What has ended is replaced; pods of a lost node are forgotten after their grace."""
     for instance in view.instances:
         # Where one pod of an instance goes, the others are of no use.
         if instance.is_over or instance.deleting:

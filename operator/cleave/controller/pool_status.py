@@ -62,9 +62,7 @@ def _written(last: Trial) -> Manifest:
     }
 
 
-def _conditions(
-    view: "PoolView", fleet: "Fleet", target: Step, limited: Limit
-) -> list[Condition]:
+def _conditions(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) -> list[Condition]:
     count = view.pool.spec.replicas
     is_ready, told = fleet.ready >= count, f"{fleet.ready} of {count} instances are ready"
     is_moving = bool(fleet.old) or len(fleet.new) != target.new or target.new != count

@@ -56,7 +56,7 @@ class WorkQueue(Generic[K]):
         """Work on `key` again with back-off; the delay in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(failures, 16))
+        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 16))
         self.add_after(key, delay_s)
         return delay_s
 

@@ -16,5 +16,7 @@ class Settings:
     """ClusterRole that lets pods read the EndpointSlices of their namespace."""
     device: Device = "gpu"
     """What computes tokens on the nodes."""
+    isolates: bool = False
+    """Whether only a deployment's own pods may reach its workers (NetworkPolicy)."""
     cluster: Cluster | None = None
     """Network, own GPUs and measured profiles; its nodes do not count, the real ones do."""

@@ -112,7 +112,7 @@ class Store:
         """Version of an object that was last seen; -1: none was."""
         return self._versions.get(_Place(kind, namespace, name), ("", -1))[1]
 
-    def keys(self) -> Iterator[Key]:
+    def resources(self) -> Iterator[Key]:
         """Everything that is reconciled."""
         yield from list(self._resources)
 
@@ -219,14 +219,16 @@ class Store:
         return self._remove_child(place)
 
     def _remove_child(self, place: _Place) -> set[Key]:
-        for gateways in self._gateways.values():
-            gateways.pop(place.name, None)
+        for key, gateways in self._gateways.items():
+            if key.namespace == place.namespace:
+                gateways.pop(place.name, None)
         affected: set[Key] = set()
         for uid, children in self._children.items():
             child = children.get((place.kind, place.name))
             if child is not None and child.namespace == place.namespace:
                 del children[place.kind, place.name]
-                affected |= {key for key, seen in self._resources.items() if seen.meta["uid"] == uid}
+                owners = self._resources.items()
+                affected |= {key for key, seen in owners if seen.meta.get("uid") == uid}
         return affected
 
     def _there(self, keys: Iterable[Key]) -> set[Key]:

@@ -82,9 +82,7 @@ def _role(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Mani
     }
 
 
-def _role_condition(
-    view: "DeploymentView", role: Role, goal: InstancePool | None
-) -> Condition:
+def _role_condition(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Condition:
     ready = sum(pod.ready for pod in _alive(view, role))
     count = goal.spec.replicas if goal else 0
     message = f"{ready} of {count} instances are ready"
@@ -133,7 +131,9 @@ def _limited(view: "DeploymentView") -> Condition:
     for role, status in view.pool_status.items():
         for each in status.get("conditions", ()):
             if each["type"] == "ScalingLimited" and each["status"] == "True":
-                return Condition("ScalingLimited", True, each["reason"], f"{role}: {each['message']}")
+                return Condition(
+                    "ScalingLimited", True, each["reason"], f"{role}: {each['message']}"
+                )
     return Condition("ScalingLimited", False, "Fits")
 
 
@@ -177,7 +177,4 @@ def _degraded(
 
 
 def _alive(view: "DeploymentView", role: Role) -> list[ObservedPod]:
-    return [
-        pod for pod in view.pods if pod.role is role and not (pod.deleting or pod.is_over)
-    ]
-
+    return [pod for pod in view.pods if pod.role is role and not (pod.deleting or pod.is_over)]

@@ -29,9 +29,7 @@ Children = Mapping[tuple[str, str], ObservedChild]
 
 def reference(resource: Resource) -> Reference:
     """The resource, by its very uid."""
-    return Reference(
-        resource.kind, resource.namespace, resource.name, resource.metadata.uid or ""
-    )
+    return Reference(resource.kind, resource.namespace, resource.name, resource.metadata.uid or "")
 
 
 def owned(manifest: Manifest, owner: Resource) -> Manifest:
@@ -73,9 +71,7 @@ def changed(manifests: Sequence[Manifest], owner: Resource, there: Children) -> 
 
 def template(pool: InstancePool) -> str:
     """Digest of all that a pod of the pool is made from; how many there are is no part of it."""
-    spec = pool.spec.model_dump(
-        mode="json", exclude_defaults=True, exclude=_NOT_IN_PODS
-    )
+    spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_PODS)
     return digest({"spec": spec, "image": pool.spec.engine.image or image("worker")})
 
 

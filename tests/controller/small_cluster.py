@@ -1,0 +1,255 @@
+"""A cluster in memory: it keeps what the operator writes, and does what Kubernetes would do.
+
+Objects have uids, versions, generations, finalizers and owners; pods find nodes as long as there is
+room, become ready, end after their deletion, and may be lost. Changes go to whoever watches.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cleave.controller.actions import (
+    Action,
+    Apply,
+    Ask,
+    Create,
+    Delete,
+    Emit,
+    PatchStatus,
+    Reference,
+    Requeue,
+    SetFinalizers,
+)
+from cleave.controller.observed import timestamp
+from cleave.pods.labels import Manifest
+
+Place = tuple[str, str, str]
+MESSAGE = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+
+
+class SmallCluster:
+    def __init__(self, room: int = 1_000, now_s: float = 1_000_000.0) -> None:
+        self.objects: dict[Place, Manifest] = {}
+        self.watchers: list[Callable[[str, Manifest], None]] = []
+        self.room = room
+        self.now_s = now_s
+        self.events: list[Emit] = []
+        self.log: list[Action] = []
+        self._number = 0
+
+    def add(self, manifest: Manifest) -> Manifest:
+        """Something that a user made."""
+        return self._apply(manifest)
+
+    def get(self, kind: str, name: str, namespace: str = "default") -> Manifest | None:
+        return self.objects.get((kind, namespace, name))
+
+    def all(self, kind: str) -> list[Manifest]:
+        return [each for (k, _, _), each in sorted(self.objects.items()) if k == kind]
+
+    def edit(self, kind: str, name: str, **spec: Any) -> None:
+        there = self.objects[kind, "default", name]
+        self._changed({**there, "spec": {**there["spec"], **spec}})
+
+    def remove(self, kind: str, name: str) -> None:
+        """As `kubectl delete` does."""
+        self._delete(Delete(Reference(kind, "default", name)))
+
+    def do(self, actions: Iterable[Action]) -> list[tuple[str, Manifest]]:
+        """Carry out; what the API server answers."""
+        answers: list[tuple[str, Manifest]] = []
+        for action in actions:
+            if not isinstance(action, Requeue | Ask):
+                self.log.append(action)
+            match action:
+                case Apply(manifest):
+                    answers.append(("seen", self._apply(manifest)))
+                case Create(manifest):
+                    there = self.objects.get(_place(manifest))
+                    answers.append(("seen", there or self._apply(manifest)))
+                case Delete():
+                    answers += self._delete(action)
+                case PatchStatus(target, status):
+                    if there := self._same(target):
+                        written = self._changed({**there, "status": status}, is_spec=False)
+                        answers.append(("seen", written))
+                case SetFinalizers(target, finalizers, _):
+                    answers += self._set_finalizers(target, finalizers)
+                case Emit():
+                    self.events.append(action)
+        return copy.deepcopy(answers)
+
+    def pods(self) -> list[Manifest]:
+        return self.all("Pod")
+
+    def schedule(self) -> None:
+        """Give pods nodes while there is room; tell the others why not."""
+        used = sum("nodeName" in pod["spec"] for pod in self.pods())
+        for pod in self.pods():
+            if "nodeName" in pod["spec"] or "deletionTimestamp" in pod["metadata"]:
+                continue
+            if used < self.room:
+                used += 1
+                self._changed({**pod, "spec": {**pod["spec"], "nodeName": "n1"}})
+            elif not pod.get("status"):
+                why = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+                status = {"phase": "Pending", "conditions": [{**why, "message": MESSAGE}]}
+                self._changed({**pod, "status": status}, is_spec=False)
+
+    def make_ready(self, pod: Manifest) -> None:
+        if "nodeName" in pod["spec"] and "deletionTimestamp" not in pod["metadata"]:
+            ready = {"type": "Ready", "status": "True"}
+            status = {"phase": "Running", "conditions": [ready], "podIP": "10.0.0.1"}
+            if pod.get("status") != status:
+                self._changed({**pod, "status": status}, is_spec=False)
+
+    def fail(self, pod: Manifest) -> None:
+        """Its processes have ended for good."""
+        self._changed({**pod, "status": {"phase": "Failed"}}, is_spec=False)
+
+    def end(self, pod: Manifest) -> None:
+        """A pod that was asked to go has gone."""
+        if "deletionTimestamp" in pod["metadata"]:
+            self._gone(pod)
+
+    def lose(self, pod: Manifest) -> None:
+        """A pod goes without having been asked."""
+        self._gone(pod)
+
+    def run_gateways(self) -> None:
+        for each in self.all("Deployment"):
+            count = each["spec"]["replicas"]
+            status = {"readyReplicas": count, "updatedReplicas": count}
+            if each.get("status") != status:
+                self._changed({**each, "status": status}, is_spec=False)
+
+    def settle(self) -> None:
+        """All that Kubernetes does when nothing goes wrong."""
+        self.schedule()
+        for pod in self.pods():
+            self.make_ready(pod)
+            self.end(pod)
+        self.run_gateways()
+
+    def _same(self, target: Reference) -> Manifest | None:
+        there = self.objects.get((target.kind, target.namespace, target.name))
+        if there is None or (target.uid and there["metadata"]["uid"] != target.uid):
+            return None
+        return there
+
+    def _apply(self, manifest: Manifest) -> Manifest:
+        there = self.objects.get(_place(manifest))
+        if there is None:
+            meta = {
+                "generation": 0,
+                **manifest["metadata"],
+                "uid": self._next("uid-"),
+                "creationTimestamp": timestamp(self.now_s),
+            }
+            return self._changed({**manifest, "metadata": meta})
+        meta = {**there["metadata"], **manifest["metadata"]}
+        return self._changed({**there, **manifest, "metadata": meta})
+
+    def _delete(self, action: Delete) -> list[tuple[str, Manifest]]:
+        there = self._same(action.target)
+        if there is None:
+            return []
+        if there["metadata"].get("finalizers") or (there["kind"] == "Pod" and action.grace_s != 0):
+            if "deletionTimestamp" in there["metadata"]:
+                return [("seen", there)]
+            meta = {**there["metadata"], "deletionTimestamp": timestamp(self.now_s)}
+            return [("seen", self._changed({**there, "metadata": meta}))]
+        self._gone(there)
+        return [("gone", there)]
+
+    def _set_finalizers(
+        self, target: Reference, finalizers: tuple[str, ...]
+    ) -> list[tuple[str, Manifest]]:
+        there = self._same(target)
+        if there is None:
+            return []
+        meta = {**there["metadata"], "finalizers": list(finalizers)}
+        if not finalizers and "deletionTimestamp" in meta:
+            self._gone(there)
+            return [("gone", there)]
+        return [("seen", self._changed({**there, "metadata": meta}, is_spec=False))]
+
+    def _gone(self, manifest: Manifest) -> None:
+        """With all that it owns, as the garbage collector does."""
+        if self.objects.pop(_place(manifest), None) is None:
+            return
+        self._tell("DELETED", manifest)
+        uid = manifest["metadata"]["uid"]
+        for each in list(self.objects.values()):
+            owners = each["metadata"].get("ownerReferences", ())
+            if any(owner["uid"] == uid for owner in owners):
+                self._gone(each)
+
+    def _changed(self, manifest: Manifest, *, is_spec: bool = True) -> Manifest:
+        there = self.objects.get(_place(manifest))
+        meta = dict(manifest["metadata"])
+        if is_spec and (there is None or there.get("spec") != manifest.get("spec")):
+            meta["generation"] = meta.get("generation", 0) + 1
+        manifest = copy.deepcopy({**manifest, "metadata": meta})
+        if there is not None and _content(there) == _content(manifest):
+            return there
+        manifest["metadata"]["resourceVersion"] = self._next("")
+        self.objects[_place(manifest)] = manifest
+        self._tell("MODIFIED" if there else "ADDED", manifest)
+        return manifest
+
+    def _tell(self, kind: str, manifest: Manifest) -> None:
+        for watcher in self.watchers:
+            watcher(kind, copy.deepcopy(manifest))
+
+    def _next(self, prefix: str) -> str:
+        self._number += 1
+        return f"{prefix}{self._number}"
+
+
+def node(name: str = "n1", gpus: int = 8, product: str = "NVIDIA-H100-80GB-HBM3") -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": name,
+            "namespace": "",
+            "uid": name,
+            "labels": {"nvidia.com/gpu.product": product},
+        },
+        "spec": {},
+        "status": {
+            "allocatable": {"nvidia.com/gpu": str(gpus)},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+
+
+def chat(**spec: Any) -> Manifest:
+    """An LLMDeployment with emulated engines, as a user writes it."""
+    return {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat", "namespace": "default"},
+        "spec": {
+            "model": "facebook/opt-13b",
+            "slo": {"ttftMs": 400, "tpotMs": 40},
+            "engine": {"type": "Emulated"},
+            **spec,
+        },
+    }
+
+
+def by_hand(**replicas: int) -> Manifest:
+    """A placement: instances by role."""
+    return {"manual": [{"role": role, "replicas": n} for role, n in replicas.items()]}
+
+
+def _place(manifest: Manifest) -> Place:
+    meta = manifest["metadata"]
+    return manifest["kind"], meta.get("namespace", ""), meta["name"]
+
+
+def _content(manifest: Manifest) -> Manifest:
+    meta = {k: v for k, v in manifest["metadata"].items() if k != "resourceVersion"}
+    return {**manifest, "metadata": meta}

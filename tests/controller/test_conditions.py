@@ -1,0 +1,45 @@
+"""Conditions: since when, and what people are told."""
+
+from cleave.controller.actions import Emit, Reference
+from cleave.controller.conditions import Condition, holds, settled, told
+
+CHAT = Reference("LLMDeployment", "llm", "chat", "u1")
+NOT_READY = Condition("Ready", False, "NotReady", "0 of 1 instances are ready")
+READY = Condition("Ready", True, "Ready", "1 of 1 instances are ready")
+
+
+def test_the_time_of_a_condition_moves_with_its_status_only() -> None:
+    first = settled([], [NOT_READY], 1, now_s=0)
+    assert first[0]["lastTransitionTime"] == "1970-01-01T00:00:00Z"
+    other = Condition("Ready", False, "Broken", "no")
+    second = settled(first, [other], 2, now_s=60)
+    assert second[0]["lastTransitionTime"] == "1970-01-01T00:00:00Z"
+    assert (second[0]["reason"], second[0]["observedGeneration"]) == ("Broken", 2)
+    third = settled(second, [READY], 2, now_s=120)
+    assert third[0]["lastTransitionTime"] == "1970-01-01T00:02:00Z"
+
+
+def test_the_unknown_is_neither_true_nor_false() -> None:
+    (written,) = settled([], [Condition("KVPathVerified", None, "NotTold")], 1, now_s=0)
+    assert written["status"] == "Unknown"
+    assert not holds([written], "KVPathVerified")
+
+
+def test_people_are_told_of_changes_once() -> None:
+    before = settled([], [NOT_READY], 1, now_s=0)
+    assert list(told(CHAT, before, [READY])) == [Emit(CHAT, "Ready", READY.message)]
+    assert list(told(CHAT, settled(before, [READY], 1, now_s=1), [READY])) == []
+
+
+def test_what_gets_worse_is_a_warning() -> None:
+    before = settled([], [READY, Condition("Degraded", False, "Whole")], 1, now_s=0)
+    worse = [NOT_READY, Condition("Degraded", True, "TooFew", "2 are missing")]
+    assert [(each.reason, each.is_warning) for each in told(CHAT, before, worse)] == [
+        ("NotReady", True),
+        ("TooFew", True),
+    ]
+
+
+def test_a_new_object_is_not_bad_news() -> None:
+    new = [NOT_READY, Condition("Degraded", False, "Whole"), Condition("Progressing", True, "New")]
+    assert [(each.reason, each.is_warning) for each in told(CHAT, [], new)] == [("NotReady", False)]

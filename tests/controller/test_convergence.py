@@ -1,0 +1,351 @@
+"""The whole operator against a cluster in memory: it always gets there, and then does nothing."""
+
+import asyncio
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleave.controller.actions import Action, Create, Delete, PlanOutcome
+from cleave.controller.controller import Controller
+from cleave.controller.fleets import Fleets
+from cleave.controller.metrics import Metrics
+from cleave.controller.settings import Settings
+from cleave.controller.store import Key
+from cleave.pods.labels import Manifest
+
+from small_cluster import SmallCluster, by_hand, chat, node
+
+
+class World:
+    """An operator and a cluster. Events wait in `late` until they are delivered."""
+
+    def __init__(self, cluster: SmallCluster) -> None:
+        self.cluster = cluster
+        self.late: list[tuple[str, Manifest]] = []
+        cluster.watchers = [lambda kind, each: self.late.append((kind, each))]
+        for each in cluster.objects.values():
+            self.late.append(("LISTED", each))
+        self.controller = Controller(
+            Settings(),
+            Metrics(),
+            now=lambda: cluster.now_s,
+            clock=lambda: cluster.now_s,
+            fleets=Fleets(lambda: cluster.now_s, ask=nobody_answers),
+        )
+        self.asked: list[PlanOutcome] = []
+        self.controller.desk.ask = lambda _k, _d, _c, question: self.asked.append(question)
+
+    async def carry_out(self, actions: Iterable[Action]) -> None:
+        for how, manifest in self.cluster.do(actions):
+            (self.controller.seen if how == "seen" else self.controller.gone)(manifest)
+
+    def deliver(self, count: int | None = None) -> None:
+        """The oldest events reach the operator."""
+        for kind, manifest in self.late[:count]:
+            (self.controller.gone if kind == "DELETED" else self.controller.seen)(manifest)
+        del self.late[:count]
+
+    def turn(self) -> None:
+        """Look at everything that is due, once."""
+        asyncio.run(self._turn())
+
+    async def _turn(self) -> None:
+        queue = self.controller.queue
+        for _ in range(len(queue)):
+            key = await queue.take()
+            await self.controller._reconcile(key, self)  # type: ignore[arg-type]
+            queue.done(key)
+
+    def resync(self) -> None:
+        for key in self.controller.store.resources():
+            self.controller.queue.add(key)
+
+    def converge(self, turns: int = 60) -> None:
+        """Let time pass until nothing happens any more."""
+        for _ in range(turns):
+            before = len(self.cluster.log)
+            self.cluster.now_s += 1
+            self.cluster.settle()
+            self.deliver()
+            self.resync()
+            self.turn()
+            if len(self.cluster.log) == before and not self.late:
+                return
+        pytest.fail(f"still at work: {self.cluster.log[-5:]}")
+
+
+async def nobody_answers(_urls: Any) -> dict[str, Any]:
+    return {}
+
+
+def world(**spec: Any) -> World:
+    cluster = SmallCluster()
+    cluster.add(node())
+    cluster.add(chat(**spec))
+    return World(cluster)
+
+
+def ready(cluster: SmallCluster) -> dict[str, int]:
+    pools = {
+        each["metadata"]["name"]: each["status"]["ready"] for each in cluster.all("InstancePool")
+    }
+    return {name.removeprefix("chat-"): count for name, count in pools.items()}
+
+
+def condition(cluster: SmallCluster, kind: str) -> Manifest:
+    conditions = cluster.get("LLMDeployment", "chat")["status"]["conditions"]
+    return next(each for each in conditions if each["type"] == kind)
+
+
+def test_the_smallest_deployment_gets_a_pair_and_a_gateway() -> None:
+    here = world()
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 1, "decode": 1}
+    assert condition(here.cluster, "Ready")["status"] == "True"
+    assert condition(here.cluster, "PlanReady")["reason"] == "NotPlanned"
+    kinds = {kind for kind, _, _ in here.cluster.objects}
+    assert kinds == {
+        "Node", "LLMDeployment", "InstancePool", "Pod", "Deployment", "Service",
+        "PodDisruptionBudget", "ServiceAccount", "RoleBinding",
+    }  # fmt: skip
+
+
+def test_nothing_is_written_when_nothing_has_changed() -> None:
+    here = world(placement=by_hand(prefill=2, decode=3))
+    here.converge()
+    before = len(here.cluster.log)
+    for _ in range(3):
+        here.resync()
+        here.turn()
+    assert len(here.cluster.log) == before
+
+
+def test_a_second_operator_does_nothing_again() -> None:
+    here = world(placement=by_hand(prefill=2, decode=3))
+    here.converge()
+    there = World(here.cluster)
+    there.deliver()
+    before = len(here.cluster.log)
+    there.resync()
+    there.turn()
+    # What is not watched is applied once more, which changes nothing.
+    again = here.cluster.log[before:]
+    assert {each.manifest["kind"] for each in again} <= {"ServiceAccount", "RoleBinding"}  # type: ignore[union-attr]
+    assert not there.late
+
+
+def test_everything_goes_when_the_deployment_goes() -> None:
+    here = world(placement=by_hand(prefill=2, decode=2))
+    here.converge()
+    here.cluster.remove("LLMDeployment", "chat")
+    here.converge()
+    assert {kind for kind, _, _ in here.cluster.objects} == {"Node"}
+
+
+def test_the_gateway_stays_while_workers_drain() -> None:
+    here = world()
+    here.converge()
+    here.cluster.remove("LLMDeployment", "chat")
+    for _ in range(5):
+        here.deliver()
+        here.resync()
+        here.turn()
+    assert here.cluster.get("Deployment", "chat-gateway")
+    assert all("deletionTimestamp" in pod["metadata"] for pod in here.cluster.pods())
+
+
+def test_a_new_revision_replaces_every_pod_and_never_has_too_few() -> None:
+    here = world(placement=by_hand(prefill=3, decode=2))
+    here.converge()
+    old = {pod["metadata"]["labels"]["cleave.dev/revision"] for pod in here.cluster.pods()}
+    here.cluster.edit("LLMDeployment", "chat", engine={"type": "Emulated", "args": ["--seed", "1"]})
+    for _ in range(60):
+        here.cluster.settle()
+        here.deliver()
+        here.resync()
+        here.turn()
+        roles = [p["metadata"]["labels"]["cleave.dev/role"] for p in here.cluster.pods()
+                 if "deletionTimestamp" not in p["metadata"]]  # fmt: skip
+        assert roles.count("prefill") in (3, 4)
+        assert roles.count("decode") in (2, 3)
+    new = {pod["metadata"]["labels"]["cleave.dev/revision"] for pod in here.cluster.pods()}
+    assert len(new) == 1
+    assert new != old
+    assert ready(here.cluster) == {"prefill": 3, "decode": 2}
+
+
+def test_a_lost_pod_is_replaced_under_another_or_the_same_name() -> None:
+    here = world(placement=by_hand(prefill=1, decode=2))
+    here.converge()
+    here.cluster.lose(here.cluster.pods()[0])
+    here.cluster.fail(here.cluster.pods()[0])
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+
+
+def test_what_finds_no_room_is_given_up_and_told_and_comes_with_more_nodes() -> None:
+    here = world(placement=by_hand(prefill=1, decode=4))
+    here.cluster.room = 3
+    for _ in range(200):
+        here.cluster.now_s += 1
+        here.cluster.settle()
+        here.deliver()
+        here.resync()
+        here.turn()
+    assert ready(here.cluster)["decode"] <= 2
+    assert len(here.cluster.pods()) == 3
+    limited = condition(here.cluster, "ScalingLimited")
+    assert limited["status"] == "True"
+    assert "Insufficient nvidia.com/gpu" in limited["message"]
+    here.cluster.room = 100
+    here.cluster.add(node("n2"))
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 1, "decode": 4}
+    assert condition(here.cluster, "ScalingLimited")["status"] == "False"
+
+
+def test_a_pool_that_is_scaled_by_hand_keeps_its_number_only_when_it_says_so() -> None:
+    here = world(placement=by_hand(prefill=1, decode=2))
+    here.converge()
+    here.cluster.edit("InstancePool", "chat-decode", replicas=4)
+    here.converge()
+    assert ready(here.cluster)["decode"] == 2
+    here.cluster.edit("InstancePool", "chat-decode", replicas=4, owner="Manual")
+    here.converge()
+    assert ready(here.cluster)["decode"] == 4
+    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(prefill=2, decode=1))
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 2, "decode": 4}
+
+
+def test_a_role_that_is_dropped_serves_until_the_others_can() -> None:
+    here = world(placement=by_hand(prefill=2, decode=2))
+    here.converge()
+    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(mixed=3))
+    here.deliver()
+    here.resync()
+    here.turn()
+    here.turn()
+    alive = [p for p in here.cluster.pods() if "deletionTimestamp" not in p["metadata"]]
+    roles = [pod["metadata"]["labels"]["cleave.dev/role"] for pod in alive]
+    assert (roles.count("prefill"), roles.count("decode")) == (2, 2)
+    here.converge()
+    assert ready(here.cluster) == {"mixed": 3}
+
+
+def test_a_paused_deployment_keeps_what_it_has() -> None:
+    here = world(placement=by_hand(prefill=1, decode=2))
+    here.converge()
+    here.cluster.edit("LLMDeployment", "chat", paused=True, placement=by_hand(prefill=1, decode=5))
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+    assert condition(here.cluster, "Progressing")["reason"] == "Paused"
+    here.cluster.lose(here.cluster.pods()[0])
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+    here.cluster.edit("LLMDeployment", "chat", paused=False)
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 1, "decode": 5}
+
+
+def test_a_plan_stays_until_what_it_rests_on_changes() -> None:
+    workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+    here = world(workload=workload)
+    here.deliver()
+    here.turn()
+    here.turn()
+    question = here.asked[-1]
+    plan = {
+        "revision": "a",
+        "reason": "it is enough",
+        "gpus": 3,
+        "pools": [{"role": "mixed", "replicas": 3}],
+        "inputs": question.inputs,
+    }
+    here.controller.desk._answers[Key("LLMDeployment", "default", "chat")] = question.with_plan(
+        plan
+    )
+    here.converge()
+    assert ready(here.cluster) == {"mixed": 3}
+    asked = len(here.asked)
+    # More nodes of the same kind are no reason, nor is another operator.
+    here.cluster.add(node("n2"))
+    here.converge()
+    other = World(here.cluster)
+    other.deliver()
+    other.resync()
+    other.turn()
+    assert len(here.asked) == asked
+    assert not other.asked
+    here.cluster.edit("LLMDeployment", "chat", workload={**workload, "rate": 9})
+    here.converge()
+    assert len(here.asked) > asked
+    assert ready(here.cluster) == {"mixed": 3}
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_it_gets_there_whatever_happens_on_the_way(seed: int) -> None:
+    rng = random.Random(seed)
+    here = world(placement=by_hand(prefill=rng.randint(1, 3), decode=rng.randint(1, 3)))
+    for _ in range(rng.randint(5, 40)):
+        happen(here, rng)
+    wanted = {role: rng.randint(1, 4) for role in ("prefill", "decode")}
+    if rng.random() < 0.3:
+        wanted = {"mixed": rng.randint(1, 3)}
+    here.cluster.room = 1_000
+    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(**wanted))
+    here.converge(turns=150)
+    assert ready(here.cluster) == wanted, f"seed {seed}"
+    before = len(here.cluster.log)
+    here.resync()
+    here.turn()
+    assert len(here.cluster.log) == before, f"seed {seed}"
+
+
+def happen(here: World, rng: random.Random) -> None:
+    """Something, as it happens in clusters; events may be late."""
+    cluster = here.cluster
+    cluster.now_s += rng.choice((0, 1, 30, 130))
+    pods = cluster.pods()
+    match rng.randint(0, 9):
+        case 0 if pods:
+            cluster.lose(rng.choice(pods))
+        case 1 if pods:
+            cluster.fail(rng.choice(pods))
+        case 2:
+            cluster.room = rng.randint(1, 8)
+        case 3:
+            args = ["--seed", str(rng.randint(0, 2))]
+            cluster.edit("LLMDeployment", "chat", engine={"type": "Emulated", "args": args})
+        case 4:
+            hand = by_hand(prefill=rng.randint(1, 4), decode=rng.randint(1, 4))
+            cluster.edit("LLMDeployment", "chat", placement=hand)
+        case 5:
+            here.controller.store.nodes.clear()
+            here.resync()
+        case _:
+            cluster.schedule()
+            for pod in cluster.pods():
+                if rng.random() < 0.6:
+                    cluster.make_ready(pod)
+                if rng.random() < 0.5:
+                    cluster.end(pod)
+            cluster.run_gateways()
+    here.deliver(rng.randint(0, len(here.late)))
+    here.turn()
+
+
+def test_events_that_are_late_cause_no_second_pods() -> None:
+    here = world(placement=by_hand(prefill=2, decode=2))
+    here.deliver()
+    for _ in range(6):
+        here.resync()
+        here.turn()
+    made = [each for each in here.cluster.log if isinstance(each, Create)]
+    assert len(made) == 4
+    assert not any(isinstance(each, Delete) for each in here.cluster.log)
