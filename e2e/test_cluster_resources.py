@@ -1,0 +1,139 @@
+"""What the API server itself says of resources, and of the manifests that are made from them.
+
+The cases are those of tests/api: what is refused there has to be refused here, with words that a
+reader can act on, and what is taken there has to be taken here with the same defaults.
+"""
+
+import json
+from typing import Any
+
+import pytest
+from resource_cases import REFUSED, UNUSUAL, Case, manifest
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool
+from cleave.planner.placement import plan
+from cleave.pods.budget import disruption_budget, gateway_budget
+from cleave.pods.discovery import role_binding, service_account, workers_service
+from cleave.pods.gang import follower_pods
+from cleave.pods.gateway import gateway_deployment, gateway_service
+from cleave.pods.pool import pools
+from cleave.pods.spread import CLIQUE, Machines
+from cleave.pods.worker import worker_pod
+
+from cluster.cluster import CRDS, Cluster, CommandError
+
+pytestmark = pytest.mark.timeout(120)
+
+H100 = "NVIDIA-H100-80GB-HBM3"
+MODELS = {"LLMDeployment": LLMDeployment, "InstancePool": InstancePool}
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Cluster) -> Cluster:
+    """A cluster that knows the resources."""
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+    return cluster
+
+
+def tried(server: Cluster, *manifests: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the API server would store. Raises CommandError; warnings are errors."""
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests})
+    args = ("apply", "--dry-run=server", "--warnings-as-errors", "-o", "json", "-f", "-")
+    found = json.loads(server.kubectl(*args, input=text))
+    return found["items"] if found["kind"] == "List" else [found]
+
+
+def said(value: Any) -> Any:
+    """Without what differs by form only: empty parts, and quantities as text."""
+    if isinstance(value, dict):
+        parts = {name: said(part) for name, part in value.items()}
+        for amounts in (parts.get("requests"), parts.get("limits")):
+            if amounts:
+                amounts.update({name: str(amount) for name, amount in amounts.items()})
+        return {name: part for name, part in parts.items() if part not in ({}, [], None)}
+    return [said(part) for part in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_what_is_wrong_is_refused_in_words(server: Cluster, case: Case) -> None:
+    with pytest.raises(CommandError) as refused:
+        server.apply(case.manifest)
+    assert case.server in refused.value.text
+
+
+@pytest.mark.parametrize("case", UNUSUAL, ids=lambda case: case.name)
+def test_what_is_only_unusual_is_taken_with_pythons_defaults(server: Cluster, case: Case) -> None:
+    (stored,) = tried(server, case.manifest)
+    if isinstance(stored["spec"]["model"], str):
+        stored["spec"]["model"] = {"source": stored["spec"]["model"]}
+    own = MODELS[case.kind].model_validate_json(json.dumps(case.manifest))
+    python = own.model_dump(mode="json", exclude_none=True)
+    assert said(stored["spec"]) == said(python["spec"])
+
+
+def everything() -> dict[str, Any]:
+    """A deployment whose pods have every part there is."""
+    size = {"tensor": 8, "pipeline": 2}
+    return manifest(
+        model={"source": "org/model", "cache": {"persistentVolumeClaim": {"claimName": "models"}}},
+        placement={
+            "manual": [
+                {"role": "prefill", "gpu": H100, "perCell": 1, "parallelism": size},
+                {"role": "decode", "gpu": H100, "perCell": 1, "parallelism": size},
+                {"role": "mixed"},
+            ]
+        },
+        engine={
+            "env": [
+                {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+            ]
+        },
+        gateway={"keysSecret": "chat-keys"},
+        template={
+            "nodeSelector": {"a": "b"},
+            "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "resources": {"limits": {"rdma/ib": 1}},
+        },
+    )
+
+
+@pytest.mark.parametrize("domain", ["kubernetes.io/hostname", CLIQUE])
+@pytest.mark.parametrize("is_small", [True, False])
+def test_everything_that_is_made_is_taken_without_a_warning(
+    server: Cluster, domain: str, is_small: bool
+) -> None:
+    document = manifest() if is_small else everything()
+    chat = LLMDeployment.model_validate_json(json.dumps(document))
+    made = [
+        workers_service(chat),
+        service_account(chat),
+        role_binding(chat, "view"),
+        gateway_service(chat),
+        gateway_deployment(chat),
+        gateway_budget(chat),
+    ]
+    for pool in pools(chat, plan(chat), Machines({H100: 8}, domain)):
+        leader = worker_pod(pool, f"{pool.name}-x7k2p", cell=0 if pool.spec.colocation else None)
+        made += [disruption_budget(pool), leader, *follower_pods(pool, leader)]
+        stored = pool.model_dump(mode="json", exclude_none=True, exclude={"metadata"})
+        meta = {"name": pool.name, "labels": pool.metadata.labels}
+        made.append({**stored, "metadata": meta})
+    assert len(tried(server, *made)) == len(made)
+
+
+def test_kubectl_explains_every_field_of_the_spec(server: Cluster) -> None:
+    told = server.kubectl("explain", "llmdeployments.spec", "--recursive")
+    for field in ("ttftMs", "perCell", "persistentVolumeClaim", "pendingTimeoutS", "keysSecret"):
+        assert field in told
+    assert "DistServe" in server.kubectl("explain", "llmd.spec.placement.manual.perCell")
+
+
+def test_pools_are_scaled_and_listed_like_any_workload(server: Cluster, namespace: str) -> None:
+    server.apply(manifest("InstancePool", owner="Manual"), namespace=namespace)
+    server.kubectl("scale", "ipool/chat-mixed", "--replicas=7", "-n", namespace)
+    assert server.get("ipool", "chat-mixed", namespace)["spec"]["replicas"] == 7
+    head, row = server.kubectl("get", "cleave", "-n", namespace).splitlines()
+    assert head.split() == ["NAME", "ROLE", "TP", "PP", "GPU", "DESIRED", "READY", "SERVING", "AGE"]
+    assert row.split()[:4] == ["instancepool.cleave.dev/chat-mixed", "mixed", "1", "1"]
