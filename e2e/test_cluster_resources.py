@@ -8,7 +8,6 @@ import json
 from typing import Any
 
 import pytest
-from resource_cases import REFUSED, UNUSUAL, Case, manifest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
@@ -22,6 +21,7 @@ from cleave.pods.spread import CLIQUE, Machines
 from cleave.pods.worker import worker_pod
 
 from cluster.cluster import CRDS, Cluster, CommandError
+from resource_cases import REFUSED, UNUSUAL, Case, manifest
 
 pytestmark = pytest.mark.timeout(120)
 
