@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+
 from cluster.cluster import Cluster, CommandError, wait_until
 from cluster.nodes import gpu_node
 from cluster.tools import REPOSITORY

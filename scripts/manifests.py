@@ -1,8 +1,9 @@
-"""Writes plain manifests from the chart: `python scripts/manifests.py CRDS OUTDIR` (scripts/generate).
+"""Writes plain manifests from the chart, for scripts/generate.
 
-OUTDIR/crds gets the CRDs of the folder CRDS as the chart carries them, OUTDIR/manifests what `kubectl apply` takes:
-crds.yaml and cleave.yaml. The latter is rendered by helm, which few machines have: without it the
-present file is kept as long as the chart is the one that it was rendered from.
+`python scripts/manifests.py CRDS OUTDIR`: OUTDIR/crds gets the CRDs of the folder CRDS as the chart
+carries them, OUTDIR/manifests what `kubectl apply` takes: crds.yaml and cleave.yaml. The latter is
+rendered by helm, which few machines have: without it the present file is kept as long as the chart
+is the one that it was rendered from.
 """
 
 import hashlib
@@ -80,7 +81,9 @@ def _write_rest(target: Path) -> int:
 
 def _kept(definition: str) -> str:
     """The CRD as an uninstalled release leaves it behind."""
-    return re.sub(r"(?m)^metadata:\n  name: \S+$", lambda found: found[0] + _KEEP, definition, count=1)
+    return re.sub(
+        r"(?m)^metadata:\n  name: \S+$", lambda found: found[0] + _KEEP, definition, count=1
+    )
 
 
 def _stamp() -> str:

@@ -33,7 +33,7 @@ def test_it_is_renewed_a_month_before_its_end() -> None:
 
 
 def test_it_is_made_anew_when_the_service_has_another_name() -> None:
-    with pytest.raises(CertificateError, match="is not for other.svc"):
+    with pytest.raises(CertificateError, match=r"is not for other\.svc"):
         check(issue(NAMES, NOW), (*NAMES, "other.svc"), NOW)
 
 
@@ -77,7 +77,8 @@ def test_a_secret_gives_back_what_was_put_into_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "secret", [{}, {"data": None}, {"data": {}}, {"data": {"tls.crt": "!", "tls.key": "", "ca.crt": ""}}]
+    "secret",
+    [{}, {"data": None}, {"data": {}}, {"data": {"tls.crt": "!", "tls.key": "", "ca.crt": ""}}],
 )
 def test_an_empty_secret_holds_none(secret: dict[str, object]) -> None:
     assert certificates.from_secret(secret) is None

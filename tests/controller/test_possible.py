@@ -40,9 +40,10 @@ def test_the_smallest_deployment_is_possible_anywhere() -> None:
 
 def test_heads_that_cannot_be_shared_are_a_fault() -> None:
     found = find(placement=manual(parallel("mixed", tensor=3)))
-    assert found.faults == (
+    (said,) = found.faults
+    assert said == (
         "spec.placement.manual[0].parallelism: llama-3.1-8b: "
-        "32 attention heads cannot be shared by 3 GPUs",
+        "32 attention heads cannot be shared by 3 GPUs"
     )
 
 
@@ -56,9 +57,10 @@ def test_roles_whose_sizes_the_connector_cannot_match_are_a_fault() -> None:
         model="facebook/opt-13b",
         placement=manual(parallel("prefill", tensor=4), parallel("decode", tensor=10)),
     )
-    assert found.faults == (
+    (said,) = found.faults
+    assert said == (
         "spec.placement.manual[1].parallelism.tensor: 10 cannot take KV from prefill instances "
-        "with 4: one must be a multiple of the other",
+        "with 4: one must be a multiple of the other"
     )
 
 
@@ -113,9 +115,10 @@ def test_a_profile_in_a_file_may_be_in_the_workers_image_only() -> None:
 def test_an_instance_larger_than_all_nodes_is_a_warning() -> None:
     found = find(A100, placement=manual(parallel("mixed", tensor=32)))
     assert found.faults == ()
-    assert found.warnings == (
+    (said,) = found.warnings
+    assert said == (
         "spec.placement.manual[0].parallelism: an instance takes 32 GPUs, all nodes together have "
-        "16 x A100-SXM-80GB now; instances will wait",
+        "16 x A100-SXM-80GB now; instances will wait"
     )
 
 

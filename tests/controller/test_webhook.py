@@ -127,7 +127,7 @@ async def serving(shelf, monkeypatch) -> AsyncIterator[tuple[str, Webhook]]:
     task = asyncio.create_task(served.run())
     try:
         async with asyncio.timeout(10):
-            while not served.is_listening:
+            while not served.is_listening:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield f"https://localhost:{port}/validate", served
     finally:
@@ -157,9 +157,12 @@ REVIEW = {
 
 async def test_it_answers_over_tls_that_the_configuration_trusts(monkeypatch) -> None:
     shelf = Shelf()
-    async with serving(shelf, monkeypatch) as (url, _), aiohttp.ClientSession() as session:
-        async with session.post(url, json=REVIEW, ssl=trusting(shelf)) as answer:
-            said = (await answer.json())["response"]
+    async with (
+        serving(shelf, monkeypatch) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(url, json=REVIEW, ssl=trusting(shelf)) as answer,
+    ):
+        said = (await answer.json())["response"]
     assert said["allowed"] is False
     assert said["status"]["message"] == "spec.slo.ttftMs: must be > 0 (got 0)"
 
@@ -167,9 +170,12 @@ async def test_it_answers_over_tls_that_the_configuration_trusts(monkeypatch) ->
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}"])
 async def test_what_is_no_question_is_answered_400(monkeypatch, body) -> None:
     shelf = Shelf()
-    async with serving(shelf, monkeypatch) as (url, _), aiohttp.ClientSession() as session:
-        async with session.post(url, data=body, ssl=trusting(shelf)) as answer:
-            assert answer.status == 400
+    async with (
+        serving(shelf, monkeypatch) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(url, data=body, ssl=trusting(shelf)) as answer,
+    ):
+        assert answer.status == 400
 
 
 async def test_an_api_server_that_is_away_at_the_start_is_asked_again(monkeypatch) -> None:
@@ -191,7 +197,7 @@ async def test_a_new_certificate_is_shown_without_a_restart(monkeypatch) -> None
         only_new = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         only_new.load_verify_locations(cadata=new.trusted)
         async with asyncio.timeout(10):
-            while not await shows(url, only_new):
+            while not await shows(url, only_new):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -208,8 +214,9 @@ async def test_what_takes_too_long_is_left_to_the_failure_policy(monkeypatch) ->
     shelf = Shelf()
     monkeypatch.setattr(webhook, "_ANSWER_S", 0.01)
     monkeypatch.setattr(webhook, "answer", lambda *_: __import__("time").sleep(0.2))
-    async with serving(shelf, monkeypatch) as (url, _), aiohttp.ClientSession() as session:
-        async with session.post(url, json=REVIEW, ssl=trusting(shelf)) as answer:
-            assert answer.status == 503
-
-
+    async with (
+        serving(shelf, monkeypatch) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(url, json=REVIEW, ssl=trusting(shelf)) as answer,
+    ):
+        assert answer.status == 503

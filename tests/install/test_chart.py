@@ -109,13 +109,15 @@ def test_with_cert_manager_the_operator_may_not_write_the_secret(render) -> None
     assert find(manifests, "Certificate")
     assert find(manifests, "Issuer")
     assert not find(manifests, "Secret")
-    (role,) = [each for each in find(manifests, "Role")]
+    (role,) = find(manifests, "Role")
     (rule,) = [rule for rule in role["rules"] if "secrets" in rule["resources"]]
     assert rule["verbs"] == ["get"]
     (hooks,) = find(manifests, "ValidatingWebhookConfiguration")
     injected = hooks["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
     assert injected == "cleave-system/cleave-webhook"
-    assert "validatingwebhookconfigurations" not in yaml.safe_dump_all(find(manifests, "ClusterRole"))
+    assert "validatingwebhookconfigurations" not in yaml.safe_dump_all(
+        find(manifests, "ClusterRole")
+    )
 
 
 def test_two_releases_share_no_name(render) -> None:

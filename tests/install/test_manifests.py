@@ -6,26 +6,28 @@ import pytest
 import yaml
 
 from cleave.controller.kube import KINDS
+from cleave.controller.sweep import WATCHED
 from cleave.pods.container import UID
 
 ROOT = Path(__file__).parent.parent.parent
 
-CREATED = {"create", "patch", "delete", "get", "list", "watch"}
+APPLIED = {"list", "watch", "create", "patch"}
 RIGHTS = {
-    ("cleave.dev", "llmdeployments"): {"get", "list", "watch", "patch"},
+    ("cleave.dev", "llmdeployments"): {"list", "watch", "patch"},
     ("cleave.dev", "llmdeployments/status"): {"patch"},
     ("cleave.dev", "llmdeployments/finalizers"): {"update"},
-    ("cleave.dev", "instancepools"): CREATED,
+    ("cleave.dev", "instancepools"): {*APPLIED, "delete"},
     ("cleave.dev", "instancepools/status"): {"patch"},
     ("cleave.dev", "instancepools/finalizers"): {"update"},
-    ("", "pods"): CREATED,
-    ("", "services"): CREATED,
-    ("apps", "deployments"): CREATED,
-    ("policy", "poddisruptionbudgets"): CREATED,
-    ("", "serviceaccounts"): {"get", "create", "patch"},
-    ("rbac.authorization.k8s.io", "rolebindings"): {"get", "create", "patch"},
+    ("", "pods"): {"get", "list", "watch", "create", "delete"},
+    ("", "services"): APPLIED,
+    ("apps", "deployments"): APPLIED,
+    ("policy", "poddisruptionbudgets"): APPLIED,
+    ("networking.k8s.io", "networkpolicies"): {"create", "patch"},
+    ("", "serviceaccounts"): {"create", "patch"},
+    ("rbac.authorization.k8s.io", "rolebindings"): {"create", "patch"},
     ("rbac.authorization.k8s.io", "clusterroles"): {"bind"},
-    ("", "events"): {"create", "patch"},
+    ("", "events"): {"create"},
 }
 """Everything the operator may do in the namespaces of deployments."""
 
@@ -55,7 +57,7 @@ def test_the_operator_may_do_exactly_what_it_does(plain) -> None:
 def test_beyond_namespaces_the_operator_sees_nodes_and_its_own_webhook(plain) -> None:
     role = one(plain, "ClusterRole", "cleave-operator-cluster")
     assert rights(role) == {
-        ("", "nodes"): {"get", "list", "watch"},
+        ("", "nodes"): {"list", "watch"},
         ("admissionregistration.k8s.io", "validatingwebhookconfigurations"): {"get", "patch"},
     }
     (webhook,) = [rule for rule in role["rules"] if "patch" in rule["verbs"]]
@@ -95,11 +97,14 @@ def test_the_operator_binds_one_role_which_reads_addresses_only(plain) -> None:
     }
 
 
-def test_whatever_the_operator_asks_the_api_server_for_is_in_a_role(plain) -> None:
-    granted = {key for role in plain if "rules" in role for key in rights(role)}
-    for kind, api in KINDS.items():
-        group = api.version.rpartition("/")[0]
-        assert (group, api.plural) in granted, f"nobody may touch {kind}"
+def test_whatever_the_operator_watches_it_may_list_and_watch(plain) -> None:
+    granted = {
+        key: verbs for role in plain if "rules" in role for key, verbs in rights(role).items()
+    }
+    for watched in WATCHED:
+        api = KINDS[watched.kind]
+        verbs = granted[api.version.rpartition("/")[0], api.plural]
+        assert {"list", "watch"} <= verbs, watched.kind
 
 
 def test_the_operator_is_hardened(plain) -> None:

@@ -1,7 +1,7 @@
 """What a resource asks for that no cluster could give, and what this cluster cannot give today.
 
-Pure. Called by `cleave.controller.admission` and the planner's desk. What is hard: a fault is for ever, so it must hold whatever nodes
-come later; everything that depends on the nodes is a warning.
+Pure. Called by `cleave.controller.admission` and the planner's desk. What is hard: a fault is for
+ever, so it must hold whatever nodes come later; what depends on the nodes is a warning.
 """
 
 from collections import Counter

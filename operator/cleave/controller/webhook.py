@@ -140,7 +140,7 @@ class Webhook:
 
     async def run(self) -> None:
         """Serve as soon as there is a certificate, and keep it."""
-        while not await self._load():
+        while not await self._load():  # noqa: ASYNC110 - it is asked, nobody tells
             await asyncio.sleep(_RETRY_S)
         application = web.Application(client_max_size=_MOST_BYTES)
         application.router.add_post(PATH, self._validate)
