@@ -85,7 +85,7 @@ class SmallCluster:
     def schedule(self) -> None:
         """Give pods nodes while there is room; tell the others why not."""
         used = sum("nodeName" in pod["spec"] for pod in self.pods())
-        for pod in self.pods():
+        for pod in sorted(self.pods(), key=lambda pod: int(pod["metadata"]["uid"][4:])):
             if "nodeName" in pod["spec"] or "deletionTimestamp" in pod["metadata"]:
                 continue
             if used < self.room:
