@@ -2,7 +2,7 @@
 ARGS ?=
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: run test check e2e lint generate bench bench-planner bench-papers clean setup
+.PHONY: run test check e2e lint scan generate bench bench-planner bench-papers clean setup
 
 run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
@@ -24,6 +24,9 @@ lint: setup
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	scripts/generate --check
+
+scan: setup ## Dockerfiles and manifests held to established policies (hadolint, checkov)
+	.venv/bin/python scripts/scan.py
 
 generate: setup ## crds/ and operator/cleave/rpc/v1 from their only sources
 	scripts/generate
