@@ -91,7 +91,7 @@ def test_the_table_has_a_line_per_step(cli: CliRunner, tmp_path: Path) -> None:
     old, new = manifest(tmp_path, "old", mixed), manifest(tmp_path, "new", mixed, image="new:2")
     result = run(cli, new, "--from", old)
     assert result.exit_code == 0, result.output
-    summary, heading, _, *rows = result.stdout.strip().splitlines()
+    summary, _, heading, _, *rows = result.stdout.strip().splitlines()
     assert summary == (
         f"chat: revision {revision(load(old))} -> {revision(load(new))}; 2 steps with maxSurge 1, "
         "maxUnavailable 0; at most 2 mixed instances at a time"
@@ -106,7 +106,9 @@ def test_the_table_has_a_line_per_step(cli: CliRunner, tmp_path: Path) -> None:
 
 def test_a_change_of_numbers_replaces_nothing(cli: CliRunner, tmp_path: Path) -> None:
     old = manifest(tmp_path, "old")
-    new = manifest(tmp_path, "new", [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 5}])
+    new = manifest(
+        tmp_path, "new", [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 5}]
+    )
     assert steps(run(cli, new, "--from", old, "-o", "json")) == [(2, 0, 3, 0), (1, 0, 5, 0)]
 
 

@@ -1,11 +1,11 @@
 """Instances that no node has room for: how long to wait, when to give up, when to try again. Pure.
 
-Called by the pool's reconcile. What is hard: a pod that was given up is gone, and without memory it
-would be made again at once. What has to be remembered, the last trial, is kept in the pool's status.
+Called by the pool's reconcile. What is hard: a pod that was given up is gone, and without memory
+it would be made again at once. What has to be remembered, the last trial, is in the pool's status.
 
 An instance that is given up holds its place in no queue, so that the others of a plan do not wait
-for half a pair. A pool without any instance on a node leaves one waiting: the scheduler places it as
-soon as it can, and whoever adds nodes sees that one is wanted.
+for half a pair. A pool without any instance on a node leaves one waiting: the scheduler places it
+as soon as it can, and whoever adds nodes sees that one is wanted.
 """
 
 from collections import Counter

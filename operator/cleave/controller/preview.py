@@ -59,10 +59,7 @@ def placed(placement: Placement, revision: str) -> Running:
     """All instances of a placement run."""
     return Running(
         revision,
-        {
-            pool.role: Seen(pool.replicas, pool.replicas, pool.replicas)
-            for pool in placement.pools
-        },
+        {pool.role: Seen(pool.replicas, pool.replicas, pool.replicas) for pool in placement.pools},
     )
 
 

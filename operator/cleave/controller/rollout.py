@@ -68,8 +68,8 @@ class RoleState:
     """Of the wanted revision; those that are being deleted do not count."""
     new_ready: int = 0
     leaving: int = 0
-    """Of any revision, being deleted: they do no new work and still hold their GPUs. Those on a lost
-    node hold nothing; leave them out."""
+    """Of any revision, being deleted: they take no new work and still hold their GPUs. Those on a
+    lost node hold nothing; leave them out."""
     older: Mapping[str, Count] = field(default_factory=dict)
     """The old ones by revision, where there are several; empty: all are of one."""
 
@@ -224,7 +224,9 @@ def _grown(roles: Roles, limits: RolloutLimits, need: Fraction) -> dict[Role, in
     places = {role: _places(roles[role], limits) for role in sizes}
     starts = all(places.values())
     growing = (
-        Fraction(places[role], size) for role, size in sizes.items() if places[role] > roles[role].new
+        Fraction(places[role], size)
+        for role, size in sizes.items()
+        if places[role] > roles[role].new
     )
     furthest = min(growing, default=Fraction(0)) + Fraction(limits.max_skew)
     for role, size in sizes.items():
@@ -250,8 +252,8 @@ def _kept(
     sizes = _sizes(roles)
     kept: dict[str, dict[Role, int]] = {}
     left = need
-    for name, counts in revisions.items():
-        share = min(_share(counts, sizes), left)
+    for name, there in revisions.items():
+        share = min(_share(there, sizes), left)
         kept[name] = {role: math.ceil(share * sizes.get(role, 0)) for role in roles}
         left -= share
     for role in roles:
@@ -281,9 +283,7 @@ def _part_the_unpaired(kept: dict[Role, int]) -> None:
         kept[Role.PREFILL] = 0
 
 
-def _moves(
-    roles: Roles, new: Mapping[Role, int], kept: Mapping[str, Mapping[Role, int]]
-) -> bool:
+def _moves(roles: Roles, new: Mapping[Role, int], kept: Mapping[str, Mapping[Role, int]]) -> bool:
     """Whether anything changes by this step, or will by itself."""
     return any(
         new[role] != state.new
@@ -308,13 +308,25 @@ def _yield_places(
     sizes = _sizes(roles)
     for role, size in sizes.items():
         is_full = _places(roles[role], limits) == roles[role].new < size
-        losses = {name: _loss(revisions[name], role, sizes) for name in kept if kept[name][role]}
+        losses = {
+            name: _loss(revisions[name], counts, role, sizes)
+            for name, counts in kept.items()
+            if counts[role]
+        }
         if is_full and losses:
             kept[min(losses, key=lambda name: (losses[name], name))][role] -= 1
+    for counts in kept.values():
+        _part_the_unpaired(counts)
 
 
-def _loss(counts: _Revision, role: Role, sizes: Mapping[Role, int]) -> Fraction:
-    """What a revision is worth less without one instance of the role, an unready one if any."""
-    count = counts[role]
-    fewer = Count(count.total - 1, min(count.ready, count.total - 1))
-    return _share(counts, sizes) - _share({**counts, role: fewer}, sizes)
+def _loss(
+    counts: _Revision, kept: Mapping[Role, int], role: Role, sizes: Mapping[Role, int]
+) -> Fraction:
+    """What the kept instances of a revision are worth less without one of the role."""
+    fewer = {**kept, role: kept[role] - 1}
+    return _share(_cut(counts, kept), sizes) - _share(_cut(counts, fewer), sizes)
+
+
+def _cut(counts: _Revision, kept: Mapping[Role, int]) -> _Revision:
+    """What is left of a revision; instances that are not ready go first."""
+    return {role: Count(kept[role], min(count.ready, kept[role])) for role, count in counts.items()}

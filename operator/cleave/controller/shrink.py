@@ -41,7 +41,7 @@ P = TypeVar("P", bound=Instance)
 
 
 def choose_victims(pods: Sequence[P], count: int) -> tuple[P, ...]:
-    """The `count` pods that go first, of those that are not going already; fewer if there are fewer.
+    """The `count` pods that go first, of those that are not going already; fewer if too few.
 
     First those without a node, then those that are not ready, then the emptiest; of equals the
     youngest. One whose load nobody knows is taken for the busiest.
