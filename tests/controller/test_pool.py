@@ -228,6 +228,13 @@ def test_cells_are_filled_before_new_ones_are_begun() -> None:
     assert [each["metadata"]["labels"]["cleave.dev/cell"] for each in made] == ["0", "1"]
 
 
+def test_instances_that_replace_others_of_their_revision_do_not_ask_for_their_nodes() -> None:
+    asked = pool(replicas=2, colocation={"perCell": 2})
+    old = [pod(name, asked, cell=0, template="old") for name in ("a", "b")]
+    made = [each.manifest for each in reconcile(view(asked, *old)) if isinstance(each, Create)]
+    assert [each["metadata"]["labels"]["cleave.dev/cell"] for each in made] == ["1"]
+
+
 def test_names_are_never_those_that_are_taken() -> None:
     asked = pool()
     some = pool_pods.names(asked, (), 5)

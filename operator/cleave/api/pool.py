@@ -17,9 +17,6 @@ from cleave.api.shape import Rule, Shape
 
 KIND = "InstancePool"
 
-NOT_IN_PODS = frozenset({"replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy"})
-"""Fields of the spec that change no pod."""
-
 
 class ReplicasOwner(StrEnum):
     """Who decides how many instances a pool has."""

@@ -38,7 +38,9 @@ def created(view: "PoolView", fleet: "Fleet", count: int) -> Iterator[Create]:
     taken = {pod.instance or pod.name for pod in view.pods}
     cells: list[int | None] = [None] * count
     if pool.spec.colocation is not None:
-        there = [pod.cell for pod in fleet.new if pod.cell is not None]
+        # Old ones of the same revision fill their cells, and so their nodes, as well.
+        same = (pod for pod in fleet.all if pod.revision == pool.spec.revision)
+        there = [pod.cell for pod in same if pod.cell is not None]
         cells = list(free_cells(there, pool.spec.colocation.per_cell, count))
     for name, cell in zip(names(pool, taken, count), cells, strict=True):
         yield Create(wanted.owned(_leader(view, name, cell), pool))
