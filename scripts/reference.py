@@ -19,6 +19,8 @@ from cleave.api.pool import InstancePool
 from cleave.api.resource import API_VERSION
 from cleave.api.schema import Schema, structural
 from cleave.cli.main import app
+from cleave.controller import main as operator
+from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
 from cleave.gateway import metrics as gateway_metrics
 from cleave.rpc import discovery
@@ -60,16 +62,17 @@ def resources() -> Lines:
 
 
 def cli() -> Lines:
-    """The `cleave` command and the gateway's own options."""
+    """The `cleave` command, and the options of the programs that read their own."""
     command = typer.main.get_command(app)
     yield from ("# The `cleave` command", "", *_prose(command.help))
     yield ""
     yield "Exit codes: 0 done, 1 it did not work, 2 what was given is wrong, 130 Ctrl-C."
     yield from _command("cleave", command)
+    parsers = {"gateway": gateway._build_parser(), "operator": operator._build_parser("")}
     for name, child in command.commands.items():  # type: ignore[attr-defined]
         yield from ("", f"## cleave {name}", "", *_prose(child.help))
-        if name == "gateway":
-            yield from _parser(gateway._build_parser())
+        if name in parsers:
+            yield from _parser(parsers[name])
         else:
             yield from _command(f"cleave {name}", child)
 
@@ -99,6 +102,14 @@ def metrics() -> Lines:
     yield from _families(counted.collect(), texts=True)
     yield from ("", f"TTFT buckets (s): {_numbers(gateway_metrics.TTFT_BOUNDS_S)}.")
     yield from ("", f"TPOT buckets (s): {_numbers(gateway_metrics.TPOT_BOUNDS_S)}.")
+    yield ""
+    yield "## Operator, `GET /metrics`"
+    yield ""
+    yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
+    operated = operator_metrics.Collector(
+        operator_metrics.Metrics(), queued=int, objects=dict, is_leading=bool
+    )
+    yield from _families(operated.collect(), texts=True)
     yield ""
     yield "## Emulated engine, `GET /metrics`"
     yield ""

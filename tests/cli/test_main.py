@@ -24,7 +24,11 @@ COMMANDS = (
     "workload",
     "provision",
     "gateway",
+    "operator",
 )
+OWN_OPTIONS = ("gateway", "operator")
+"""Commands whose programs read their own options."""
+
 HEAVY = ("grpc", "pydantic", "kubernetes", "numpy", "httpx", "torch", "yaml")
 
 
@@ -34,7 +38,7 @@ def test_help_names_every_command(cli: CliRunner) -> None:
     assert all(re.search(rf"^\W*{name}\b", result.output, re.MULTILINE) for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "gateway"])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in OWN_OPTIONS])
 def test_every_command_explains_itself_with_an_example(cli: CliRunner, command: str) -> None:
     result = cli.invoke(app, [command, "--help"])
     assert result.exit_code == 0
@@ -194,9 +198,12 @@ def test_a_state_folder_that_cannot_be_made_is_told_with_the_remedy(
     assert done.stderr.endswith("name another folder with CLEAVE_STATE_DIR\n")
 
 
-def test_the_gateway_reads_its_own_options(cli: CliRunner) -> None:
-    assert "--queue-limit" in cli.invoke(app, ["gateway", "--help"]).output
-    assert cli.invoke(app, ["gateway", "--no-such-option"]).exit_code == 2
+@pytest.mark.parametrize(
+    ("name", "option"), [("gateway", "--queue-limit"), ("operator", "--lease")]
+)
+def test_some_programs_read_their_own_options(cli: CliRunner, name: str, option: str) -> None:
+    assert option in cli.invoke(app, [name, "--help"]).output
+    assert cli.invoke(app, [name, "--no-such-option"]).exit_code == 2
 
 
 def test_names_are_completed(state_root: Path) -> None:

@@ -3,7 +3,7 @@
 import typer
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of the command: the gateway reads its own options, so that they are stated once."""
+"""Settings of a command whose program reads its own options, so that they are stated once."""
 
 
 def gateway(context: typer.Context) -> None:

@@ -15,6 +15,7 @@ from cleave.cli.demo import demo
 from cleave.cli.down import down
 from cleave.cli.gateway import FORWARDED, gateway
 from cleave.cli.logs import logs
+from cleave.cli.operator import operator
 from cleave.cli.plan import plan
 from cleave.cli.profile import profile
 from cleave.cli.provision import provision
@@ -46,7 +47,8 @@ for command in (
     rollout,
 ):
     app.command()(command)
-app.command(context_settings=FORWARDED)(gateway)
+for forwarded in (gateway, operator):
+    app.command(context_settings=FORWARDED)(forwarded)
 
 
 def _print_version(wanted: bool) -> None:

@@ -40,7 +40,7 @@ class ApiError(RuntimeError):
     def __init__(
         self, status: int, reason: str, message: str, pause_s: float | None = None
     ) -> None:
-        super().__init__(f"{status} {reason}: {message}")
+        super().__init__(f"{status} {reason}: {message}" if status else message)
         self.status = status
         self.reason = reason
         self.message = message
