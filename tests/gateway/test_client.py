@@ -8,6 +8,7 @@ import pytest
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
+DONE = b"data: [DONE]\n\n"
 
 
 async def test_a_connection_serves_one_request_after_another(single) -> None:
@@ -267,6 +268,7 @@ async def test_a_slow_reader_holds_the_engine_back_and_loses_nothing(single) -> 
             engine.send_chunk(writer, b"data: " + piece + b"\n\n")
             sent += 1
             await writer.drain()
+        engine.send_chunk(writer, DONE)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
@@ -282,7 +284,7 @@ async def test_a_slow_reader_holds_the_engine_back_and_loses_nothing(single) -> 
     received = 0
     while data := await client.read_chunk():
         received += len(data)
-    assert received == count * (len(piece) + 8)
+    assert received == count * (len(piece) + 8) + len(DONE)
     await single.until_idle()
 
 

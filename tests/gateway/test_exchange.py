@@ -18,7 +18,7 @@ async def test_a_streamed_request_is_prefilled_here_and_decoded_there(pair) -> N
     ]
     assert [r.is_prefill for r in prefill.requests] == [True]
     assert [r.body for r in decode.requests] == [
-        ASK | {"stream": True, "kv_transfer_params": prefill.handoff()}
+        ASK | {"stream": True, "return_token_ids": True, "kv_transfer_params": prefill.handoff()}
     ]
     await pair.until_idle()
 

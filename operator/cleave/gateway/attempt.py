@@ -54,11 +54,11 @@ class Attempt:
         "_id",
         "_opening",
         "_path",
-        "_streaming",
         "deadline",
         "labels",
         "pick",
         "prefill",
+        "streaming",
     )
 
     def __init__(
@@ -75,7 +75,8 @@ class Attempt:
         self._answer_bytes = 0
         self._opening = b""
         """Of a stream, while it cannot be told from a failure."""
-        self._streaming = False
+        self.streaming = False
+        """Whether the asker has heard `begin`."""
         self.pick = pick
         self.prefill = pick.prefill
         """Computes the prompt now; None: that is done, or left to the decode instance."""
@@ -88,6 +89,11 @@ class Attempt:
     def target(self) -> Target:
         """The instance that works on it now."""
         return self.prefill or self.pick.decode
+
+    @property
+    def pool(self) -> EnginePool:
+        """The connections to that instance."""
+        return self._context.find_pool(self.target)
 
     # --- what the exchange calls ---
 
@@ -121,7 +127,7 @@ class Attempt:
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
         """Bytes of an engine's answer."""
-        if self._streaming:
+        if self.streaming:
             self._asker.pass_on(piece, complete)
         elif self.prefill is None and call.status == HTTPStatus.OK and _is_stream(call):
             self._open_stream(call, piece, complete)
@@ -190,7 +196,7 @@ class Attempt:
         if verdict is Opening.FAIL:
             self._asker.fail(Failure.STATUS, "answered with an error in its stream")
         elif verdict is Opening.BEGIN or complete:
-            self._streaming, self._opening = True, b""
+            self.streaming, self._opening = True, b""
             self._asker.begin(call)
             self._asker.pass_on(opening, complete)
         else:

@@ -23,12 +23,14 @@ _decode_flag = msgspec.json.Decoder(bool | None).decode
 _encode = msgspec.json.Encoder().encode
 
 _FALSE = msgspec.Raw(b"false")
+_TRUE = msgspec.Raw(b"true")
 _ONE = msgspec.Raw(b"1")
 _ASK_FOR_KV = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens")
+TOKENS_KEY = "return_token_ids"
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", TOKENS_KEY)
 _TELLING = frozenset(
     (
         "n",
@@ -42,6 +44,42 @@ _TELLING = frozenset(
     )
 )
 """Fields of which some values forbid a split; most requests have none of them."""
+_BINDING = frozenset(
+    (
+        "bad_words",
+        "frequency_penalty",
+        "function_call",
+        "functions",
+        "guided_choice",
+        "guided_decoding",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "include_reasoning",
+        "logprob_token_ids",
+        "logprobs",
+        "logits_processors",
+        "presence_penalty",
+        "prompt_embeds",
+        "repetition_detection",
+        "response_format",
+        "return_tokens_as_token_ids",
+        "seed",
+        "stop",
+        "structured_outputs",
+        "suffix",
+        "thinking_token_budget",
+        "tools",
+        "top_logprobs",
+        "vllm_xargs",
+        "watermarking",
+        TOKENS_KEY,
+    )
+)
+"""Fields of which some values tie an answer to the engine that began it."""
+_UNUSUAL = _TELLING | _BINDING
+_UNBOUND: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
+"""Values with which they do not."""
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):
@@ -56,6 +94,8 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
     """Estimate."""
     output_tokens: int
     """The request's own limit; 0: none stated."""
+    numbered: bool = False
+    """Its stream carries token ids, because the gateway asks for them: it can go on elsewhere."""
 
 
 def read_completion(body: bytes) -> Completion:
@@ -70,15 +110,20 @@ def read_completion(body: bytes) -> Completion:
     stream = _read_stream(fields)
     limit = _read_limit(fields)
     prompts, prompt_tokens = _measure_prompt(fields)
+    usual = _UNUSUAL.isdisjoint(fields)
+    numbered = stream and prompts == 1 and (usual or not _is_bound(fields))
+    if numbered:
+        fields[TOKENS_KEY] = _TRUE
     return Completion(
         model=_read_model(fields),
         fields=fields,
         stream=stream,
         splittable=prompts == 1
         and limit is not None
-        and (_TELLING.isdisjoint(fields) or _is_splittable(fields, stream, limit)),
+        and (usual or _is_splittable(fields, stream, limit)),
         prompt_tokens=prompt_tokens,
         output_tokens=limit or 0,
+        numbered=numbered,
     )
 
 
@@ -132,7 +177,7 @@ def _read_limit(fields: Fields) -> int | None:
     for key in ("max_tokens", "max_completion_tokens"):
         if key not in fields:
             continue
-        value = _decode_any(fields[key])
+        value = decode_any(fields[key])
         if value is None:
             continue
         if type(value) is not int or value < 1:
@@ -172,7 +217,7 @@ def _measure_prompts(raw: msgspec.Raw) -> tuple[int, int]:
 
 
 def _is_splittable(fields: Fields, stream: bool, limit: int) -> bool:
-    values = {key: _decode_any(fields[key]) for key in _TELLING & fields.keys()}
+    values = {key: decode_any(fields[key]) for key in _TELLING & fields.keys()}
     least = values.get("min_tokens") or 0
     return (
         values.get("n") in (None, 1)
@@ -187,6 +232,32 @@ def _is_splittable(fields: Fields, stream: bool, limit: int) -> bool:
     )
 
 
+def _is_bound(fields: Fields) -> bool:
+    """Whether the rest of the answer depends on more than the tokens so far.
+
+    Penalties count what was generated, a seed's draws are used up one by one, grammars and stop
+    strings have got somewhere, several choices have; all that ends with the engine.
+    """
+    values = {key: decode_any(fields[key]) for key in _UNUSUAL & fields.keys()}
+    for key in ("stream_options", "min_tokens"):
+        values.pop(key, None)
+    several = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)
+    tool_choice = values.pop("tool_choice", None)
+    if tool_choice == "none":
+        values.pop("tools", None)
+    if values.pop("include_reasoning", True) is not True:
+        return True
+    if values.pop(TOKENS_KEY, None) is not None:
+        return True
+    # 0 is a seed, and a wish for the log-probability of each token itself.
+    counting = [values.pop(key, None) for key in ("seed", "logprobs", "prompt_logprobs")]
+    return (
+        several
+        or any(value is not None and value is not False for value in counting)
+        or any(value not in _UNBOUND for value in values.values())
+    )
+
+
 def _drop_nested(fields: Fields, key: str) -> None:
     """vLLM hands this field's content to the same place that KV references travel in."""
     try:
@@ -197,8 +268,8 @@ def _drop_nested(fields: Fields, key: str) -> None:
         fields[key] = msgspec.Raw(_encode(inner))
 
 
-def _decode_any(raw: msgspec.Raw) -> object:
-    """The value, or something that equals no valid one."""
+def decode_any(raw: msgspec.Raw) -> object:
+    """A field's value, or something that equals no valid one."""
     try:
         value: object = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

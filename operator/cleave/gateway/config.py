@@ -20,8 +20,13 @@ class Timeouts:
     """Between two pieces of a stream, of a request, or of what a client takes from us."""
     keep_alive_s: float = 75.0
     """A client's connection without a request."""
+    leave_s: float = 0.0
+    """After SIGTERM, until new connections are refused: as long as it takes every node to hear that
+    this gateway goes. Until then it says so, and serves what still comes."""
+    resume_s: float = 30.0
+    """A stream whose engine was lost, until an instance can go on with it."""
     drain_s: float = 30.0
-    """Requests still running after SIGTERM."""
+    """After that, requests still running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +38,12 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8080
     """0: any free port, written to the log."""
+    internal_port: int = 0
+    """/fleet, /health and /metrics without keys, for the operator and scrapers; 0: off."""
     router_port: int = 0
     """gRPC Router service; 0: off."""
     api_keys: Path | None = None
+    """Read again whenever it changes."""
     fallback: Fallback = Fallback.ALWAYS
     queue_limit: int = 1_024
     """Requests that wait for the first byte of their answer; more are refused with 429."""

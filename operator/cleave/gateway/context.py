@@ -7,6 +7,7 @@ from typing import Protocol
 
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.engine import EnginePool
+from cleave.gateway.health import Breaker
 from cleave.gateway.keys import Keys
 from cleave.gateway.metrics import Metrics
 from cleave.router.instance import Target
@@ -46,6 +47,7 @@ class Context:
         self.clock = clock
         """Seconds."""
         self.metrics = Metrics()
+        self.breaker = Breaker()
         self.clients: set[ClientSlot] = set()
         self.exchanges: set[Sweepable] = set()
         self.unanswered = 0
@@ -74,6 +76,7 @@ class Context:
 
     def sweep_pools(self, now: float) -> None:
         """Close idle connections and forget pools of engines that are gone."""
+        self.breaker.sweep(now)
         for boot_id, pool in tuple(self._pools.items()):
             pool.sweep(now)
             if pool.empty:

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import httptools
 
 from cleave.gateway.head import Headers, make_safe
+from cleave.gateway.health import Pulse
 from cleave.router.instance import Target
 
 IDLE_S = 4.0
@@ -206,6 +207,8 @@ class EnginePool:
         self.host = f"{target.host}:{target.port}".encode()
         self.name = make_safe(target.instance)
         """Header-safe name of the instance."""
+        self.pulse = Pulse(clock())
+        """Whether its streams move."""
         self._target = target
         self._limit = limit
         self._connect_s = connect_s

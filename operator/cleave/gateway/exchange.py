@@ -3,8 +3,8 @@
 Made by a client's connection for each request; lives until the answer is complete, has failed or
 the client is gone. Its attempt and the client's connection call back, the sweeper looks after the
 deadline. What is hard: until the first byte has gone to the client everything may be tried again
-elsewhere, after it nothing may; and whichever way it ends, books and connections are released
-exactly once.
+elsewhere, after it another engine has to go on where this one was lost; and whichever way it ends,
+books and connections are released exactly once.
 """
 
 from http import HTTPStatus
@@ -18,9 +18,14 @@ from cleave.gateway.engine import Call
 from cleave.gateway.errors import ApiError, fail_engine, from_router
 from cleave.gateway.handoff import HandoffError, read_usage, strip_handoff
 from cleave.gateway.recovery import Failure, Recovery, choose
-from cleave.gateway.relay import Relay
+from cleave.gateway.relay import Relay, StreamLostError
+from cleave.gateway.resume import RESUMABLE, Ending, NotResumableError, plan
+from cleave.gateway.splice import SpliceError
 from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Phase
+
+PARKED_S = 0.5
+"""Between two looks for an instance that can go on with a stream."""
 
 _LEAK = fail_engine(HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on")
 
@@ -56,11 +61,20 @@ class Exchange:
         self._path = path
         self._request_id = request_id
         self._completion = body
+        self._work = path, body
+        """What engines are asked: the request, or the rest of it."""
         self._recovery: Recovery | None = None
         self._attempt: Attempt | None = None
         self._relay: Relay | None = None
         """The stream to the client, once it has begun."""
         self._progress = self._swept_progress = 0
+        self._lost_at = 0
+        """Events that had passed when an engine was lost in mid-stream."""
+        self._loss: ApiError | None = None
+        """Why the stream stands still, until another engine has gone on with it."""
+        self._how = ""
+        """How one does."""
+        self._parked_until = self._next_look = 0.0
         self._started = context.clock()
 
     # --- what the client's connection and the sweeper call ---
@@ -89,31 +103,51 @@ class Exchange:
         """Keep the deadline, which moves with every piece of a stream."""
         attempt = self._attempt
         if attempt is None:
-            return
-        if self._progress != self._swept_progress:
+            if self._loss is not None and now >= self._next_look:
+                self._look_again(now, self._loss)
+        elif self._progress != self._swept_progress:
             self._swept_progress = self._progress
             attempt.deadline = now + self._context.config.timeouts.idle_s
+            attempt.pool.pulse.beat(now)
         elif now > attempt.deadline:
             if self._client.blocked:
                 self._end("cancelled")
                 self._client.drop()
             else:
                 self.fail(Failure.TIMEOUT, "took too long")
+        elif attempt.streaming and not self._client.blocked:
+            pulse = attempt.pool.pulse
+            if now - pulse.last > pulse.patience_s():
+                self.fail(Failure.STALL, "stopped in the middle of its streams")
 
     # --- what the attempt calls ---
 
     def begin(self, call: Call) -> None:
-        """A stream begins: from here on there is no second attempt."""
+        """A stream begins: from here on another attempt can only go on with it."""
         attempt, client, context = self._attempt, self._client, self._context
         assert attempt is not None
-        context.unanswered -= 1
+        attempt.pool.pulse.start(context.clock())
         # The first byte has come, so the prompt is computed.
         context.router.release(attempt.pick, Phase.PREFILL)
+        if not context.breaker.calm:
+            context.breaker.succeed(attempt.target.instance)
+        if self._relay is not None:
+            context.metrics.recoveries[self._completion.model, self._how] += 1
+            self._loss = None
+            attempt.hold(client.blocked)
+            return
+        context.unanswered -= 1
         fields = head.pass_on(call.headers) + attempt.labels
         if not client.keep_alive:
             fields += head.CLOSE
         first = head.build_stream_head(call.status, fields, self._request_id, client.chunked)
-        self._relay = Relay(first, client.chunked, context.clock())
+        self._relay = Relay(
+            first,
+            client.chunked,
+            context.clock(),
+            hides_ids=self._completion.numbered,
+            opaque=self._path not in RESUMABLE,
+        )
 
     def pass_on(self, piece: bytes, complete: bool) -> None:
         """Some of the stream."""
@@ -125,16 +159,29 @@ class Exchange:
         except HandoffError:
             self._break_off(relay, _LEAK)
             return
-        self._client.write(data)
+        except StreamLostError as lost:
+            if lost.data:
+                self._client.write(lost.data)
+            self.fail(Failure.LOST, str(lost))
+            return
+        except SpliceError as error:
+            name = self._name_instance()
+            self._break_off(relay, fail_engine(HTTPStatus.BAD_GATEWAY, f"instance {name} {error}"))
+            return
+        if data:
+            self._client.write(data)
         if complete:
-            self._observe(relay)
-            self._end("ok")
-            self._client.end(reusable=True)
+            self._finish(relay)
 
     def answer(self, call: Call, body: bytes) -> None:
         """An answer that is not streamed."""
         attempt = self._attempt
         assert attempt is not None
+        if self._relay is not None:
+            self.fail(Failure.STATUS, "did not go on with the stream")
+            return
+        if not self._context.breaker.calm:
+            self._context.breaker.succeed(attempt.target.instance)
         try:
             stripped = strip_handoff(body)
         except HandoffError:
@@ -151,6 +198,9 @@ class Exchange:
         """An engine's own 4xx goes to the client unchanged, unless it quotes the hand-off."""
         attempt = self._attempt
         assert attempt is not None
+        if self._relay is not None:
+            self.fail(Failure.STATUS, f"refused to go on with the stream: status {call.status}")
+            return
         if b"remote_engine_id" in body and attempt.prefill is None:
             refusal = ApiError(
                 HTTPStatus(call.status), "the engine refused the request", "invalid_request_error"
@@ -163,44 +213,111 @@ class Exchange:
         """An engine let the request down: again elsewhere, or tell the client."""
         attempt = self._attempt
         assert attempt is not None
-        name = attempt.target.instance
-        late = failure is Failure.TIMEOUT
+        name = self._name_instance()
+        late = failure in (Failure.TIMEOUT, Failure.STALL)
         status = HTTPStatus.GATEWAY_TIMEOUT if late else HTTPStatus.BAD_GATEWAY
         error = fail_engine(status, f"instance {name} {reason}")
         phase = "decode" if attempt.prefill is None else "prefill"
-        self._context.metrics.retries[phase, failure.value] += 1
-        if self._relay is not None:
-            self._break_off(self._relay, error)
-        elif self._note_failure(attempt, name, failure):
-            self._attempt = None
-            attempt.end()
+        context = self._context
+        context.metrics.retries[phase, failure.value] += 1
+        context.breaker.fail(name, context.clock(), surely=failure is Failure.STALL)
+        if not self._note_failure(attempt, name, failure):
+            self._give_up(error, "failed")
+            return
+        self._attempt = None
+        attempt.end()
+        if self._relay is None:
             self._try()
         else:
-            self._answer_error(error, "failed")
+            self._resume(self._relay, error)
 
     def _note_failure(self, attempt: Attempt, name: str, failure: Failure) -> bool:
         """Whether another attempt is left."""
-        if self._recovery is None:
-            self._recovery = Recovery()
+        recovery, relay = self._find_recovery(), self._relay
+        if relay is not None and relay.events > self._lost_at:
+            self._lost_at = relay.events
+            if not recovery.renew():
+                return False
         if attempt.prefill is None:
             split = attempt.pick.prefill is not None
-            return self._recovery.note_decode(name, failure, split)
-        return self._recovery.note_prefill(name) or self._context.router.allows_whole(True)
+            return recovery.note_decode(name, failure, split)
+        return recovery.note_prefill(name) or self._context.router.allows_whole(True)
+
+    def _name_instance(self) -> str:
+        assert self._attempt is not None
+        return self._attempt.target.instance
+
+    def _find_recovery(self) -> Recovery:
+        if self._recovery is None:
+            self._recovery = Recovery()
+        return self._recovery
 
     # --- doing ---
 
     def _try(self) -> None:
         """Pick instances and make an attempt there."""
-        context, completion = self._context, self._completion
+        context, (path, completion) = self._context, self._work
+        doubt = () if context.breaker.calm else context.breaker.doubted(context.clock())
         try:
-            pick = choose(context.router, completion, self._recovery)
+            pick = choose(context.router, completion, self._recovery, doubt)
         except RouterError as error:
-            outcome = "unavailable" if isinstance(error, NoInstance) else "refused"
-            self._answer_error(from_router(error), outcome)
+            missing = isinstance(error, NoInstance)
+            if missing and self._loss is not None:
+                self._next_look = context.clock() + PARKED_S
+            else:
+                self._give_up(from_router(error), "unavailable" if missing else "refused")
             return
         context.metrics.dispatches[completion.model, pick.reason] += 1
-        self._attempt = Attempt(context, self, self._path, completion, pick)
+        self._attempt = Attempt(context, self, path, completion, pick)
         self._attempt.start()
+
+    def _resume(self, relay: Relay, error: ApiError) -> None:
+        """Go on with a stream that lost its engine."""
+        context, completion = self._context, self._completion
+        if self._loss is None:
+            self._parked_until = context.clock() + context.config.timeouts.resume_s
+        self._loss = error
+        try:
+            planned = plan(
+                self._path,
+                completion,
+                relay.read(),
+                relay.prompt_ids,
+                context.router.directory.find_max_model_len(completion.model),
+            )
+        except NotResumableError as reason:
+            error.message = f"{error.message}; {reason}"
+            self._break_off(relay, error)
+            return
+        if isinstance(planned, Ending):
+            self._client.write(relay.finish(planned.events))
+            self._finish(relay)
+            return
+        relay.splice(planned.splice)
+        self._work = planned.path, planned.completion
+        self._how = planned.how
+        self._try()
+
+    def _look_again(self, now: float, loss: ApiError) -> None:
+        """No instance could go on with the stream; perhaps one can now."""
+        if now > self._parked_until:
+            self._give_up(loss, "failed")
+        else:
+            self._find_recovery().forgive()
+            self._try()
+
+    def _give_up(self, error: ApiError, outcome: str) -> None:
+        """Tell the client, in the way that is left."""
+        if self._relay is not None:
+            self._break_off(self._relay, error)
+        else:
+            self._answer_error(error, outcome)
+
+    def _finish(self, relay: Relay) -> None:
+        """A stream is complete."""
+        self._observe(relay)
+        self._end("ok")
+        self._client.end(reusable=True)
 
     def _break_off(self, relay: Relay, error: ApiError) -> None:
         """End a stream that has begun."""

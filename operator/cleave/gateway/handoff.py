@@ -13,9 +13,6 @@ from cleave.gateway.completion import KV_KEY
 _KEY = b'"kv_transfer_params"'
 _KEY_WITH_VALUE = re.compile(rb'"kv_transfer_params"\s*:')
 _USUAL_END = b',"kv_transfer_params":null}'
-_TAIL = 64
-"""Bytes kept from one piece of a stream to the next: the key, a colon and some blanks."""
-_EVENT_END = b"}\n\n"
 
 
 class Usage(msgspec.Struct):
@@ -97,32 +94,6 @@ def read_usage(body: bytes) -> Usage:
         return Usage()
 
 
-class StreamGuard:
-    """Watches a stream go by: counts its events and finds a hand-off that must not pass.
-
-    What is hard: the network cuts a stream anywhere. Engines end every event with an empty line
-    and JSON has no raw line feed, so a piece that ends with one needs no memory; only others do.
-    """
-
-    __slots__ = ("_tail", "events")
-
-    def __init__(self) -> None:
-        self.events = 0
-        """Complete events so far, `[DONE]` not counted."""
-        self._tail = b""
-
-    @property
-    def between_events(self) -> bool:
-        """Whether what has passed ends with a complete event."""
-        return not self._tail
-
-    def accepts(self, piece: bytes) -> bool:
-        """Take note of the next piece; False when it, or it and the one before, holds a key."""
-        if self._tail:
-            piece = self._tail + piece
-            self.events -= self._tail.count(_EVENT_END)
-        if _KEY in piece and _KEY_WITH_VALUE.search(piece):
-            return False
-        self.events += piece.count(_EVENT_END)
-        self._tail = b"" if piece.endswith(b"\n\n") else piece[-_TAIL:]
-        return True
+def leaks_handoff(events: bytes) -> bool:
+    """Whether whole events of a stream hold a hand-off; text that only speaks of one does not."""
+    return _KEY in events and _KEY_WITH_VALUE.search(events) is not None

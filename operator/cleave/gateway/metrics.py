@@ -77,6 +77,8 @@ class Metrics:
         """By model and the router's reason."""
         self.retries: dict[tuple[str, str], int] = defaultdict(int)
         """By phase that failed and how."""
+        self.recoveries: dict[tuple[str, str], int] = defaultdict(int)
+        """Streams that went on with another engine, by model and how: continued, replayed."""
         self.handoffs: dict[str, int] = defaultdict(int)
         """By result: used, none (nothing to hand over), refused (of another boot, unreadable)."""
         self.in_flight = 0
@@ -94,6 +96,12 @@ class Collector:
         yield _count("requests", "Requests by outcome", ["model", "outcome"], counted.requests)
         yield _count("dispatches", "Picks by reason", ["model", "reason"], counted.dispatches)
         yield _count("retries", "Failed attempts by cause", ["phase", "cause"], counted.retries)
+        yield _count(
+            "recoveries",
+            "Streams that another engine went on with",
+            ["model", "how"],
+            counted.recoveries,
+        )
         handoffs = {(result,): number for result, number in counted.handoffs.items()}
         yield _count("handoffs", "KV hand-offs by result", ["result"], handoffs)
         yield GaugeMetricFamily(

@@ -10,8 +10,8 @@ import enum
 
 import msgspec
 
-MAX_HELD_BYTES = 64 << 10
-"""What is longer is no opening; it passes as it is."""
+MAX_HELD_BYTES = 8 << 20
+"""What is longer is no opening; it passes as it is. An opening may name every token of a prompt."""
 
 _ERROR = b'data: {"error"'
 _DATA = len(b"data: ")
@@ -55,13 +55,17 @@ def judge_opening(opening: bytes) -> Opening:
         opening = rest
 
 
+def is_failure(event: bytes) -> bool:
+    """Whether an error event is the engine's fault; one that is the client's is an answer."""
+    try:
+        code = _decode_error(event[_DATA:]).error.code
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return True
+    return not (isinstance(code, int) and 400 <= code < 500)
+
+
 def _judge_error(opening: bytes) -> Opening:
     event, end, _ = opening.partition(b"\n\n")
     if not end:
         return Opening.HOLD
-    try:
-        code = _decode_error(event[_DATA:]).error.code
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return Opening.FAIL
-    refused = isinstance(code, int) and 400 <= code < 500
-    return Opening.BEGIN if refused else Opening.FAIL
+    return Opening.FAIL if is_failure(event) else Opening.BEGIN

@@ -6,6 +6,7 @@ for the request as a whole; a lost connection says it is gone.
 """
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cleave.gateway.completion import Completion
@@ -15,6 +16,8 @@ PREFILL_BUDGET = 2
 """Further prefill attempts of one request."""
 DECODE_BUDGET = 2
 """Further attempts after decode failures."""
+LOSS_BUDGET = 16
+"""Engines that one stream may outlive, however far it got with each."""
 
 
 class Failure(enum.Enum):
@@ -27,6 +30,8 @@ class Failure(enum.Enum):
     """An answer of the 5xx kind, or a stream that begins with such an error."""
     HANDOFF = "handoff"
     """A hand-off that must not be used."""
+    STALL = "stall"
+    """Nothing more came, from an instance that gave nobody anything."""
 
 
 @dataclass(slots=True)
@@ -39,6 +44,8 @@ class Recovery:
     """Instances that answered with an error; they may be asked again if nothing else is left."""
     prefills_lost: int = 0
     decodes_lost: int = 0
+    losses: int = 0
+    """Engines lost in the middle of its stream."""
     whole: bool = False
     """Hand-offs have failed it: one instance shall do both phases if the fallback allows."""
 
@@ -60,13 +67,30 @@ class Recovery:
             self.avoid.add(instance)
         return self.decodes_lost <= DECODE_BUDGET
 
+    def renew(self) -> bool:
+        """The stream got on between this loss and the one before; whether it may go on again."""
+        self.losses += 1
+        self.prefills_lost = self.decodes_lost = 0
+        self.whole = False
+        return self.losses <= LOSS_BUDGET
 
-def choose(router: Router, completion: Completion, past: Recovery | None) -> Pick:
-    """Instances for the next attempt; `past` is None at the first. Raises RouterError."""
+    def forgive(self) -> None:
+        """Nothing else is left, and some time has passed: what was lost may have come back."""
+        self.doubted |= self.avoid
+        self.avoid.clear()
+
+
+def choose(
+    router: Router, completion: Completion, past: Recovery | None, doubt: Collection[str] = ()
+) -> Pick:
+    """Instances for the next attempt; `past` is None at the first. Raises RouterError.
+
+    `doubt`: instances that fail others just now.
+    """
     model, prompt = completion.model, completion.prompt_tokens
     output, single = completion.output_tokens, not completion.splittable
     if past is None:
-        return router.pick(model, prompt, output, single=single)
+        return router.pick(model, prompt, output, single=single, doubt=doubt)
     lost = past.prefills_lost > 0
     return router.pick(
         model,
@@ -74,6 +98,6 @@ def choose(router: Router, completion: Completion, past: Recovery | None) -> Pic
         output,
         single=single or (past.whole and router.allows_whole(lost)),
         avoid=past.avoid,
-        doubt=past.doubted,
+        doubt={*past.doubted, *doubt},
         prefill_lost=lost,
     )

@@ -71,6 +71,12 @@ class Directory:
         if instance.board is not None:
             instance.board.update(instance.slot)
 
+    def find_max_model_len(self, model: str) -> int:
+        """Tokens that a request may have on every instance of a model; 0: not known."""
+        known = self.models.get(model)
+        stated = [i.registration.max_model_len for i in known.instances] if known else []
+        return min(stated, default=0)
+
     def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
         previous = self._held_by(agent)
         if previous is not None and previous.name != registration.instance:

@@ -123,11 +123,13 @@ async def test_the_request_id_of_the_caller_is_in_the_answer(serve) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"prompt": "a", "n": 2}, "n"),
-        ({"prompt": "a", "logprobs": 1}, "logprobs"),
-        ({"prompt": "a", "logprobs": 0}, "logprobs"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "n": 65}, "n"),
+        ({"prompt": "a", "n": 2, "kv_transfer_params": {"do_remote_decode": True}}, "n"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "echo": True}, "echo"),
-        ({"prompt": "a", "stop": ["x"]}, "stop"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "stop": [7]}, "stop"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
@@ -273,3 +275,89 @@ async def test_iterations_last_as_long_as_the_latency_model_says(serve) -> None:
     model = server.engine.config.profile.timing
     expected_ms = 0.5 * (model.prefill_ms([100]) + 20 * model.decode_pass_ms(1, 110))
     assert (loop.time() - started) * 1000 >= 0.99 * expected_ms
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+async def test_token_ids_come_when_asked_for_and_go_on_where_they_end(serve, chat) -> None:
+    server = await serve()
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    asked = {"messages": [{"role": "user", "content": WORDS}]} if chat else {"prompt": WORDS}
+    more = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    *found, _ = await events(server, asked | more, path)
+    first = found[0] if chat else found[0]["choices"][0]
+    prompt = first["prompt_token_ids"]
+    ids = [number for e in found for number in e["choices"][0].get("token_ids") or ()]
+    assert len(ids) == 6
+    texts = [e["choices"][0].get("text") or e["choices"][0]["delta"]["content"] for e in found]
+    rest = {"prompt": prompt + ids[:4], "max_tokens": 2, "ignore_eos": True}
+    assert await server.text(rest) == "".join(texts)[4 * len(" word") :]
+    tokenized = await server.post(asked, "/tokenize")
+    assert tokenized[1]["tokens"] == prompt
+    back = await server.post({"tokens": ids}, "/detokenize")
+    assert back[1] == {"prompt": "".join(texts)}
+
+
+async def test_each_choice_and_each_seed_is_another_answer(serve) -> None:
+    server = await serve()
+    body = {"prompt": WORDS, "max_tokens": 6, "ignore_eos": True, "n": 3}
+    _, answer = await server.post(body)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(set(texts)) == 3
+    assert answer["usage"]["completion_tokens"] == 18
+    *found, _ = await events(server, body)
+    streamed = ["", "", ""]
+    for event in found:
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert streamed == texts
+    alone = {"prompt": WORDS, "max_tokens": 6, "ignore_eos": True}
+    seeded = [await server.text(alone | {"seed": seed}) for seed in (1, 2, 1)]
+    assert seeded[0] == seeded[2] != seeded[1]
+    assert await server.text(alone | {"seed": 1, "temperature": 0}) == await server.text(alone)
+
+
+async def test_a_seeds_draws_are_used_up_by_the_tokens_so_far(serve) -> None:
+    server = await serve()
+    body = {"prompt": WORDS, "max_tokens": 8, "ignore_eos": True, "seed": 5}
+    text = await server.text(body)
+    rest = await server.text(body | {"prompt": WORDS + text[:20], "max_tokens": 4})
+    assert text != text[:20] + rest
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+async def test_a_stop_string_ends_the_answer_before_it(serve, chat) -> None:
+    server = await serve()
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    asked = {"messages": [{"role": "user", "content": WORDS}]} if chat else {"prompt": WORDS}
+    body = asked | {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    _, answer = await server.post(body, path)
+    choice = answer["choices"][0]
+    text = choice["message"]["content"] if chat else choice["text"]
+    stop = text[12:18]
+    _, answer = await server.post(body | {"stop": stop}, path)
+    choice = answer["choices"][0]
+    assert (choice["message"]["content"] if chat else choice["text"]) == text[:12]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    *found, _ = await events(server, body | {"stop": [stop, "never"]}, path)
+    choices = [event["choices"][0] for event in found]
+    streamed = "".join(one["delta"]["content"] if chat else one["text"] for one in choices)
+    assert (streamed, choices[-1]["stop_reason"]) == (text[:12], stop)
+    *found, _ = await events(server, body | {"stop": "never said"}, path)
+    choices = [event["choices"][0] for event in found]
+    assert "".join(one["delta"]["content"] if chat else one["text"] for one in choices) == text
+
+
+async def test_log_probabilities_have_the_form_of_their_api(serve) -> None:
+    server = await serve()
+    body = {"prompt": WORDS, "max_tokens": 3, "ignore_eos": True, "logprobs": 0}
+    _, answer = await server.post(body)
+    whole = answer["choices"][0]["logprobs"]
+    assert "".join(whole["tokens"]) == answer["choices"][0]["text"]
+    assert whole["text_offset"] == [0, 5, 10]
+    *found, _ = await events(server, body)
+    parts = [event["choices"][0]["logprobs"] for event in found]
+    assert {key: [x for part in parts for x in part[key]] for key in whole} == whole
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
+    asked = chat | {"logprobs": True, "top_logprobs": 1}
+    _, answer = await server.post(asked, "/v1/chat/completions")
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [1, 1]

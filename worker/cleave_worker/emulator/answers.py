@@ -6,63 +6,94 @@ Events of one stream differ in a word only, so everything around it is encoded o
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cleave_worker.emulator import tokenizer
 from cleave_worker.emulator.protocol import Call
 from cleave_worker.emulator.sequence import Finish
 
 _MARK = "\0"
+_ID_MARK = 4_000_000_007
 DONE = b"data: [DONE]\n\n"
 
 
 class EventEncoder:
-    """Server-sent events of one stream."""
+    """Server-sent events of one choice of a stream."""
 
-    def __init__(self, call: Call, model: str) -> None:
+    def __init__(self, call: Call, model: str, index: int = 0) -> None:
         self._call = call
+        self._index = index
+        self._offset = 0
+        self._prompt_told = False
         self._head: dict[str, object] = {
             "id": call.id,
             "object": "chat.completion.chunk" if call.chat else "text_completion",
             "created": int(time.time()),
             "model": model,
         }
-        # Words need no escaping in JSON, so a token's chunk is prefix + word + suffix.
-        before, _, after = self._event(_MARK, None).partition(json.dumps(_MARK)[1:-1].encode())
-        size = len(before) + len(after) + len(tokenizer.decode(tokenizer.choose(0)))
-        self._prefix = b"%x\r\n%b" % (size, before)
-        self._suffix = after + b"\r\n"
+        # Words need no escaping in JSON, so a token's event is three pieces around word and id.
+        self._prompt_told = True
+        ids = [_ID_MARK] if call.numbered else None
+        event = self._event(_MARK, None, ids, None)
+        self._prompt_told = False
+        self._before, _, rest = event.partition(json.dumps(_MARK)[1:-1].encode())
+        self._between, _, self._after = rest.partition(str(_ID_MARK).encode())
 
     def start(self) -> bytes:
         """What precedes the first token: chat names the role."""
         if not self._call.chat:
             return b""
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        return chunk(_event({**self._head, "choices": [choice], "prompt_token_ids": None}))
+        choice = {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+        prompt = list(self._call.request.prompt) if self._call.numbered else None
+        return chunk(_event({**self._head, "choices": [choice], "prompt_token_ids": prompt}))
 
-    def word(self, text: bytes) -> bytes:
+    def word(self, token: int, text: bytes) -> bytes:
         """A token that does not end the stream, as a whole HTTP chunk."""
-        return self._prefix + text + self._suffix
+        if self._call.numbered:
+            if not self._call.chat and not self._prompt_told:
+                return self.tokens(text.decode(), [token], None)
+            return chunk(b"%b%b%b%d%b" % (self._before, text, self._between, token, self._after))
+        return chunk(b"%b%b%b" % (self._before, text, self._between))
 
-    def end(self, token: int, finish: Finish, completion_tokens: int) -> bytes:
-        """The last token and what follows it, without the HTTP chunk that ends the body."""
-        events = chunk(self._event(tokenizer.decode(token), finish))
-        if self._call.include_usage:
-            usage = _usage(len(self._call.request.prompt), completion_tokens)
-            events += chunk(_event({**self._head, "choices": [], "usage": usage}))
-        return events + chunk(DONE)
+    def tokens(
+        self, text: str, ids: Sequence[int], finish: Finish | None, stop: str | None = None
+    ) -> bytes:
+        """Any tokens, perhaps the last ones, with the text that they complete."""
+        return chunk(self._event(text, finish, ids if self._call.numbered else None, ids, stop))
 
-    def _event(self, text: str, finish: Finish | None) -> bytes:
+    def usage(self, completion_tokens: int) -> bytes:
+        """What all choices took, when the client asked."""
+        if not self._call.include_usage:
+            return b""
+        usage = _usage(len(self._call.request.prompt), completion_tokens)
+        return chunk(_event({**self._head, "choices": [], "usage": usage}))
+
+    def _event(
+        self,
+        text: str,
+        finish: Finish | None,
+        ids: Sequence[int] | None,
+        generated: Sequence[int] | None,
+        stop: str | None = None,
+    ) -> bytes:
         reason = finish.value if finish else None
-        choice: dict[str, object] = {"index": 0}
+        choice: dict[str, object] = {"index": self._index}
+        logprobs = None
+        if self._call.logprobs is not None and generated:
+            logprobs = _logprobs(self._call, generated, self._offset)
+            self._offset += sum(len(tokenizer.decode(token)) for token in generated)
         if self._call.chat:
-            choice |= {"delta": {"content": text}, "logprobs": None, "finish_reason": reason}
+            choice |= {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": reason}
             if finish:
-                choice["stop_reason"] = None
-            choice["token_ids"] = None
+                choice["stop_reason"] = stop
         else:
-            choice |= {"text": text, "logprobs": None, "finish_reason": reason}
-            choice |= {"stop_reason": None, "prompt_token_ids": None, "token_ids": None}
+            choice |= {"text": text, "logprobs": logprobs, "finish_reason": reason}
+            choice |= {"stop_reason": stop, "prompt_token_ids": None}
+            if self._call.numbered and not self._prompt_told:
+                choice["prompt_token_ids"] = list(self._call.request.prompt)
+                self._prompt_told = True
+        choice["token_ids"] = ids
         return _event({**self._head, "choices": [choice]})
 
 
@@ -71,34 +102,71 @@ def failure(error: dict[str, object]) -> bytes:
     return chunk(_event(error)) + chunk(DONE)
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One whole answer."""
+
+    tokens: Sequence[int]
+    text: str
+    finish: Finish
+    stop: str | None = None
+    """The stop string that ended it."""
+
+
 def whole(
     call: Call,
     model: str,
-    tokens: Sequence[int],
-    finish: Finish,
+    made: Sequence[Choice],
     kv_transfer_params: dict[str, object] | None,
 ) -> bytes:
     """The JSON answer to a call that does not stream."""
-    text = "".join(map(tokenizer.decode, tokens))
-    choice: dict[str, object] = {"index": 0}
-    if call.chat:
-        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-    else:
-        choice["text"] = text
-    choice |= {"logprobs": None, "finish_reason": finish.value, "stop_reason": None}
-    choice["token_ids"] = None
-    answer = {
+    answer: dict[str, object] = {
         "id": call.id,
         "object": "chat.completion" if call.chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
+        "choices": [_whole_choice(call, index, one) for index, one in enumerate(made)],
         "service_tier": None,
         "system_fingerprint": None,
-        "usage": _usage(len(call.request.prompt), len(tokens)),
+        "usage": _usage(len(call.request.prompt), sum(len(one.tokens) for one in made)),
         "kv_transfer_params": kv_transfer_params,
     }
+    if call.chat and call.numbered:
+        answer["prompt_token_ids"] = list(call.request.prompt)
     return json.dumps(answer, separators=(",", ":")).encode()
+
+
+def _whole_choice(call: Call, index: int, made: Choice) -> dict[str, object]:
+    choice: dict[str, object] = {"index": index}
+    if call.chat:
+        choice["message"] = {"role": "assistant", "content": made.text, "refusal": None}
+    else:
+        choice["text"] = made.text
+    logprobs = _logprobs(call, made.tokens, 0) if call.logprobs is not None else None
+    choice |= {"logprobs": logprobs, "finish_reason": made.finish.value, "stop_reason": made.stop}
+    choice["token_ids"] = list(made.tokens) if call.numbered else None
+    return choice
+
+
+def _logprobs(call: Call, tokens: Sequence[int], offset: int) -> dict[str, object]:
+    """Made-up log-probabilities in the form of the API; the same token has the same one."""
+    words = [tokenizer.decode(token) for token in tokens]
+    values = [-(token % 97) / 100 for token in tokens]
+    pairs = list(zip(words, values, strict=True))
+    if not call.chat:
+        offsets = [offset + sum(map(len, words[:place])) for place in range(len(words))]
+        top = [{word: value} for word, value in pairs]
+        return {
+            "text_offset": offsets,
+            "token_logprobs": values,
+            "tokens": words,
+            "top_logprobs": top,
+        }
+    entries = [
+        {"token": word, "logprob": value, "bytes": list(word.encode())} for word, value in pairs
+    ]
+    shown = 1 if call.logprobs else 0
+    return {"content": [{**entry, "top_logprobs": [entry] * shown} for entry in entries]}
 
 
 def chunk(body: bytes) -> bytes:

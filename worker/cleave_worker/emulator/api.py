@@ -9,16 +9,17 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as TypingSequence
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from cleave_worker.emulator import answers, tokenizer
-from cleave_worker.emulator.engine import Engine
+from cleave_worker.emulator.engine import Engine, Listener
 from cleave_worker.emulator.faults import FaultError
 from cleave_worker.emulator.metrics import Collector
-from cleave_worker.emulator.protocol import ApiError, Call, bad_request, parse_call
-from cleave_worker.emulator.sequence import Finish
+from cleave_worker.emulator.protocol import ApiError, Call, bad_request, parse_call, parse_prompt
+from cleave_worker.emulator.sequence import Finish, Sequence
 
 VERSION = "0.32.0"
 """The vLLM whose behaviour this follows."""
@@ -37,18 +38,46 @@ class EngineError(Exception):
     """The engine gave a request up."""
 
 
-class WholeAnswer:
-    """Collects the tokens of a call that does not stream."""
+class Stops:
+    """Looks for the texts that end an answer. Holds back, as vLLM does, what could begin one."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held_back = max(map(len, stops), default=1) - 1
+        self._text = ""
+
+    def feed(self, text: str, last: bool) -> tuple[str, str | None]:
+        """(text that may go out, the stop string that was found); `last`: nothing more comes."""
+        self._text += text
+        for stop in self._stops:
+            if (place := self._text.find(stop)) >= 0:
+                return self._text[:place], stop
+        keep = 0 if last else self._held_back
+        ready = len(self._text) - keep
+        out, self._text = self._text[: max(0, ready)], self._text[max(0, ready) :]
+        return out, None
+
+
+class WholeAnswer:
+    """Collects the tokens of one choice of a call that does not stream."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._stops = stops
+        self._tokens: list[int] = []
+        self._text = ""
+        self.finished: asyncio.Future[answers.Choice] = asyncio.get_running_loop().create_future()
 
     def push(self, token: int, finish: Finish | None) -> None:
         """One more token."""
-        self.tokens.append(token)
-        if finish and not self.finished.done():
-            self.finished.set_result(finish)
+        if self.finished.done():
+            return
+        self._tokens.append(token)
+        text, stop = self._stops.feed(tokenizer.decode(token), finish is not None)
+        self._text += text
+        if stop is not None:
+            finish = Finish.STOP
+        if finish:
+            self.finished.set_result(answers.Choice(self._tokens, self._text, finish, stop))
 
     def fail(self, reason: str) -> None:
         """The engine gave up."""
@@ -57,40 +86,55 @@ class WholeAnswer:
 
 
 class Stream:
-    """Writes each token as one server-sent event."""
+    """Writes each token of one choice as one server-sent event."""
 
     def __init__(
-        self, encoder: answers.EventEncoder, transport: asyncio.Transport, drop: int | None
+        self,
+        encoder: answers.EventEncoder,
+        transport: asyncio.Transport,
+        drop: int | None,
+        stops: Stops | None,
     ) -> None:
+        """`stops`: None when nothing but words goes into its events."""
         self._encoder = encoder
         self._transport = transport
         self._drop = drop
+        self._stops = stops
         self._num_tokens = 0
-        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """How many tokens it had."""
 
     def push(self, token: int, finish: Finish | None) -> None:
         """Write one more token."""
+        if self.finished.done():
+            return
         if self._drop == self._num_tokens:
             self._transport.abort()
             return
         start = b"" if self._num_tokens else self._encoder.start()
         self._num_tokens += 1
-        if finish:
-            self._transport.write(start + self._encoder.end(token, finish, self._num_tokens))
-            self._end()
+        if finish or self._stops is not None:
+            self._push_carefully(start, token, finish)
             return
-        self._transport.write(start + self._encoder.word(_WORDS[token]))
+        self._transport.write(start + self._encoder.word(token, _WORDS[token]))
         if self._transport.get_write_buffer_size() > _MAX_UNSENT:
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
         """End the stream with an error event, as vLLM does: the headers were sent long ago."""
-        self._transport.write(answers.failure(_server_error(reason).body()))
-        self._end()
-
-    def _end(self) -> None:
         if not self.finished.done():
-            self.finished.set_result(None)
+            self._transport.write(answers.failure(_server_error(reason).body()))
+            self.finished.set_exception(EngineError(reason))
+
+    def _push_carefully(self, start: bytes, token: int, finish: Finish | None) -> None:
+        text, stop = tokenizer.decode(token), None
+        if self._stops is not None:
+            text, stop = self._stops.feed(text, finish is not None)
+        if stop is not None:
+            finish = Finish.STOP
+        self._transport.write(start + self._encoder.tokens(text, [token], finish, stop))
+        if finish:
+            self.finished.set_result(self._num_tokens)
 
 
 class Api:
@@ -110,6 +154,8 @@ class Api:
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_answer_errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
@@ -130,10 +176,7 @@ class Api:
             raise _unavailable("The engine takes no requests.")
         if self._engine.num_requests >= _MAX_REQUESTS:
             raise _unavailable(f"The engine has {_MAX_REQUESTS} requests.")
-        try:
-            body = json.loads(await request.read())
-        except ValueError as error:
-            raise bad_request(f"The body is not JSON: {error}") from error
+        body = await _read_json(request)
         limit = self._engine.config.max_model_len
         call = parse_call(body, chat, self._model, limit, request.headers)
         if call.stream:
@@ -141,18 +184,18 @@ class Api:
         return await self._whole(call)
 
     async def _whole(self, call: Call) -> web.Response:
-        answer = WholeAnswer()
-        sequence = self._engine.submit(call.request, answer)
+        choices = [WholeAnswer(Stops(call.stop)) for _ in call.requests]
+        sequences = self._submit(call, choices)
         try:
-            finish = await answer.finished
+            made = await asyncio.gather(*(choice.finished for choice in choices))
         except EngineError as error:
             raise _server_error(str(error)) from error
         finally:
-            self._engine.abort(sequence)
+            self._abort(sequences)
         params = None
         if call.request.hold and self._engine.door:
-            params = self._engine.door.params_of(sequence)
-        body = answers.whole(call, self._model, answer.tokens, finish, params)
+            params = self._engine.door.params_of(sequences[0])
+        body = answers.whole(call, self._model, made, params)
         return web.Response(body=body, content_type="application/json")
 
     async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
@@ -162,16 +205,51 @@ class Api:
         transport = request.transport
         if transport is None:
             raise ConnectionResetError
-        encoder = answers.EventEncoder(call, self._model)
-        stream = Stream(encoder, transport, self._engine.faults.drop)
-        sequence = self._engine.submit(call.request, stream)
-        try:
-            await stream.finished
-        finally:
-            self._engine.abort(sequence)
+        encoders = [
+            answers.EventEncoder(call, self._model, index) for index in range(len(call.requests))
+        ]
+        careful = bool(call.stop) or call.logprobs is not None
+        drop = self._engine.faults.drop
+        streams = [
+            Stream(encoder, transport, drop, Stops(call.stop) if careful else None)
+            for encoder in encoders
+        ]
+        sequences = self._submit(call, streams)
+        with contextlib.suppress(EngineError):
+            try:
+                counts = await asyncio.gather(*(stream.finished for stream in streams))
+                transport.write(encoders[0].usage(sum(counts)) + answers.chunk(answers.DONE))
+            finally:
+                self._abort(sequences)
         with contextlib.suppress(ConnectionError):
             await response.write_eof()
         return response
+
+    def _submit(self, call: Call, listeners: TypingSequence[Listener]) -> list[Sequence]:
+        pairs = zip(call.requests, listeners, strict=True)
+        return [self._engine.submit(request, listener) for request, listener in pairs]
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._engine.abort(sequence)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        ids = parse_prompt(await _read_json(request))
+        return web.json_response(
+            {
+                "count": len(ids),
+                "max_model_len": self._engine.config.max_model_len,
+                "tokens": list(ids),
+                "token_strs": None,
+            }
+        )
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await _read_json(request)
+        tokens = body.get("tokens") if isinstance(body, dict) else None
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise bad_request("tokens must be a list of token ids.", "tokens")
+        return web.json_response({"prompt": "".join(map(tokenizer.decode, tokens))})
 
     async def _models(self, _: web.Request) -> web.Response:
         card = {
@@ -205,6 +283,13 @@ class Api:
     async def _clear_faults(self, _: web.Request) -> web.Response:
         self._engine.faults.clear()
         return web.json_response(self._engine.faults.describe())
+
+
+async def _read_json(request: web.Request) -> object:
+    try:
+        return json.loads(await request.read())
+    except ValueError as error:
+        raise bad_request(f"The body is not JSON: {error}") from error
 
 
 @web.middleware

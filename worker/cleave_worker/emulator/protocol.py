@@ -1,20 +1,22 @@
 """The bodies that clients send and vLLM's errors. Used by the API; checks as vLLM 0.32 does.
 
-Sampling parameters are accepted and change nothing: the emulated model has one continuation. What
-cannot be emulated is refused rather than ignored.
+The emulated model has one continuation, whatever the temperature; only a seed gives another one, as
+each of several choices is another. What cannot be emulated is refused rather than ignored.
 """
 
 import uuid
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cleave_worker.emulator import tokenizer
 from cleave_worker.emulator.sequence import HandOff, Request
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_REFUSED = ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "stop", "best_of")
+_REFUSED = ("prompt_logprobs", "echo", "suffix", "best_of")
+_MAX_CHOICES = 64
+_MAX_LOGPROBS = 20
 
 
 class ApiError(Exception):
@@ -52,7 +54,19 @@ class Call:
     chat: bool
     stream: bool
     include_usage: bool
-    request: Request
+    requests: tuple[Request, ...]
+    """One for each choice."""
+    numbered: bool = False
+    """Answers carry token ids."""
+    logprobs: int | None = None
+    """Alternatives to tell with each token's log-probability; None: it is not told."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer and are not part of it."""
+
+    @property
+    def request(self) -> Request:
+        """The first, whose prompt is that of all."""
+        return self.requests[0]
 
 
 def parse_call(
@@ -87,18 +101,60 @@ def parse_call(
         ignore_eos=bool(body.get("ignore_eos")),
         hold=hold,
         hand_off=hand_off,
+        seed=_integer(body, "seed", None) if body.get("temperature") != 0 else None,
     )
-    return Call(call_id, chat, stream, _include_usage(body, stream), request)
+    count = _count_choices(body)
+    if count > 1 and (hold or hand_off):
+        raise bad_request("Several choices cannot be handed over: n must be 1.", "n")
+    choices = [replace(request, id=f"{request.id}-{i}", choice=i) for i in range(1, count)]
+    return Call(
+        id=call_id,
+        chat=chat,
+        stream=stream,
+        include_usage=_include_usage(body, stream),
+        requests=(request, *choices),
+        numbered=bool(body.get("return_token_ids")),
+        logprobs=_logprobs(body, chat),
+        stop=_stop(body),
+    )
+
+
+def parse_prompt(body: object) -> "array[int]":
+    """Token ids of a call to /tokenize: a prompt or a chat. Raises ApiError."""
+    if not isinstance(body, dict):
+        raise bad_request("The request body must be a JSON object.")
+    return _chat_prompt(body) if "messages" in body else _completion_prompt(body)
 
 
 def _refuse(body: dict[str, Any]) -> None:
-    if body.get("n") not in (None, 1):
-        raise bad_request("The emulated engine makes one choice: n must be 1.", "n")
     for name in _REFUSED:
         if body.get(name):
             raise bad_request(f"{name} is not emulated.", name)
-    if body.get("logprobs") == 0 and body.get("logprobs") is not False:
-        raise bad_request("logprobs is not emulated.", "logprobs")
+
+
+def _count_choices(body: dict[str, Any]) -> int:
+    count = _integer(body, "n", 1)
+    if count is None or not 1 <= count <= _MAX_CHOICES:
+        raise bad_request(f"n must be 1 to {_MAX_CHOICES}, got {count}.", "n")
+    return count
+
+
+def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
+    if chat and not body.get("logprobs"):
+        return None
+    name = "top_logprobs" if chat else "logprobs"
+    count = _integer(body, name, 0 if chat else None)
+    if count is not None and count > _MAX_LOGPROBS:
+        raise bad_request(f"{name} must be at most {_MAX_LOGPROBS}, got {count}.", name)
+    return count
+
+
+def _stop(body: dict[str, Any]) -> tuple[str, ...]:
+    stop = body.get("stop") or ()
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise bad_request("stop must be a text or a list of texts, none of them empty.", "stop")
+    return texts
 
 
 def _completion_prompt(body: dict[str, Any]) -> "array[int]":

@@ -41,6 +41,10 @@ class Request:
     """Keep the blocks after the end for another instance to pull (do_remote_decode)."""
     hand_off: HandOff | None = None
     """Pull the prompt's KV instead of computing it (do_remote_prefill)."""
+    seed: int | None = None
+    """Of the draws that choose tokens; None: the model's one continuation."""
+    choice: int = 0
+    """Each is another continuation."""
 
 
 class State(Enum):
@@ -166,6 +170,9 @@ class Sequence:
         request = self.request
         value = fold(fold(self._summary, self._content), len(self.tokens))
         num_outputs = self.num_outputs + 1
+        if request.seed is not None or request.choice:
+            # As many draws are used up as tokens were made: they do not begin anew elsewhere.
+            value = fold(fold(value, (request.seed or 0) + request.choice), num_outputs)
         may_end = not request.ignore_eos and num_outputs > request.min_tokens
         if may_end and (value >> 40) % _EOS_PERIOD == 0:
             self.tokens.append(tokenizer.EOS)
