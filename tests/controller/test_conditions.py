@@ -40,6 +40,22 @@ def test_what_gets_worse_is_a_warning() -> None:
     ]
 
 
-def test_a_new_object_is_not_bad_news() -> None:
-    new = [NOT_READY, Condition("Degraded", False, "Whole"), Condition("Progressing", True, "New")]
-    assert [(each.reason, each.is_warning) for each in told(CHAT, [], new)] == [("NotReady", False)]
+def test_a_new_object_that_is_not_ready_is_no_news_and_its_plan_is() -> None:
+    new = [
+        NOT_READY,
+        Condition("PlanReady", False, "Planning", "the planner is at work"),
+        Condition("Degraded", False, "Whole"),
+        Condition("Progressing", True, "New"),
+    ]
+    assert [(each.reason, each.is_warning) for each in told(CHAT, [], new)] == [("Planning", False)]
+
+
+def test_another_reason_is_news_only_where_it_says_something() -> None:
+    before = settled([], [NOT_READY, Condition("PlanReady", False, "Planning")], 1, now_s=0)
+    other = [
+        Condition("Ready", False, "GatewayNotReady", "no gateway"),
+        Condition("PlanReady", False, "Infeasible", "too few GPUs"),
+    ]
+    assert [(each.reason, each.is_warning) for each in told(CHAT, before, other)] == [
+        ("Infeasible", True)
+    ]

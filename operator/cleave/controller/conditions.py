@@ -24,6 +24,7 @@ class Condition:
 
 _QUIET = frozenset({"Progressing"})
 """Conditions that come and go in ordinary work: they cause no Events."""
+_REASONS_ARE_NEWS = frozenset({"PlanReady", "ScalingLimited"})
 _BAD_WHEN_TRUE = frozenset({"Degraded", "ScalingLimited"})
 
 
@@ -36,18 +37,29 @@ def settled(
 
 
 def told(target: Reference, before: Iterable[Manifest], now: Sequence[Condition]) -> Iterator[Emit]:
-    """An Event for every condition whose status or reason is another one than before."""
+    """An Event for every condition that holds now and did not, or the other way round.
+
+    Also for one whose reason is another one where the reason is the news.
+    """
     known = {each["type"]: (each["status"], each["reason"]) for each in before}
     for each in now:
-        was = known.get(each.type)
-        if each.type in _QUIET or was == (_word(each.status), each.reason):
-            continue
-        is_bad = (each.status is True) if each.type in _BAD_WHEN_TRUE else each.status is False
-        # Nothing has happened yet where a new object is not ready, or is not limited.
-        if was is None and each.status is not True and not each.message:
-            continue
-        text = each.message or f"{each.type} is {_word(each.status)}"
-        yield Emit(target, each.reason, text[:_LONGEST_MESSAGE], is_bad and was is not None)
+        if each.type not in _QUIET and _is_news(each, known.get(each.type)):
+            text = each.message or f"{each.type} is {_word(each.status)}"
+            is_warning = _is_bad(each) and each.type in known
+            yield Emit(target, each.reason, text[:_LONGEST_MESSAGE], is_warning)
+
+
+def _is_bad(each: Condition) -> bool:
+    return each.status is (each.type in _BAD_WHEN_TRUE)
+
+
+def _is_news(each: Condition, was: tuple[str, str] | None) -> bool:
+    """Whether it is worth telling; that a new object is not ready yet is not."""
+    if each.type in _REASONS_ARE_NEWS and (was is None or was[1] != each.reason):
+        return was is not None or each.type not in _BAD_WHEN_TRUE
+    if was is None:
+        return each.status is True
+    return was[0] != _word(each.status)
 
 
 def holds(conditions: Iterable[Manifest], kind: str) -> bool:
