@@ -110,7 +110,8 @@ class Rollout(Shape):
 
     rules = (
         Rule(
-            cel="self.maxSurge + self.maxUnavailable > 0",
+            # The API server checks the default of `rollout`, which is empty, before it fills it in.
+            cel="!has(self.maxSurge) || self.maxSurge + self.maxUnavailable > 0",
             holds=lambda r: r.max_surge + r.max_unavailable > 0,
             message="and maxUnavailable must not both be 0: nothing could be replaced",
             field="maxSurge",
