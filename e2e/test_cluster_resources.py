@@ -37,11 +37,13 @@ def server(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def tried(server: Cluster, *manifests: dict[str, Any]) -> list[dict[str, Any]]:
+def tried(
+    server: Cluster, *manifests: dict[str, Any], namespace: str = "default"
+) -> list[dict[str, Any]]:
     """What the API server would store. Raises CommandError; warnings are errors."""
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests})
-    args = ("apply", "--dry-run=server", "--warnings-as-errors", "-o", "json", "-f", "-")
-    found = json.loads(server.kubectl(*args, input=text))
+    args = ("--dry-run=server", "--warnings-as-errors", "-n", namespace, "-o", "json", "-f", "-")
+    found = json.loads(server.kubectl("apply", *args, input=text))
     return found["items"] if found["kind"] == "List" else [found]
 
 
@@ -73,11 +75,18 @@ def test_what_is_only_unusual_is_taken_with_pythons_defaults(server: Cluster, ca
     assert said(stored["spec"]) == said(python["spec"])
 
 
-def everything() -> dict[str, Any]:
+CACHES = {
+    "volume": {"persistentVolumeClaim": {"claimName": "models"}},
+    "folder": {"hostPath": {"path": "/var/models"}},
+    "image": {"image": {"reference": "registry.example/llama:1"}},
+}
+
+
+def everything(cache: dict[str, Any]) -> dict[str, Any]:
     """A deployment whose pods have every part there is."""
     size = {"tensor": 8, "pipeline": 2}
     return manifest(
-        model={"source": "org/model", "cache": {"persistentVolumeClaim": {"claimName": "models"}}},
+        model={"source": "org/model", "cache": cache},
         placement={
             "manual": [
                 {"role": "prefill", "gpu": H100, "perCell": 1, "parallelism": size},
@@ -100,15 +109,15 @@ def everything() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("domain", ["kubernetes.io/hostname", CLIQUE])
-@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("cache", [None, *CACHES])
 def test_everything_that_is_made_is_taken_without_a_warning(
-    server: Cluster, domain: str, is_small: bool
+    server: Cluster, namespace: str, domain: str, cache: str | None
 ) -> None:
-    document = manifest() if is_small else everything()
+    document = everything(CACHES[cache]) if cache else manifest()
+    document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate_json(json.dumps(document))
     made = [
         workers_service(chat),
-        service_account(chat),
         role_binding(chat, "view"),
         gateway_service(chat),
         gateway_deployment(chat),
@@ -118,9 +127,11 @@ def test_everything_that_is_made_is_taken_without_a_warning(
         leader = worker_pod(pool, f"{pool.name}-x7k2p", cell=0 if pool.spec.colocation else None)
         made += [disruption_budget(pool), leader, *follower_pods(pool, leader)]
         stored = pool.model_dump(mode="json", exclude_none=True, exclude={"metadata"})
-        meta = {"name": pool.name, "labels": pool.metadata.labels}
+        meta = {"name": pool.name, "namespace": namespace, "labels": pool.metadata.labels}
         made.append({**stored, "metadata": meta})
-    assert len(tried(server, *made)) == len(made)
+    # Pods are not even tried without it.
+    server.apply(service_account(chat), namespace=namespace)
+    assert len(tried(server, *made, namespace=namespace)) == len(made)
 
 
 def test_kubectl_explains_every_field_of_the_spec(server: Cluster) -> None:
