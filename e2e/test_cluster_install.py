@@ -2,6 +2,8 @@
 
 import base64
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -31,10 +33,10 @@ def release(cluster: Cluster):
     cluster.kubectl("delete", "node", "home")
 
 
-def helm(cluster: Cluster, verb: str, *args: str) -> str:
+def helm(cluster: Cluster, verb: str, *args: str, chart: Path = CHART) -> str:
     fail = ("--set", "webhook.failurePolicy=Fail")
     return cluster.helm(
-        verb, "cleave", str(CHART), "-n", HOME, *fail, "--wait", "--timeout", "2m", *args
+        verb, "cleave", str(chart), "-n", HOME, *fail, "--wait", "--timeout", "2m", *args
     )
 
 
@@ -78,12 +80,12 @@ def test_what_cel_cannot_say_is_refused_in_words(release: Cluster, namespace: st
 
 
 def test_what_todays_nodes_lack_is_a_warning(release: Cluster, namespace: str) -> None:
-    wanted = {"manual": [{"role": "mixed", "gpu": "B200-SXM-180GB"}]}
-    done = release.kubectl(
-        *("apply", "-n", namespace, "-f", "-", "--dry-run=server", "-o", "name"),
-        input=yaml.safe_dump(deployment(placement=wanted)),
-    )
-    assert "asked" in done
+    wanted = deployment(placement={"manual": [{"role": "mixed", "gpu": "B200-SXM-180GB"}]})
+    asked = ("apply", "-n", namespace, "-f", "-", "--dry-run=server", "-o", "name")
+    assert "asked" in release.kubectl(*asked, input=yaml.safe_dump(wanted))
+    with pytest.raises(CommandError) as error:
+        release.kubectl(*asked, "--warnings-as-errors", input=yaml.safe_dump(wanted))
+    assert "manual[0].gpu: no node has B200-SXM-180GB now, there is" in error.value.text
 
 
 def test_the_operators_account_may_do_what_its_roles_say_and_no_more(release: Cluster) -> None:
@@ -98,7 +100,7 @@ def test_the_operators_account_may_do_what_its_roles_say_and_no_more(release: Cl
 
     default = ("-n", "default")
     assert may("create", "pods", *default)
-    assert may("patch", "llmdeployments.cleave.dev/status", *default)
+    assert may("patch", "llmdeployments.cleave.dev", "--subresource=status", *default)
     assert may("list", "nodes")
     assert may("get", "secret/cleave-webhook", "-n", HOME)
     assert not may("get", "secrets", *default)
@@ -108,7 +110,7 @@ def test_the_operators_account_may_do_what_its_roles_say_and_no_more(release: Cl
     assert not may("create", "roles.rbac.authorization.k8s.io", *default)
     assert not may("bind", "clusterrole/cluster-admin")
     assert may("bind", "clusterrole/cleave-discovery")
-    assert not may("create", "pods/exec", *default)
+    assert not may("create", "pods", "--subresource=exec", *default)
     assert not may("delete", "nodes")
     assert not may("patch", "validatingwebhookconfiguration/other")
 
@@ -131,16 +133,26 @@ def test_people_who_may_edit_a_namespace_may_serve_models_in_it(
     assert wait_until(asked, 20, "an editor may create deployments").strip() == "yes"
 
 
-def test_an_upgrade_keeps_the_certificate_and_brings_the_crds_up_to_date(release: Cluster) -> None:
+def test_an_upgrade_keeps_the_certificate_and_brings_the_crds_up_to_date(
+    release: Cluster, tmp_path: Path
+) -> None:
     before = wait_until(lambda: bundle(release), 20, "the API server is told whom to trust")
+    older = tmp_path / "cleave"
+    shutil.copytree(CHART, older)
+    definition = older / "files" / "crds" / f"{KEPT[0]}.yaml"
+    definition.write_text(definition.read_text().replace("name: Reason", "name: Why"))
+    helm(release, "upgrade", chart=older)
+    assert "Why" in columns(release)
     helm(release, "upgrade", "--set", "operator.podAnnotations.touched=yes")
+    assert "Why" not in columns(release)
+    assert "Reason" in columns(release)
     assert bundle(release) == before
-    found = release.get("crd", KEPT[0])
-    wanted = yaml.safe_load((REPOSITORY / "crds" / f"{KEPT[0]}.yaml").read_text())
-    columns = [each["name"] for each in found["spec"]["versions"][0]["additionalPrinterColumns"]]
-    assert columns == [
-        each["name"] for each in wanted["spec"]["versions"][0]["additionalPrinterColumns"]
-    ]
+
+
+def columns(cluster: Cluster) -> list[str]:
+    """Of `kubectl get llmdeployments`."""
+    version = cluster.get("crd", KEPT[0])["spec"]["versions"][0]
+    return [each["name"] for each in version["additionalPrinterColumns"]]
 
 
 def test_operators_that_are_away_hold_up_no_deletion(release: Cluster, namespace: str) -> None:
