@@ -104,6 +104,9 @@ def test_other_nodes_begin_the_next_trial_at_once() -> None:
     again = decide(3, placed("a"), placed("b"), waiting("c"), last=found.trial, nodes="n2")
     assert again.trial is not None
     assert again.trial.again_s == NOW_S + 60
+    at_once = decide(3, placed("a"), waiting("c"), last=trial(NOW_S, attempts=5), nodes="n3")
+    assert at_once.trial is not None
+    assert at_once.trial.again_s == NOW_S + 60
 
 
 def test_a_trial_that_found_room_ends_the_limit() -> None:

@@ -73,6 +73,15 @@ def test_roles_of_unlike_size_move_in_proportion() -> None:
     ]
 
 
+def test_a_large_deployment_serves_its_whole_plan_all_the_way() -> None:
+    roles: Mapping[Role, RoleState] = running(prefill=7, decode=30)
+    for step in steps(roles, LIMITS):
+        reached = after(roles, step)
+        assert capacity(reached) >= 1
+        roles = when_ready(reached)
+    assert is_done(roles)
+
+
 def test_mixed_instances_need_no_partners() -> None:
     assert way(running(mixed=3)) == [(1, 3), (1, 2), (2, 2), (2, 1), (3, 1), (3, 0)]
 
@@ -87,8 +96,27 @@ def test_without_a_free_gpu_an_old_pair_goes_first() -> None:
     assert way(running(prefill=2, decode=2), NO_ROOM) == [counts * 2 for counts in both]
 
 
-def test_without_a_free_gpu_a_role_of_one_is_an_interruption() -> None:
-    assert way(running(prefill=1, decode=4), NO_ROOM) == [(0, 0, 0, 0), (1, 0, 4, 0)]
+def test_without_a_free_gpu_no_role_misses_more_than_it_may() -> None:
+    assert way(running(prefill=2, decode=4), NO_ROOM)[:4] == [
+        (0, 1, 0, 3),
+        (1, 1, 1, 3),
+        (1, 1, 1, 2),
+        (1, 1, 2, 2),
+    ]
+
+
+def test_without_a_free_gpu_the_only_prefill_instance_goes_first() -> None:
+    # Decode instances serve whole requests meanwhile.
+    assert way(running(prefill=1, decode=2), NO_ROOM) == [
+        (0, 0, 0, 1),
+        (1, 0, 1, 1),
+        (1, 0, 1, 0),
+        (1, 0, 2, 0),
+    ]
+
+
+def test_without_a_free_gpu_the_only_decode_instance_takes_the_others_with_it() -> None:
+    assert way(running(prefill=3, decode=1), NO_ROOM) == [(0, 0, 0, 0), (3, 0, 1, 0)]
 
 
 def test_what_may_be_missing_is_counted_in_the_larger_role() -> None:
@@ -180,6 +208,38 @@ def test_of_two_old_revisions_the_one_without_partners_goes_first() -> None:
     step = next_step(roles, LIMITS)
     assert [step[role].older for role in (P, D)] == [{"a": 3, "b": 0}] * 2
     assert kept(step) == {"prefill": (0, 3), "decode": (0, 3)}
+
+
+def test_of_two_old_revisions_the_one_that_is_worth_more_stays() -> None:
+    roles = {
+        role: RoleState(3, old=4, old_ready=4, older={"a": Count(1, 1), "b": Count(3, 3)})
+        for role in (P, D)
+    }
+    assert next_step(roles, LIMITS)[P].older == {"a": 0, "b": 3}
+
+
+def test_instances_that_are_not_ready_for_a_moment_stay_with_their_partners() -> None:
+    roles = {
+        P: RoleState(2, old=2, old_ready=2, new=1, new_ready=1),
+        D: RoleState(6, old=5, old_ready=3, new=1, new_ready=1),
+    }
+    step = kept(next_step(roles, LIMITS))
+    assert (step["prefill"][1], step["decode"][1]) == (2, 5)
+
+
+def test_a_third_revision_waits_for_what_is_on_its_way() -> None:
+    # Full as below, but a place will be free by itself.
+    draining = {
+        P: RoleState(2, old=3, old_ready=3, older={"a": Count(2, 2), "b": Count(1, 1)}),
+        D: RoleState(6, old=6, old_ready=6, leaving=1, older={"a": Count(4, 4), "b": Count(2, 2)}),
+    }
+    assert kept(next_step(draining, LIMITS)) == {"prefill": (0, 3), "decode": (0, 6)}
+    pairs = {"a": Count(1, 1), "b": Count(1, 1)}
+    starting = {
+        P: RoleState(2, old=2, old_ready=2, new=1, older=pairs),
+        D: RoleState(2, old=2, old_ready=2, new=1, older=pairs),
+    }
+    assert kept(next_step(starting, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
 
 
 def test_a_third_revision_finds_its_place_at_the_least_cost() -> None:
@@ -358,6 +418,21 @@ def test_capacity_that_was_there_stays(drawn: tuple[World, list[str]]) -> None:
         bound = floor(world) - (one_of_each(world) if len(old) > 1 else 0)
         if capacity(before) >= floor(world):
             assert capacity(world.states()) >= float(bound) - 1e-9
+
+
+@given(worlds(events=("scale", *FAULTS)))
+def test_no_role_misses_more_than_it_may(drawn: tuple[World, list[str]]) -> None:
+    world, events = drawn
+    for event in events:
+        world.happen(event)
+        before = world.states()
+        world.reconcile()
+        for role, state in world.states().items():
+            least = state.replicas - world.limits.max_unavailable
+            was_there = before[role].old_ready + before[role].new_ready >= least
+            # Prefill instances without partners count for nothing.
+            if role is not P and was_there and len(before[role].older) < 2:
+                assert state.old_ready + state.new_ready >= least
 
 
 @given(worlds(least=1))

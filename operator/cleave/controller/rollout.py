@@ -30,7 +30,8 @@ class RolloutLimits:
     max_surge: int = 1
     """Instances of a role above the wanted number."""
     max_unavailable: int = 0
-    """Instances of a role that may be missing."""
+    """Instances of a role that may be missing. Without a surge one of each role has to be, and what
+    that is worth in the smallest role is missing of all."""
     max_skew: float = 0.25
     """How far one role's new instances may be ahead of another's, as a share of the role's."""
 
@@ -98,7 +99,7 @@ def next_step(roles: Roles, limits: RolloutLimits) -> dict[Role, Step]:
     need = _need(roles, limits)
     revisions = _revisions(roles)
     new = _grown(roles, limits, need)
-    kept = _kept(roles, revisions, need)
+    kept = _kept(roles, revisions, need, limits.max_unavailable)
     if len(revisions) > 1 and not _moves(roles, new, kept):
         _yield_places(roles, limits, revisions, kept)
     return {
@@ -242,7 +243,7 @@ def _places(state: RoleState, limits: RolloutLimits) -> int:
 
 
 def _kept(
-    roles: Roles, revisions: Mapping[str, _Revision], need: Fraction
+    roles: Roles, revisions: Mapping[str, _Revision], need: Fraction, max_unavailable: int
 ) -> dict[str, dict[Role, int]]:
     """Old instances to keep, by revision, so that they serve `need` of the plan.
 
@@ -256,13 +257,16 @@ def _kept(
         share = min(_share(there, sizes), left)
         kept[name] = {role: math.ceil(share * sizes.get(role, 0)) for role in roles}
         left -= share
-    for role in roles:
-        # A role that the plan has dropped has no size; all of it stays until the others can serve.
-        most = math.ceil(need * sizes[role]) if role in sizes else roles[role].old
-        _fill(role, most if left or role not in sizes else 0, kept, revisions)
+    for role, state in roles.items():
+        if role in sizes:
+            least = state.replicas - max_unavailable - state.new_ready
+            _fill(role, max(least, math.ceil(need * sizes[role]) if left else 0), kept, revisions)
+        elif need:
+            # The plan has dropped the role; all of it stays until the others can serve.
+            _fill(role, state.old, kept, revisions)
     for counts in kept.values():
         _part_the_unpaired(counts)
-    return kept if need else {name: dict.fromkeys(roles, 0) for name in revisions}
+    return kept
 
 
 def _fill(
