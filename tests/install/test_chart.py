@@ -9,6 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
+from cleave.api.manifest import load_cluster
+from cleave.controller import main
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -126,6 +129,36 @@ def test_two_releases_share_no_name(render) -> None:
         return {(each["kind"], each["metadata"]["name"]) for each in manifests}
 
     assert not names("cleave", "a") & names("other", "b")
+
+
+def test_what_nodes_do_not_tell_of_themselves_reaches_the_planner(render, tmp_path) -> None:
+    manifests = render(
+        "planning.network.kind=Ethernet",
+        "planning.network.bandwidthGbps=25",
+        "planning.gpus[0].name=Own-1,planning.gpus[0].memoryGib=24,planning.gpus[0].memoryGbps=900"
+        ",planning.gpus[0].denseTflops=100",
+        "planning.profiles.mine\\.yaml=kind: Profile",
+    )
+    (found,) = find(manifests, "ConfigMap")
+    for name, text in found["data"].items():
+        (tmp_path / name).write_text(text)
+    cluster = load_cluster(tmp_path / "cluster.yaml")
+    assert cluster.network.bandwidth_gbps == 25
+    assert [gpu.name for gpu in cluster.gpus] == ["Own-1"]
+    assert cluster.profiles == [str(tmp_path / "mine.yaml")]
+    assert found["data"]["mine.yaml"] == "kind: Profile\n"
+    assert "--cluster=/etc/cleave/planning/cluster.yaml" in operator(manifests)["args"]
+
+
+def test_nodes_without_gpus_compute_on_cores_when_told_so(render) -> None:
+    assert "--device=cpu" in operator(render("workers.device=cpu"))["args"]
+
+
+def test_every_argument_is_one_that_the_operator_takes(render) -> None:
+    values = ("operator.namespaces={a,b}", "images.prefix=r/", "planning.network.kind=Ethernet")
+    args = operator(render(*values, "workers.device=cpu"))["args"]
+    # Ends the test with its complaint about one that it does not know.
+    main._build_parser("operator").parse_args(args)
 
 
 def test_pod_monitors_find_operators_and_gateways(render) -> None:

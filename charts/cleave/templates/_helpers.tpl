@@ -33,3 +33,21 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- define "cleave.tag" -}}
 {{ .Values.images.tag | default .Chart.AppVersion }}
 {{- end -}}
+
+{{/* Whether anything is said of the machines; empty: nothing. */}}
+{{- define "cleave.plans" -}}
+{{- with .Values.planning }}{{ if or .network .gpus .profiles }}yes{{ end }}{{ end -}}
+{{- end -}}
+
+{{- define "cleave.cluster" -}}
+nodes: [{gpu: A100-SXM-80GB}]
+{{- with .Values.planning.network }}
+network: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.planning.gpus }}
+gpus: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.planning.profiles }}
+profiles: {{- keys . | sortAlpha | toYaml | nindent 2 }}
+{{- end }}
+{{- end -}}
