@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import settings
 
 from cleave.api.role import Parallelism, Role
 from cleave.perf.trust import Basis, Trust
@@ -16,6 +17,10 @@ from cleave.planner.plan import (
     Prediction,
     Verdict,
 )
+
+# A busy machine is slow, not wrong.
+settings.register_profile("cleave", deadline=None)
+settings.load_profile("cleave")
 
 TRUST = Trust(Basis.FITTED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041)
 A100 = "A100-SXM-80GB"
