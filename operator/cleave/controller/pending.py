@@ -31,7 +31,7 @@ class Trial:
     again_s: float
     """When the next trial begins, in seconds since the epoch."""
     nodes: str
-    """Digest of the nodes that were there."""
+    """Digest of what nodes offered and the pool asked for."""
     reason: str
     """What the scheduler said."""
 
@@ -63,8 +63,8 @@ def limit(
 ) -> Limit:
     """What to do about the pods of a pool that wants `wanted` instances, a surge included.
 
-    `nodes` is a digest of what nodes offer: another one begins the next trial at once. `last` is
-    the trial that was remembered.
+    `nodes` is a digest of what nodes offer and the pool asks for: another one begins the next trial
+    at once. `last` is the trial that was remembered.
     """
     there = [pod for pod in pods if not pod.deleting and not pod.is_over]
     placed = [pod for pod in there if pod.scheduled]

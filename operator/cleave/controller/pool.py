@@ -87,7 +87,8 @@ def reconcile(view: PoolView) -> list[Action]:
         fleet.new,
         now_s=view.now_s,
         timeout_s=pool.spec.pending_timeout_s,
-        nodes=view.numbers,
+        # A change of the pool, such as the roll-out's next step, begins a trial as well.
+        nodes=f"{view.numbers}/{pool.metadata.generation or 0}",
         last=pool_status.trial(view.status),
     )
     actions: list[Action] = list(wanted.changed(_fixed(view), pool, view.children))
