@@ -4,7 +4,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.policy.dispatch import NONE, choose_pair, close_slots, find_least
+from cleave.policy.dispatch import (
+    NONE,
+    STALE,
+    choose_pair,
+    close_slots,
+    draw,
+    find_least,
+    find_lightest,
+    find_sampled,
+    weigh,
+)
 
 INF = np.inf
 tokens = st.one_of(st.just(INF), st.floats(0, 1e7))
@@ -72,3 +82,57 @@ def test_whatever_is_found_is_open_and_nothing_open_is_less(values: list[float])
         assert not open_values
     else:
         assert values[slot] == min(open_values)
+
+
+@given(st.integers(1, 2**31 - 2), st.integers(1, 5_000))
+def test_a_draw_stays_below_its_count_and_gives_a_seed_for_the_next(seed: int, count: int) -> None:
+    following, number = draw(seed, count)
+    assert 0 <= number < count
+    assert 0 < following < 2**31 - 1
+
+
+def test_random_dispatch_takes_every_open_instance_about_as_often() -> None:
+    seed, taken = 7, [0] * 4
+    for _ in range(3_000):
+        slot, seed = find_sampled(scores(5, INF, 900, 70), 1, seed)
+        taken[slot] += 1
+    assert taken[1] == 0
+    assert all(abs(count - 1_000) < 120 for count in (taken[0], *taken[2:]))
+
+
+def test_of_two_choices_the_less_pending_is_taken_and_the_most_pending_never() -> None:
+    seed, taken = 7, [0] * 4
+    for _ in range(3_000):
+        slot, seed = find_sampled(scores(10, 20, 30, 40), 2, seed)
+        taken[slot] += 1
+    assert taken[0] > taken[1] > taken[2] > taken[3] == 0
+
+
+def test_a_sample_falls_back_to_the_least_of_all_when_all_are_closed_or_in_doubt() -> None:
+    assert find_sampled(scores(INF, INF), 2, 1)[0] == NONE
+    assert find_sampled(scores(), 2, 1)[0] == NONE
+    assert find_sampled(scores(STALE + 9, STALE + 3), 2, 1)[0] == 1
+    assert find_sampled(scores(INF, INF, 5), 2, 1)[0] == 2
+
+
+@given(st.lists(tokens, max_size=30), st.integers(1, 2**31 - 2), st.integers(1, 3))
+def test_a_sample_is_open(values: list[float], seed: int, size: int) -> None:
+    slot, _ = find_sampled(scores(*values), size, seed)
+    assert (slot == NONE) == all(value == INF for value in values)
+    assert slot == NONE or values[slot] < INF
+
+
+def test_a_heavy_decode_goes_where_the_ratio_of_heavy_to_light_is_least() -> None:
+    heaviness = scores(weigh(8, 2), weigh(2, 8), weigh(5, 5))
+    seed, taken = 3, set()
+    for _ in range(200):
+        slot, seed = find_lightest(scores(1, 3, 2), scores(9, 9, 9), heaviness, 5, seed)
+        taken.add(slot)
+    assert taken == {1, 2}, "of two drawn ones the first is never the lighter"
+
+
+def test_only_instances_with_room_are_drawn_while_there_are_any() -> None:
+    room, heaviness = scores(100, 900, 50), scores(0, 5, 0)
+    for seed in range(1, 60):
+        assert find_lightest(scores(1, 2, 3), room, heaviness, 500, seed)[0] == 1
+        assert find_lightest(scores(1, 2, 3), room, heaviness, 5_000, seed)[0] == 0

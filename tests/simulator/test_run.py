@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cleave.perf.aladdin import Coefficients
 from cleave.perf.timing import Timing
+from cleave.policy.packing import Packing
 from cleave.simulator.errors import SimulationError
 from cleave.simulator.fleet import Batching, Dispatch, Engine, Fleet, Pool, Transfer
 from cleave.simulator.outcome import Fate
@@ -19,6 +21,7 @@ from fleets import OPT_13B, draw_trace, fixed_timing
 
 ENGINE = Engine(OPT_13B, 66_144)
 PREFILL = dataclasses.replace(ENGINE, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=512)
+PACKING = Packing(Coefficients(0.1, 18.0, 0.0005, 0.1, 15.0), ttft_ms=2_000, tpot_ms=40)
 seeds = st.integers(0, 1_000_000)
 
 
@@ -144,8 +147,11 @@ def test_mixed_instances_take_requests_beside_the_split_ones() -> None:
     assert not np.isnan(outcome.end_ms).any()
 
 
-@pytest.mark.parametrize("dispatch", list(Dispatch))
-def test_every_way_to_dispatch_uses_all_instances(dispatch: Dispatch) -> None:
+SPREADING = [each for each in Dispatch if each is not Dispatch.BEST_FIT]
+
+
+@pytest.mark.parametrize("dispatch", SPREADING)
+def test_every_way_to_dispatch_but_best_fit_uses_all_instances(dispatch: Dispatch) -> None:
     fleet = dataclasses.replace(disaggregated(3, 2), dispatch=dispatch)
     outcome = simulate(fleet, draw_trace(300, 12))
     assert set(outcome.prefill_instance) == {0, 1, 2}
@@ -235,7 +241,8 @@ def test_a_request_that_fits_no_memory_is_left_out_and_the_others_are_served() -
     engine = dataclasses.replace(ENGINE, kv_capacity_tokens=1024)
     trace = Trace(np.array([0.0, 1.0, 2.0]), np.array([100, 2000, 100]), np.array([5, 5, 1000]))
     for dispatch in Dispatch:
-        outcome = simulate(Fleet(mixed=(Pool(engine, 2),), dispatch=dispatch), trace)
+        fleet = Fleet(mixed=(Pool(engine, 2),), dispatch=dispatch, packing=PACKING)
+        outcome = simulate(fleet, trace)
         assert list(outcome.fate) == [Fate.SERVED, Fate.TOO_LONG, Fate.TOO_LONG]
         assert list(np.isnan(outcome.end_ms)) == [False, True, True]
         assert outcome.attainment(1e9, 1e9) == pytest.approx(1 / 3)

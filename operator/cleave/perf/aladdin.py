@@ -139,6 +139,30 @@ class Coefficients:
         )
 
 
+def fit_timing(
+    timing: Timing, largest_batch: int = 256, longest_tokens: int = 4096
+) -> Coefficients:
+    """The lines that come nearest to passes known otherwise, by relative error.
+
+    Over prompts up to `longest_tokens`, and over batches of two and more up to `largest_batch`
+    whose contexts are that long at most.
+    """
+    lengths = [longest_tokens * step // 16 for step in range(1, 17)]
+    prompts = [((float(tokens), 1.0), timing.prefill_ms([tokens])) for tokens in lengths]
+    batches = [max(2, largest_batch >> shift) for shift in range(8)]
+    contexts = (longest_tokens // 16, longest_tokens // 4, longest_tokens)
+    decodes = [
+        ((float(batch * each), float(batch), 1.0), timing.decode_pass_ms(batch, batch * each))
+        for batch in batches
+        for each in contexts
+    ]
+    found: list[float] = []
+    for samples in (prompts, decodes):
+        rows, values = zip(*samples, strict=True)
+        found += curve.least_squares(rows, values, [value**-2 for value in values])
+    return Coefficients(*found)
+
+
 class IterationTimes:
     """Eq. 2 and 3 learnt from passes that ran."""
 

@@ -7,31 +7,42 @@ can never meet a decode of the other.
 
 import numpy as np
 
-from cleave.policy.dispatch import RECENCY, STALE, Scores
+from cleave.policy.affinity import to_key
+from cleave.policy.dispatch import RECENCY, STALE, Policy, Scores, weigh
 from cleave.router.instance import Contact, Instance
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 
 class Board:
-    """Scores in tokens; +inf where the instance is closed for a use, empty where all are.
+    """Scores, +inf where the instance is closed for a use, empty where all are.
+
+    They count tokens, or what else the policy compares: requests, or turns.
 
     STALE is added to whatever an instance that is not heard scores: a busy machine starves agents
     long before engines, so it is still better than none, and worse than any other.
     """
 
     __slots__ = (
+        "_policy",
         "_uses",
+        "batch",
+        "boots",
+        "context",
         "decode",
+        "heaviness",
         "instances",
+        "keys",
         "mixed",
         "pending_prompt",
         "prefill",
+        "room",
         "spare",
         "whole",
     )
 
-    def __init__(self, instances: list[Instance]) -> None:
+    def __init__(self, instances: list[Instance], policy: Policy = Policy.PENDING_TOKENS) -> None:
         self.instances = instances
+        self._policy = policy
         self.prefill = _closed(len(instances))
         """Prompt of a split request: prefill instances with a verified KV path."""
         self.decode = _closed(len(instances))
@@ -43,6 +54,19 @@ class Board:
         self.spare = _closed(len(instances))
         """Whole requests on prefill instances, when nothing else is left."""
         self.pending_prompt = np.zeros(len(instances))
+        """Prompt tokens that wait, without masks."""
+        self.room = np.zeros(len(instances))
+        """KV tokens that nobody has claimed; like all below for the policies that compare it."""
+        self.heaviness = np.zeros(len(instances))
+        """Heavy to light decodes."""
+        self.batch = np.zeros(len(instances))
+        """Requests that decode, or will."""
+        self.context = np.zeros(len(instances))
+        """Their prompts and outputs, as Aladdin weighs them."""
+        self.keys = np.array([to_key(each.name) for each in instances], np.uint64)
+        """For sessions."""
+        self.boots = {each.target.boot_id: slot for slot, each in enumerate(instances)}
+        """Slot of each boot of an engine."""
         self._uses = [self._find_uses(instance) for instance in instances]
         for slot in range(len(instances)):
             self.update(slot)
@@ -70,17 +94,33 @@ class Board:
         instance = self.instances[slot]
         ledger = instance.ledger
         prompt = ledger.prompt.pending
-        if instance.contact is Contact.STALE:
-            prompt += STALE
-        self.pending_prompt[slot] = prompt
+        doubt = STALE if instance.contact is Contact.STALE else 0.0
+        self.pending_prompt[slot] = prompt + doubt
         by_prompt, by_all = self._uses[slot]
-        tie = instance.last_turn * RECENCY
+        policy = self._policy
+        if policy is Policy.ROUND_ROBIN:
+            first = total = doubt + instance.last_turn
+        elif policy is Policy.LEAST_REQUESTS:
+            here = ledger.requests + ledger.others
+            first = total = here + doubt + instance.last_turn * RECENCY
+        else:
+            first = prompt + doubt + instance.last_turn * RECENCY
+            total = first + ledger.resident.pending
+            if policy is Policy.LEAST_HEAVY or policy is Policy.BEST_FIT:
+                self._measure(slot, instance)
         for scores in by_prompt:
-            scores[slot] = prompt + tie
-        if by_all:
-            total = prompt + ledger.resident.pending + tie
-            for scores in by_all:
-                scores[slot] = total
+            scores[slot] = first
+        for scores in by_all:
+            scores[slot] = total
+
+    def _measure(self, slot: int, instance: Instance) -> None:
+        """What only few policies look at."""
+        ledger, stated = instance.ledger, instance.registration
+        held = ledger.resident.pending
+        self.room[slot] = stated.kv_blocks_total * stated.kv_block_size - held
+        self.heaviness[slot] = weigh(ledger.heavy, len(ledger.running) - ledger.heavy)
+        self.batch[slot] = len(ledger.running)
+        self.context[slot] = ledger.context + held - ledger.resident.own
 
 
 def _closed(size: int) -> Scores:

@@ -8,6 +8,7 @@ counts only while that address is the one that holds the name.
 import dataclasses
 from collections import defaultdict
 
+from cleave.policy.dispatch import Policy
 from cleave.router.board import Board
 from cleave.router.instance import Contact, Instance
 from cleave.rpc.v1 import agent_pb2
@@ -29,7 +30,9 @@ class Model:
 class Directory:
     """Instances by name, models by the name clients ask for."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy = Policy.PENDING_TOKENS) -> None:
+        self.policy = policy
+        """What boards score by."""
         self.instances: dict[str, Instance] = {}
         self.models: dict[str, Model] = {}
         self._names: dict[str, str] = {}
@@ -125,7 +128,7 @@ class Directory:
             groups[stated.model, stated.deployment, stated.revision].append(instance)
         self.models = {}
         for (model, _, _), instances in sorted(groups.items()):
-            board = Board(instances)
+            board = Board(instances, self.policy)
             known = self.models.setdefault(model, Model([], []))
             known.boards.append(board)
             known.instances.extend(instances)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from cleave.policy.books import Book
+from cleave.policy.books import Book, estimate_pending
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -38,10 +38,20 @@ class Contact(enum.Enum):
     """Takes none either."""
 
 
+class Entry(Protocol):
+    """A request that decodes at an instance, or will."""
+
+    prompt_tokens: int
+    output_tokens: float
+    """Predicted."""
+    decoding_since: float | None
+    """Seconds of the router's clock; None: its prompt is not computed yet."""
+
+
 class Ledger:
     """What this router has sent to one boot of an engine."""
 
-    __slots__ = ("prompt", "requests", "resident")
+    __slots__ = ("context", "heavy", "others", "prompt", "requests", "resident", "running")
 
     def __init__(self) -> None:
         self.prompt = Book()
@@ -49,6 +59,14 @@ class Ledger:
         self.resident = Book()
         """Tokens that hold KV blocks of requests being decoded."""
         self.requests = 0
+        self.others = 0.0
+        """Requests of other gateways, when the last report was taken."""
+        self.heavy = 0
+        """Decoding requests with long outputs."""
+        self.context = 0.0
+        """Tokens of decoding requests, as Aladdin weighs them."""
+        self.running: dict[Entry, None] = {}
+        """Requests that decode there, or will."""
 
 
 class Board(Protocol):
@@ -116,6 +134,8 @@ class Instance:
         self.load = load
         self.ledger.prompt.report(load.pending_prompt_tokens)
         self.ledger.resident.report(count_resident_tokens(self.registration, load))
+        here = load.num_running + load.num_waiting
+        self.ledger.others = estimate_pending(0.0, here, self.ledger.requests)
         return True
 
 

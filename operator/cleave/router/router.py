@@ -8,17 +8,35 @@ a slow answer beats none, but it delays the prompts of all others.
 """
 
 import enum
-from collections.abc import Collection
+import random
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from cleave.policy.dispatch import NONE, Scores, choose_pair, close_slots, find_least
+from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, NONE, RECENCY, STALE, Scores, close_slots
+from cleave.policy.lengths import ConditionalMean, Predictor
+from cleave.policy.packing import GAMMA, Packing, weigh_context
 from cleave.router.board import Board
+from cleave.router.chooser import Chooser, Uses, Wish
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance, UnknownModel
 from cleave.router.instance import Contact, Instance, Ledger, Target
 from cleave.rpc.v1 import agent_pb2
 
 UNKNOWN_OUTPUT_TOKENS = 256
-"""Booked for a request that states no limit."""
+"""Predicted before any answer has been seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the planner knows and a router goes by."""
+
+    whole_below_tokens: int = 0
+    """Prompts up to so many tokens that are not cached go to a decode instance undivided, as
+    `policy.splitting` finds it; 0: none do."""
+    packing: Packing | None = None
+    """Needed by BestFit."""
+
 
 RESIDENT_WEIGHT = 0.1
 """What a token in a decode instance weighs beside one that waits for prefill, between revisions.
@@ -50,13 +68,34 @@ class Phase(enum.Enum):
 class Pick:
     """A placed request; entered in the books until released."""
 
-    __slots__ = ("_decode_entry", "_prefill_entry", "decode", "prefill", "reason")
+    __slots__ = (
+        "_decode_entry",
+        "_prefill_entry",
+        "decode",
+        "decoding_since",
+        "output_tokens",
+        "prefill",
+        "prompt_tokens",
+        "reason",
+    )
 
-    def __init__(self, prefill: Instance | None, decode: Instance, reason: str) -> None:
+    def __init__(
+        self,
+        prefill: Instance | None,
+        decode: Instance,
+        reason: str,
+        prompt_tokens: int,
+        output_tokens: float,
+    ) -> None:
         self.prefill: Target | None = prefill.target if prefill is not None else None
         """None: the decode target does both phases."""
         self.decode: Target = decode.target
         self.reason = reason
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        """Predicted."""
+        self.decoding_since: float | None = None
+        """Seconds of the router's clock; None: its prompt is not computed yet."""
         self._prefill_entry: tuple[Instance, Ledger, float] | None = None
         self._decode_entry: tuple[Instance, Ledger, float] | None = None
 
@@ -66,12 +105,34 @@ class Pick:
         return self._prefill_entry is not None or self._decode_entry is not None
 
 
+Placed = tuple[Instance | None, Instance, str]
+"""(prefill or None, decode or whole, reason)"""
+
+
 class Router:
     """Decides over a directory that somebody else keeps up to date."""
 
-    def __init__(self, directory: Directory, fallback: Fallback = Fallback.ALWAYS) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        fallback: Fallback = Fallback.ALWAYS,
+        rules: Rules | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        """`seed`: above 0, of policies that draw. Raises ValueError when BestFit lacks its data."""
         self.directory = directory
+        self.lengths: Predictor = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
+        """What foretells outputs; whoever sees answers end lets it learn."""
         self._fallback = fallback
+        self._rules = rules or Rules()
+        self._clock = clock
+        self._chooser = Chooser(
+            directory.policy,
+            self._rules.packing,
+            clock,
+            seed or random.randrange(1, 2147483647),
+        )
         self._turn = 0
 
     def pick(
@@ -84,24 +145,32 @@ class Router:
         avoid: Collection[str] = (),
         doubt: Collection[str] = (),
         prefill_lost: bool = False,
+        session: bytes | None = None,
+        text: bytes | memoryview = b"",
     ) -> Pick:
         """Place one request and enter it in the books.
 
-        Tokens are estimates, `output_tokens` 0: unknown. `single`: it cannot be split. `avoid`:
-        instances that it was lost on; `doubt`: those that refused it, taken only before giving up
-        on their role. `prefill_lost`: a prefill attempt of it was lost.
+        `prompt_tokens` is an estimate, `output_tokens` its limit, 0: none. `single`: it cannot be
+        split. `avoid`: instances that it was lost on; `doubt`: those that refused it, taken only
+        before giving up on their role. `prefill_lost`: a prefill attempt of it was lost. `session`:
+        requests with the same one go to the same instance where that costs little. `text`: of the
+        prompt, for policies that know what is cached.
         Raises UnknownModel and NoInstance.
         """
         known = self.directory.models.get(model)
         if known is None:
             raise UnknownModel(model)
         avoids = [{*avoid, *doubt}, avoid] if doubt else [avoid]
-        placed = None if single else _place_pair(known, avoids)
+        predicted = self.lengths.predict(prompt_tokens, output_tokens)
+        wish = self._chooser.make_wish(prompt_tokens, predicted, session, text)
+        placed = None
+        if not single:
+            placed = self._place_short(known, wish, avoids) or self._place_pair(known, wish, avoids)
         if placed is None:
-            placed = self._place_whole(model, known, single, avoids, prefill_lost)
+            placed = self._place_whole(model, known, wish, single, avoids, prefill_lost)
         prefill, decode, reason = placed
-        picked = Pick(prefill, decode, reason)
-        self._enter(picked, prefill, decode, prompt_tokens, output_tokens)
+        picked = Pick(prefill, decode, reason, prompt_tokens, predicted)
+        self._enter(picked, prefill, decode, wish)
         return picked
 
     def release(self, pick: Pick, phase: Phase = Phase.WHOLE) -> None:
@@ -109,6 +178,7 @@ class Router:
         entry = pick._prefill_entry
         if entry is not None and phase is not Phase.DECODE:
             pick._prefill_entry = None
+            pick.decoding_since = self._clock()
             instance, ledger, tokens = entry
             ledger.prompt.close(tokens)
             if pick.prefill is not None:
@@ -120,6 +190,7 @@ class Router:
             instance, ledger, tokens = entry
             ledger.resident.close(tokens)
             ledger.requests -= 1
+            self._leave(pick, ledger)
             self._refresh(instance, ledger)
 
     def allows_whole(self, prefill_lost: bool) -> bool:
@@ -134,117 +205,142 @@ class Router:
         if known is None:
             return str(UnknownModel(model))
         try:
-            if _place_pair(known, [()]) is None:
-                self._place_whole(model, known, False, [()], False)
+            wish = Wish(1, 1.0)
+            if self._place_pair(known, wish, [()]) is None:
+                self._place_whole(model, known, wish, False, [()], False)
         except NoInstance as error:
             return str(error)
         return ""
+
+    def _place_short(
+        self, known: Model, wish: Wish, avoids: list[Collection[str]]
+    ) -> Placed | None:
+        """A prompt so short, or cached so far, that splitting it costs more than it saves."""
+        limit = self._rules.whole_below_tokens
+        if not limit or (wish.prompt_tokens > limit and not wish.hashes):
+            return None
+        found = self._find_whole(known, "whole", wish, avoids[:1])
+        if found is None or found.contact is Contact.STALE:
+            return None
+        todo = wish.prompt_tokens - self._chooser.count_cached(found, wish)
+        if todo + found.ledger.prompt.pending > limit:
+            return None
+        return None, found, "short-prompt"
+
+    def _place_pair(self, known: Model, wish: Wish, avoids: list[Collection[str]]) -> Placed | None:
+        """A split, or a mixed instance, with the first of `avoids` that leaves any."""
+        for avoid in avoids:
+            placed = self._place_pair_without(known, wish, avoid)
+            if placed is not None:
+                return placed
+        return None
+
+    def _place_pair_without(
+        self, known: Model, wish: Wish, avoid: Collection[str]
+    ) -> Placed | None:
+        """On the board that has the least to do in both phases, where none is in doubt if any.
+
+        Boards of one model are revisions side by side during a roll-out. Counting both phases gives
+        each about what its scarcer phase can carry, and equal ones take turns.
+        """
+        best: tuple[float, Board, int, int] | None = None
+        for board in known.boards:
+            closed = _find_slots(board, avoid)
+            uses = Uses(board.prefill, board.decode, board.mixed)
+            if closed:
+                uses = uses.without(closed)
+            first, second = self._chooser.choose_pair(board, uses, wish)
+            if second == NONE:
+                continue
+            todo = _count_todo(board, second if first == NONE else first, second)
+            if first != NONE and uses.decode[second] >= STALE:
+                todo += STALE
+            if best is None or todo < best[0]:
+                best = todo, board, first, second
+        if best is None:
+            return None
+        _, board, first, second = best
+        if first == NONE:
+            return None, board.instances[second], "mixed"
+        return board.instances[first], board.instances[second], "disaggregated"
 
     def _place_whole(
         self,
         model: str,
         known: Model,
+        wish: Wish,
         single: bool,
         avoids: list[Collection[str]],
         prefill_lost: bool,
-    ) -> tuple[None, Instance, str]:
+    ) -> Placed:
         if single or self.allows_whole(prefill_lost):
-            found = _find_on_boards(known, "whole", avoids)
+            found = self._find_whole(known, "whole", wish, avoids)
             if found is not None:
                 return None, found, "single-instance" if single else "no-prefill"
         if self._fallback is Fallback.ALWAYS:
-            found = _find_on_boards(known, "spare", avoids)
+            found = self._find_whole(known, "spare", wish, avoids)
             if found is not None:
                 return None, found, "no-decode"
         raise NoInstance(_explain(model, known, single, avoids[-1]))
 
-    def _enter(
-        self,
-        pick: Pick,
-        prefill: Instance | None,
-        decode: Instance,
-        prompt_tokens: int,
-        output_tokens: int,
-    ) -> None:
+    def _find_whole(
+        self, known: Model, use: str, wish: Wish, avoids: list[Collection[str]]
+    ) -> Instance | None:
+        """The best one for this use, with the first of `avoids` that leaves any."""
+        for avoid in avoids:
+            best: tuple[float, Instance] | None = None
+            for board in known.boards:
+                scores: Scores = getattr(board, use)
+                closed = _find_slots(board, avoid)
+                if closed:
+                    scores = close_slots(scores, closed)
+                slot = self._chooser.find_for_whole(board, scores, wish, True)
+                if slot != NONE and (best is None or scores[slot] < best[0]):
+                    best = float(scores[slot]), board.instances[slot]
+            if best is not None:
+                return best[1]
+        return None
+
+    def _enter(self, pick: Pick, prefill: Instance | None, decode: Instance, wish: Wish) -> None:
         self._turn += 1
         first = decode if prefill is None else prefill
         first.last_turn = decode.last_turn = self._turn
-        first.ledger.prompt.enter(prompt_tokens)
-        pick._prefill_entry = (first, first.ledger, prompt_tokens)
-        resident = prompt_tokens + (output_tokens or UNKNOWN_OUTPUT_TOKENS)
-        decode.ledger.resident.enter(resident)
-        decode.ledger.requests += 1
-        pick._decode_entry = (decode, decode.ledger, resident)
+        todo = wish.prompt_tokens
+        if wish.hashes:
+            todo = max(todo - self._chooser.count_cached(first, wish), 0)
+            self._chooser.note_prompt(first, decode, wish)
+        first.ledger.prompt.enter(todo)
+        pick._prefill_entry = (first, first.ledger, todo)
+        resident = pick.prompt_tokens + pick.output_tokens
+        ledger = decode.ledger
+        ledger.resident.enter(resident)
+        ledger.requests += 1
+        ledger.running[pick] = None
+        ledger.context += weigh_context(pick.prompt_tokens, pick.output_tokens, GAMMA)
+        if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
+            ledger.heavy += 1
+        pick._decode_entry = (decode, ledger, resident)
         self.directory.refresh(decode)
         if prefill is not None:
             prefill.ledger.requests += 1
             self.directory.refresh(prefill)
+
+    def _leave(self, pick: Pick, ledger: Ledger) -> None:
+        del ledger.running[pick]
+        ledger.context -= weigh_context(pick.prompt_tokens, pick.output_tokens, GAMMA)
+        if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
+            ledger.heavy -= 1
 
     def _refresh(self, instance: Instance, ledger: Ledger) -> None:
         if instance.ledger is ledger:
             self.directory.refresh(instance)
 
 
-def _place_pair(
-    known: Model, avoids: list[Collection[str]]
-) -> tuple[Instance | None, Instance, str] | None:
-    """A split, or a mixed instance, with the first of `avoids` that leaves any."""
-    for avoid in avoids:
-        placed = _place_pair_without(known, avoid)
-        if placed is not None:
-            return placed
-    return None
-
-
-def _place_pair_without(
-    known: Model, avoid: Collection[str]
-) -> tuple[Instance | None, Instance, str] | None:
-    """On the board whose pair has the least to do in both phases together.
-
-    Boards of one model are revisions side by side during a roll-out. Counting both phases gives
-    each about what its scarcer phase can carry, and equal ones take turns.
-    """
-    best: tuple[float, Board, int, int] | None = None
-    for board in known.boards:
-        closed = _find_slots(board, avoid)
-        prefill, decode, mixed = board.prefill, board.decode, board.mixed
-        if closed:
-            prefill, decode, mixed = (close_slots(s, closed) for s in (prefill, decode, mixed))
-        first, second = choose_pair(prefill, decode, mixed, board.pending_prompt)
-        if second == NONE:
-            continue
-        prompt = board.pending_prompt[second] if first == NONE else prefill[first]
-        pending = prompt + RESIDENT_WEIGHT * (mixed if first == NONE else decode)[second]
-        if best is None or pending < best[0]:
-            best = float(pending), board, first, second
-    if best is None:
-        return None
-    _, board, first, second = best
-    if first == NONE:
-        return None, board.instances[second], "mixed"
-    return board.instances[first], board.instances[second], "disaggregated"
-
-
-def _find_on_boards(known: Model, use: str, avoids: list[Collection[str]]) -> Instance | None:
-    """The least pending one for this use, with the first of `avoids` that leaves any."""
-    for avoid in avoids:
-        found = _find_without(known, use, avoid)
-        if found is not None:
-            return found
-    return None
-
-
-def _find_without(known: Model, use: str, avoid: Collection[str]) -> Instance | None:
-    best: tuple[float, Instance] | None = None
-    for board in known.boards:
-        scores: Scores = getattr(board, use)
-        closed = _find_slots(board, avoid)
-        if closed:
-            scores = close_slots(scores, closed)
-        slot = find_least(scores)
-        if slot != NONE and (best is None or scores[slot] < best[0]):
-            best = float(scores[slot]), board.instances[slot]
-    return best[1] if best is not None else None
+def _count_todo(board: Board, first: int, second: int) -> float:
+    """What waits before a request on these slots, in prompt tokens; ties by their last turn."""
+    resident = board.instances[second].ledger.resident.pending
+    turn = board.instances[first].last_turn * RECENCY
+    return float(board.pending_prompt[first]) + RESIDENT_WEIGHT * resident + turn
 
 
 def _find_slots(board: Board, names: Collection[str]) -> list[int]:

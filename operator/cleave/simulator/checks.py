@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.simulator.errors import SimulationError
-from cleave.simulator.fleet import Engine, Fleet
+from cleave.simulator.fleet import Dispatch, Engine, Fleet
 from cleave.simulator.trace import Trace
 
 LONGEST_TOKENS = 1 << 24
@@ -25,7 +25,15 @@ def check_trace(trace: Trace) -> None:
         )
     if not (np.isfinite(arrival[-1]) and arrival[0] >= 0 and (arrival[1:] >= arrival[:-1]).all()):
         _explain_arrivals(arrival)
-    for name, tokens in (("prompt_tokens", prompt), ("output_tokens", output)):
+    lengths = [("prompt_tokens", prompt), ("output_tokens", output)]
+    if trace.predicted_tokens is not None:
+        lengths.append(("predicted_tokens", trace.predicted_tokens))
+        if len(trace.predicted_tokens) != len(output):
+            raise SimulationError(
+                f"the trace has {len(output)} outputs and {len(trace.predicted_tokens)} predicted "
+                "ones; they must be as many"
+            )
+    for name, tokens in lengths:
         if not (tokens.min() >= 1 and tokens.max() <= LONGEST_TOKENS):
             at = int(np.flatnonzero(~((tokens >= 1) & (tokens <= LONGEST_TOKENS)))[0])
             raise SimulationError(
@@ -47,7 +55,9 @@ def _explain_arrivals(arrival: NDArray[np.float64]) -> None:
 
 
 def check_fleet(fleet: Fleet) -> None:
-    """Refuse negative times and counts."""
+    """Refuse negative times and counts, and best fit without what it promises."""
+    if fleet.dispatch is Dispatch.BEST_FIT and fleet.packing is None:
+        raise SimulationError("dispatch is BEST_FIT without packing; state the fleet's packing")
     for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed):
         if pool.replicas < 0:
             raise SimulationError(f"replicas is {pool.replicas}; it must be at least 0")

@@ -2,7 +2,7 @@
 
 import math
 
-from cleave.simulator.layout import MIXED, NONE, PREFILL, State
+from cleave.simulator.layout import NONE, PREFILL, State
 from cleave.simulator.lists import add_member, heap_remove, push, remove_member
 from cleave.simulator.memory import count_blocks, count_growth, hold
 from cleave.simulator.passes import cut_leap, find_busy_ms, keep_last_pass, sum_passes
@@ -93,7 +93,7 @@ def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
     request.made += 1
     if math.isnan(request.first_token):
         request.first_token = now
-    if inst.role == MIXED and math.isnan(request.transfer_start):
+    if math.isnan(request.transfer_start):
         request.transfer_start = now
         request.transfer_end = now
     if request.made == request.output:

@@ -6,6 +6,7 @@ from enum import IntEnum
 from cleave.perf.timing import Timing
 from cleave.policy.admission import Admission as Admission
 from cleave.policy.ordering import Order as Order
+from cleave.policy.packing import Packing as Packing
 
 
 class Batching(IntEnum):
@@ -41,6 +42,14 @@ class Dispatch(IntEnum):
     LATE = 3
     """Deferred binding (Vidur, section 4.5): requests wait centrally, and so do hand-offs, first
     come first served, until an instance between two passes has room for them."""
+    LEAST_REQUESTS = 4
+    """Join the shortest queue, both phases, counted in requests."""
+    POWER_OF_TWO = 5
+    """The less pending of two drawn instances, in both phases."""
+    LEAST_HEAVY = 6
+    """TetriInfer (section 3.3.4): decoding as `policy.dispatch.find_lightest` says."""
+    BEST_FIT = 7
+    """Aladdin (section 4.2): decoding at the fullest instance that keeps all promises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,10 @@ class Fleet:
     dispatch: Dispatch = Dispatch.LEAST_PENDING
     dispatch_ms: float = 0.0
     """Client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
+    packing: Packing | None = None
+    """What BEST_FIT promises; needed by it alone."""
+    whole_below_tokens: int = 0
+    """Prompts up to so long are computed by the decode instance itself; 0: none."""
     first_token_by_decode: bool = True
     """True: the client's first token comes from the decode instance, after the pull and one decode
     pass, as in vLLM and Cleave. False: from the prefill instance, as the DistServe paper counts."""

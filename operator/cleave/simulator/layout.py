@@ -33,6 +33,8 @@ REQUEST = _dtype(
     # KV is to be computed (again) and is; is_pulled: its KV comes from a prefill instance and has
     # not come; end_step: the slot's step after which it ends; next: in a queue or list of a pass;
     # older, younger: members of the slot.
+    # predicted: output as dispatch takes it; later, earlier: in the list of the decode instance.
+    "predicted later earlier "
     "prompt output made todo computed is_pulled end_step next older younger "
     "prefill decode preemptions fate",
 )
@@ -59,7 +61,10 @@ INSTANCE = _dtype(
     "prompt_step prompt_square hop hop_token "
     # next, wake: of its next event and of an idle slot; link: when its transfers are through;
     # prompt_book, resident_book: what the router counts, in tokens; kv_at, kv_area: integral.
-    "next wake link prompt_book resident_book turn kv_at kv_area busy",
+    "next wake link prompt_book resident_book context_book turn kv_at kv_area busy",
+    # requests: placed and not over; heavy: those that decode there with long outputs, of `booked`;
+    # booked_first: the list of these.
+    "requests heavy booked booked_first "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "prompt_table prompt_points decode_table decode_points context_table context_points "
     # first_slot: the row of its first slot; oldest, newest: slots in flight, in order; partial:
@@ -76,9 +81,9 @@ NUMBER = _dtype("", "value")
 TIME = _dtype("value", "")
 
 STATE = _dtype(
-    "dispatch_ms latency token overlapped_token now",
-    "dispatch overlap_from is_shared first_by_decode has_prefill has_decode random turn "
-    "entry decoder num_pulls pull_order offered events max_events "
+    "dispatch_ms latency token overlapped_token now k1 c1 k2 c2 c3 ttft tpot gamma theta",
+    "whole_below dispatch overlap_from is_shared first_by_decode has_prefill has_decode random "
+    "turn entry decoder num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
@@ -86,9 +91,9 @@ STATE = _dtype(
     # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,
     # max_block): members by when they next need a block, see `memory`. stages (instance,
     # max_stages): when each is free. tables: points of all latency models. scores (use, instance):
-    # what policy.dispatch compares: prefill, decode, mixed, pending prompt. tree: tournament over
-    # the instances' next events, the winner at 1, instance i at num_leaves + i. scratch: two
-    # numbers for each request and one more.
+    # what policy.dispatch compares: prefill, decode, mixed, pending prompt, room, heaviness. tree:
+    # tournament over the instances' next events, the winner at 1, instance i at num_leaves + i.
+    # scratch: two numbers for each request and one more.
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch",
 )
 """Everything that a simulation reads and writes."""

@@ -58,7 +58,7 @@ def prepare(fleet: Fleet) -> Prepared:
         int(instances["block"].max()),
         int(stages.max()),
         np.array(tables.points),
-        _lay_out_scores(instances["role"]),
+        _lay_out_scores(instances),
         _lay_out_tree(len(instances)),
     )
 
@@ -101,6 +101,7 @@ def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> layout.Record
         "sched_batch": engine.prefill_sched_batch,
         "stages": timing.stages,
         "partial": layout.NONE,
+        "booked_first": layout.NONE,
     }
     values["prompt_table"], values["prompt_points"] = prompt
     values["decode_table"], values["decode_points"] = decode
@@ -120,6 +121,7 @@ def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
     values: dict[str, Any] = {
         "dispatch": fleet.dispatch,
         "dispatch_ms": fleet.dispatch_ms,
+        "whole_below": fleet.whole_below_tokens,
         "latency": transfer.latency_ms,
         "token": transfer.token_ms,
         "overlapped_token": transfer.overlapped_token_ms,
@@ -133,13 +135,21 @@ def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
         "max_block": instances["block"].max(),
         "max_stages": instances["stages"].max(),
     }
+    if fleet.packing is not None:
+        packing = fleet.packing
+        for name in ("k1", "c1", "k2", "c2", "c3"):
+            values[name] = getattr(packing.coefficients, name)
+        values |= {"ttft": packing.ttft_ms, "tpot": packing.tpot_ms}
+        values |= {"gamma": packing.gamma, "theta": packing.theta}
     for name, value in values.items():
         row[name] = value
     return row
 
 
-def _lay_out_scores(role: NDArray[np.int64]) -> NDArray[np.float64]:
-    scores = np.zeros((4, len(role)))
+def _lay_out_scores(instances: layout.Records) -> NDArray[np.float64]:
+    role = instances["role"]
+    scores = np.zeros((6, len(role)))
+    scores[4] = instances["blocks"] * instances["block"]
     scores[0, role != layout.PREFILL] = np.inf
     scores[1, role == layout.PREFILL] = np.inf
     scores[2, role != layout.MIXED] = np.inf

@@ -5,12 +5,14 @@ computed, so the books are kept here as `cleave.router` keeps them: prompt token
 is answered, prompt and output tokens of what decodes until it ends.
 """
 
-from cleave.policy.dispatch import RECENCY, choose_pair, find_least
+from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, RECENCY, weigh
+from cleave.policy.packing import weigh_context
+from cleave.simulator.choosing import choose, choose_short
 from cleave.simulator.fleet import Dispatch
 from cleave.simulator.layout import DECODE, MIXED, NONE, PREFILL, State
 from cleave.simulator.memory import fits
 from cleave.simulator.outcome import Fate
-from cleave.simulator.rows import instance_at, request_at, score_at, scores
+from cleave.simulator.rows import instance_at, request_at, score_at
 
 
 def place(state: State, r: int) -> None:
@@ -20,21 +22,14 @@ def place(state: State, r: int) -> None:
         if not _fits_somewhere(state, r):
             request.fate = Fate.TOO_LONG
         return
-    if state.dispatch == Dispatch.LEAST_PENDING:
-        count = state.num_instances
-        if not state.has_decode:
-            first, second = find_least(scores(state, 0, count)), NONE
-        elif not state.has_prefill:
-            first, second = NONE, find_least(scores(state, count, count))
+    first, second = NONE, NONE
+    if request.prompt <= state.whole_below and state.has_prefill and state.has_decode:
+        second = choose_short(state, r)
+    if second == NONE:
+        if state.dispatch == Dispatch.ROUND_ROBIN or state.dispatch == Dispatch.RANDOM:
+            first, second = _take_turns(state)
         else:
-            first, second = choose_pair(
-                scores(state, 0, count),
-                scores(state, count, count),
-                scores(state, 2 * count, count),
-                scores(state, 3 * count, count),
-            )
-    else:
-        first, second = _take_turns(state)
+            first, second = choose(state, r)
     if (first != NONE and not fits(state, first, r)) or (
         second != NONE and not fits(state, second, r)
     ):
@@ -102,17 +97,36 @@ def _draw(state: State, count: int) -> int:
 def _enter(state: State, r: int) -> None:
     request = request_at(state, r)
     state.turn += 1
-    first = request.prefill if request.prefill != NONE else request.decode
+    i = request.prefill if request.prefill != NONE else request.decode
     if state.has_prefill:
-        inst = instance_at(state, first)
+        inst = instance_at(state, i)
         inst.prompt_book += request.prompt
         inst.turn = state.turn
-        _score(state, first)
+        if request.prefill != NONE:
+            inst.requests += 1
+        _score(state, i)
     if request.decode != NONE:
         inst = instance_at(state, request.decode)
-        inst.resident_book += request.prompt + request.output
+        inst.resident_book += request.prompt + request.predicted
         inst.turn = state.turn
+        inst.requests += 1
+        _book(state, r)
         _score(state, request.decode)
+
+
+def _book(state: State, r: int) -> None:
+    """Request `r` joins the list of those that its decode instance has or will have."""
+    request = request_at(state, r)
+    inst = instance_at(state, request.decode)
+    inst.context_book += weigh_context(request.prompt, request.predicted, state.gamma)
+    inst.booked += 1
+    if request.predicted > HEAVY_OUTPUT_TOKENS:
+        inst.heavy += 1
+    request.earlier = NONE
+    request.later = inst.booked_first
+    if inst.booked_first != NONE:
+        request_at(state, inst.booked_first).earlier = r
+    inst.booked_first = r
 
 
 def close_prompt(state: State, r: int) -> None:
@@ -121,7 +135,10 @@ def close_prompt(state: State, r: int) -> None:
         return
     request = request_at(state, r)
     i = request.prefill if request.prefill != NONE else request.decode
-    instance_at(state, i).prompt_book -= request.prompt
+    inst = instance_at(state, i)
+    inst.prompt_book -= request.prompt
+    if request.prefill != NONE:
+        inst.requests -= 1
     _score(state, i)
 
 
@@ -130,7 +147,19 @@ def close_resident(state: State, r: int) -> None:
     request = request_at(state, r)
     if state.dispatch == Dispatch.LATE or request.decode == NONE:
         return
-    instance_at(state, request.decode).resident_book -= request.prompt + request.output
+    inst = instance_at(state, request.decode)
+    inst.resident_book -= request.prompt + request.predicted
+    inst.context_book -= weigh_context(request.prompt, request.predicted, state.gamma)
+    inst.requests -= 1
+    inst.booked -= 1
+    if request.predicted > HEAVY_OUTPUT_TOKENS:
+        inst.heavy -= 1
+    if request.earlier != NONE:
+        request_at(state, request.earlier).later = request.later
+    else:
+        inst.booked_first = request.later
+    if request.later != NONE:
+        request_at(state, request.later).earlier = request.earlier
     _score(state, request.decode)
 
 
@@ -140,10 +169,16 @@ def _score(state: State, i: int) -> None:
     count = state.num_instances
     tie = inst.turn * RECENCY
     score_at(state, 3 * count + i).value = inst.prompt_book
-    if inst.role == PREFILL:
-        score_at(state, i).value = inst.prompt_book + tie
-        return
+    first = inst.prompt_book + tie
     total = inst.prompt_book + inst.resident_book + tie
+    if state.dispatch == Dispatch.LEAST_REQUESTS:
+        first = total = inst.requests + tie
+    if inst.role == PREFILL:
+        score_at(state, i).value = first
+        return
     score_at(state, count + i).value = total
     if inst.role == MIXED:
         score_at(state, 2 * count + i).value = total
+    if state.dispatch == Dispatch.LEAST_HEAVY:
+        score_at(state, 4 * count + i).value = inst.blocks * inst.block - inst.resident_book
+        score_at(state, 5 * count + i).value = weigh(inst.heavy, inst.booked - inst.heavy)

@@ -64,6 +64,8 @@ def _run(
     requests["prompt"] = trace.prompt_tokens
     requests["todo"] = trace.prompt_tokens
     requests["output"] = trace.output_tokens
+    predicted = trace.predicted_tokens
+    requests["predicted"] = trace.output_tokens if predicted is None else predicted
     for name in _UNREACHED:
         requests[name] = np.nan
     requests["prefill"] = requests["decode"] = layout.NONE

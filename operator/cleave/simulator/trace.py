@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival; three arrays of equal length."""
+    """Requests in order of arrival; arrays of equal length."""
 
     arrival_ms: NDArray[np.float64]
     """From the start of the trace, never decreasing."""
@@ -16,6 +16,8 @@ class Trace:
     """At least 1 each."""
     output_tokens: NDArray[np.int64]
     """At least 1 each."""
+    predicted_tokens: NDArray[np.int64] | None = None
+    """Outputs as dispatch takes them for; None: it knows them."""
 
     def __len__(self) -> int:
         return len(self.arrival_ms)

@@ -1,0 +1,65 @@
+"""What one pick of the router costs, by policy and number of instances. Called by run.py."""
+
+import time
+from dataclasses import dataclass
+
+from cleave.perf.aladdin import Coefficients
+from cleave.policy.dispatch import Policy
+from cleave.policy.packing import Packing
+from cleave.router.directory import Directory
+from cleave.router.router import Router, Rules
+from cleave.rpc.v1 import agent_pb2
+
+PACKING = Packing(Coefficients(0.1, 10.0, 0.0005, 0.1, 15.0), 2_000.0, 100.0)
+IN_FLIGHT = 8
+"""Requests at each instance while picks are timed."""
+TEXT = b"The quick brown fox jumps over the lazy dog. " * 91
+"""4 KiB of prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    policy: str
+    instances: int
+    pick_us: float
+    release_us: float
+
+
+def measure(policy: Policy, instances: int, rounds: int = 7, picks: int = 200) -> Row:
+    """The best of some rounds: CPU time of a pick, and of a release."""
+    router = Router(fill(instances, policy), rules=Rules(packing=PACKING), seed=1)
+    for number in range(IN_FLIGHT * instances):
+        router.pick("m", 200 + number % 900, 300, text=TEXT)
+    picked, released = [], []
+    for _ in range(rounds):
+        start = time.process_time()
+        some = [router.pick("m", 500 + n, 300, text=TEXT) for n in range(picks)]
+        middle = time.process_time()
+        for each in some:
+            router.release(each)
+        end = time.process_time()
+        picked.append((middle - start) / picks * 1e6)
+        released.append((end - middle) / picks * 1e6)
+    return Row(policy.value, instances, min(picked), min(released))
+
+
+def fill(instances: int, policy: Policy) -> Directory:
+    """Half of the instances prefill, half decode."""
+    directory = Directory(policy)
+    for number in range(instances):
+        name = f"chat-{number:04d}"
+        stated = agent_pb2.Registration(
+            instance=name,
+            deployment="chat",
+            model="m",
+            revision="r",
+            boot_id=f"{name}-boot",
+            role=agent_pb2.ROLE_DECODE if number % 2 else agent_pb2.ROLE_PREFILL,
+            state=agent_pb2.STATE_READY,
+            engine_url="http://127.0.0.1:8000",
+            kv_block_size=16,
+            kv_blocks_total=32_000,
+            kv_path=agent_pb2.KvPath(verified=True),
+        )
+        directory.hear(name, agent_pb2.WatchEvent(registration=stated), 0.0)
+    return directory

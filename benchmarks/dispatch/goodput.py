@@ -1,0 +1,119 @@
+"""Goodput per GPU of simulated fleets by policy: what the choice of an instance is worth.
+
+Called by run.py. Decode batches, KV runs out, prompts interfere: all that the queues of queueing.py
+leave out. Every policy serves the same requests; outputs are predicted as the router does it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import traces
+
+from cleave.policy.packing import Packing
+from cleave.simulator.fleet import Batching, Dispatch, Fleet, Pool
+from cleave.simulator.run import prepare, simulate
+from cleave.simulator.trace import Trace
+
+from fleets import Worker
+
+MOST_TOKENS = 4096
+"""Longest context of the models here."""
+WARM_UP = 0.2
+PRECISION = 0.01
+COMPARED = (
+    Dispatch.RANDOM,
+    Dispatch.ROUND_ROBIN,
+    Dispatch.LEAST_REQUESTS,
+    Dispatch.LEAST_PENDING,
+    Dispatch.POWER_OF_TWO,
+    Dispatch.LEAST_HEAVY,
+    Dispatch.BEST_FIT,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    ttft_ms: float
+    tpot_ms: float
+    attainment: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy on one fleet."""
+
+    fleet: str
+    policy: str
+    per_gpu: float
+    """Goodput, req/s."""
+    knowing: float
+    """The same when outputs are known instead of predicted."""
+
+
+def colocated(worker: Worker, instances: int, targets: Targets) -> Fleet:
+    return Fleet(
+        mixed=(Pool(worker.engine(), instances),),
+        packing=Packing(worker.coefficients, targets.ttft_ms, targets.tpot_ms),
+    )
+
+
+def split(worker: Worker, prefill: int, decode: int, targets: Targets) -> Fleet:
+    return Fleet(
+        prefill=(Pool(worker.engine(Batching.PREFILL_FIRST), prefill),),
+        decode=(Pool(worker.engine(), decode),),
+        transfer=worker.transfer,
+        packing=Packing(worker.coefficients, targets.ttft_ms, targets.tpot_ms),
+    )
+
+
+def compare(
+    name: str, fleet: Fleet, gpus: int, lengths: Trace, targets: Targets, requests: int
+) -> list[Row]:
+    """A row for each policy."""
+    rows = []
+    for dispatch in COMPARED:
+        candidate = replace(fleet, dispatch=dispatch)
+        found = [
+            find_goodput(candidate, lengths, targets, requests, knows) / gpus
+            for knows in (False, True)
+        ]
+        rows.append(Row(name, dispatch.name, *found))
+    return rows
+
+
+def find_goodput(
+    fleet: Fleet, lengths: Trace, targets: Targets, requests: int, knows: bool, seeds: int = 3
+) -> float:
+    """Highest rate at which the targets hold, mean attainment of a few seeds."""
+    prepared = prepare(fleet)
+
+    def attainment(rate: float) -> float:
+        shares = []
+        for seed in range(seeds):
+            trace = traces.draw(lengths, rate, requests, seed, MOST_TOKENS)
+            if knows:
+                trace = replace(trace, predicted_tokens=None)
+            outcome = simulate(prepared, trace, seed)
+            counted = slice(int(WARM_UP * requests), None)
+            met = (outcome.ttft_ms <= targets.ttft_ms) & (outcome.tpot_ms <= targets.tpot_ms)
+            shares.append(float(np.mean(met[counted])))
+        return sum(shares) / seeds
+
+    return bisect(lambda rate: attainment(rate) >= targets.attainment)
+
+
+def bisect(holds: Callable[[float], bool], guess: float = 1.0) -> float:
+    """The highest rate that holds, to PRECISION; 0: none above a thousandth of the guess."""
+    low, high = 0.0, guess
+    while holds(high):
+        low, high = high, 2 * high
+    while low == 0.0:
+        middle = high / 2
+        if middle < guess / 1000:
+            return 0.0
+        low, high = (middle, high) if holds(middle) else (0.0, middle)
+    while high - low > PRECISION * high:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

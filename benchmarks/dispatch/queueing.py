@@ -1,0 +1,222 @@
+"""Queueing delay of each way to choose an instance, beside a bound that knows everything.
+
+Called by run.py. Instances compute one prompt after another, first come first served; gateways
+choose at arrival, from their own books and what instances report each 100 ms. The choices are made
+by the functions of `cleave.policy.dispatch` that the router calls, compiled. What is hard: a
+gateway must know no more than it would: its own requests from dispatch to answer, everybody's from
+the latest report, and lengths as estimates.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.policy import dispatch
+
+REPORT_MS = 100.0
+WARM_UP = 0.2
+"""Share of the requests that fills the queues and is not counted."""
+TIE = dispatch.RECENCY
+NO_TIME = -1.0
+
+
+class Way(IntEnum):
+    """How a gateway chooses."""
+
+    BOUND = 0
+    """Least remaining work, known exactly, the same to all gateways."""
+    RANDOM = 1
+    ROUND_ROBIN = 2
+    LEAST_REQUESTS = 3
+    PENDING_TOKENS = 4
+    POWER_OF_TWO = 5
+    """The less pending of two drawn ones."""
+    EARLIEST = 6
+    """The one whose prompt queue is predicted to be through first."""
+    HOME = 7
+    """Earliest, own share of the instances first: each is home to one gateway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What arrives."""
+
+    arrival_ms: NDArray[np.float64]
+    service_ms: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    """As a gateway estimates them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """Of the requests after the warm-up, in ms."""
+
+    mean: float
+    p99: float
+
+
+def draw_load(
+    prompt_tokens: NDArray[np.int64],
+    *,
+    instances: int,
+    utilisation: float,
+    requests: int,
+    seed: int,
+    error: float = 0.0,
+    fixed_ms: float = 10.0,
+    token_ms: float = 0.1,
+) -> Load:
+    """Poisson arrivals with lengths drawn from `prompt_tokens`; the same for every way.
+
+    `error`: spread (sigma of the logarithm) of what gateways take the lengths for.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.choice(prompt_tokens, requests).astype(np.float64)
+    service = fixed_ms + token_ms * tokens
+    gap = service.mean() / instances / utilisation
+    arrival = np.cumsum(rng.exponential(gap, requests))
+    return Load(arrival, service, tokens * np.exp(rng.normal(0.0, error, requests)))
+
+
+def measure(
+    load: Load, *, instances: int, gateways: int, way: Way, seed: int, spill_ms: float = 0.0
+) -> Delay:
+    """Delay of `load` when each request comes to one of the gateways at random."""
+    rng = np.random.default_rng(seed + 1)
+    waits = serve(
+        load.arrival_ms,
+        load.service_ms,
+        load.tokens,
+        rng.integers(0, gateways, len(load.tokens)),
+        np.sort(rng.uniform(0.0, REPORT_MS, instances)),
+        gateways,
+        int(way),
+        float(load.service_ms.sum() / load.tokens.sum()),
+        spill_ms,
+        seed * 7919 + 12_345,
+    )
+    counted = waits[int(WARM_UP * len(waits)) :]
+    return Delay(float(counted.mean()), float(np.percentile(counted, 99)))
+
+
+_find_least = numba.njit(dispatch.find_least)
+_draw = numba.njit(dispatch.draw)
+
+
+@numba.njit(cache=False)
+def _find_sampled(scores, size, seed):
+    best = -1
+    for _ in range(size):
+        seed, slot = _draw(seed, scores.size)
+        if best == -1 or scores[slot] < scores[best]:
+            best = slot
+    return best, seed
+
+
+@numba.njit(cache=False)
+def _score(way, own, others, since, ms_per_token, turn):
+    tie = turn * TIE
+    if way == Way.ROUND_ROBIN:
+        return float(turn)
+    pending = own + others
+    if way < Way.EARLIEST:
+        return pending + tie
+    if pending < 0.5:
+        return tie
+    return since + pending * ms_per_token
+
+
+@numba.njit(cache=False)
+def _find_home(scores, gateway, gateways, now, spill_ms):
+    """The earliest at home, unless one away is earlier by `spill_ms`."""
+    home, away = -1, -1
+    for i in range(scores.size):
+        if i % gateways == gateway:
+            if home == -1 or scores[i] < scores[home]:
+                home = i
+        elif away == -1 or scores[i] < scores[away]:
+            away = i
+    if max(scores[away] - now, 0.0) + spill_ms < scores[home] - now:
+        return away
+    return home
+
+
+@numba.njit(cache=False)
+def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token, spill_ms, seed):
+    """Wait of each request in ms. `phases`: when each instance reports first, ascending."""
+    count, total = len(phases), len(arrival)
+    free_at = np.zeros(count)
+    waits = np.zeros(total)
+    chosen = np.zeros(total, np.int64)
+    # Amounts are tokens, or requests where these are what counts.
+    amounts = np.ones(total) if way == Way.LEAST_REQUESTS else tokens
+    own = np.zeros((gateways, count))
+    others = np.zeros((gateways, count))
+    since = np.zeros((gateways, count))
+    turns = np.zeros((gateways, count), np.int64)
+    turn = np.zeros(gateways, np.int64)
+    scores = np.zeros((gateways, count))
+    for g in range(gateways):
+        for i in range(count):
+            # Gateways that start together must not all begin with the first instance.
+            turns[g, i] = (i + g * count // gateways) % count
+            scores[g, i] = _score(way, 0.0, 0.0, 0.0, ms_per_token, turns[g, i])
+        turn[g] = count
+    ends = [(math.inf, 0)]
+    report_round, reporter = 0.0, 0
+    for r in range(total):
+        now = arrival[r]
+        while True:
+            end, ended = ends[0]
+            report = phases[reporter] + report_round * REPORT_MS if gateways > 1 else math.inf
+            if min(end, report) > now:
+                break
+            if end <= report:
+                heapq.heappop(ends)
+                g, i = gateway[ended], chosen[ended]
+                own[g, i] -= amounts[ended]
+                since[g, i] = end
+                scores[g, i] = _score(
+                    way, own[g, i], others[g, i], since[g, i], ms_per_token, turns[g, i]
+                )
+                continue
+            i = reporter
+            outstanding = own[:, i].sum()
+            for g in range(gateways):
+                others[g, i] = max(outstanding - own[g, i], 0.0)
+                if own[g, i] < 0.5:
+                    since[g, i] = report
+                scores[g, i] = _score(
+                    way, own[g, i], others[g, i], since[g, i], ms_per_token, turns[g, i]
+                )
+            reporter += 1
+            if reporter == count:
+                reporter, report_round = 0, report_round + 1.0
+        g = gateway[r]
+        if way == Way.BOUND:
+            i = _find_least(np.maximum(free_at - now, 0.0))
+        elif way == Way.RANDOM:
+            i, seed = _find_sampled(scores[g], 1, seed)
+        elif way == Way.POWER_OF_TWO:
+            i, seed = _find_sampled(scores[g], 2, seed)
+        elif way == Way.HOME and gateways > 1:
+            i = _find_home(scores[g], g, gateways, now, spill_ms)
+        else:
+            i = _find_least(scores[g])
+        chosen[r] = i
+        start = max(free_at[i], now)
+        waits[r] = start - now
+        free_at[i] = start + service[r]
+        heapq.heappush(ends, (free_at[i], r))
+        if own[g, i] + others[g, i] < 0.5:
+            since[g, i] = now
+        own[g, i] += amounts[r]
+        turn[g] += 1
+        turns[g, i] = turn[g]
+        scores[g, i] = _score(way, own[g, i], others[g, i], since[g, i], ms_per_token, turns[g, i])
+    return waits

@@ -1,0 +1,235 @@
+"""Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
+
+`python benchmarks/dispatch/run.py [queues|gateways|goodput|savings|cost ...]`; without names all of
+them, about ten minutes on one core. `--quick`: does everything work? Quote none of its figures.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import cost
+import goodput
+import numpy as np
+import queueing
+import savings
+import traces
+from queueing import Way
+from rich.console import Console
+from rich.table import Table
+
+from cleave.policy.dispatch import Policy
+
+from fleets import worker
+
+WIDTH = 150
+LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
+SIZES = (8, 64, 1024)
+GATEWAYS = (1, 2, 4, 8)
+ESTIMATE_ERROR = 0.2
+"""Spread of token estimates that are made of bytes."""
+WAYS = (
+    Way.RANDOM,
+    Way.ROUND_ROBIN,
+    Way.POWER_OF_TWO,
+    Way.LEAST_REQUESTS,
+    Way.PENDING_TOKENS,
+    Way.EARLIEST,
+)
+APART = (Way.POWER_OF_TWO, Way.LEAST_REQUESTS, Way.PENDING_TOKENS, Way.EARLIEST, Way.HOME)
+
+Rows = list[dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measured point of the queues."""
+
+    instances: int
+    load: float
+    gateways: int
+    way: str
+    mean_ms: float
+    p99_ms: float
+    of_bound: float
+    """Mean, as a multiple of the bound's."""
+
+
+def queues(console: Console, quick: bool) -> Rows:
+    """One gateway, or several that share their books."""
+    cells = [
+        cell
+        for instances in (SIZES[:1] if quick else SIZES)
+        for load in LOADS
+        for cell in _measure(instances, load, 1, WAYS, quick)
+    ]
+    for instances in sorted({cell.instances for cell in cells}):
+        some = [cell for cell in cells if cell.instances == instances]
+        title = f"{instances} instances, shared state: queueing delay, mean / p99 in ms (x bound)"
+        _print_cells(console, title, some, lambda cell: f"load {cell.load:g}")
+    return [asdict(cell) for cell in cells]
+
+
+def gateways(console: Console, quick: bool) -> Rows:
+    """Several gateways that know of each other what instances report each 100 ms."""
+    cells = [
+        cell
+        for instances in (SIZES[:1] if quick else SIZES)
+        for count in GATEWAYS
+        for cell in _measure(instances, 0.9, count, APART, quick)
+    ]
+    for instances in sorted({cell.instances for cell in cells}):
+        some = [cell for cell in cells if cell.instances == instances]
+        title = f"{instances} instances, load 0.9, state apart: mean / p99 in ms (x bound)"
+        _print_cells(console, title, some, lambda cell: f"{cell.gateways} gateways")
+    return [asdict(cell) for cell in cells]
+
+
+def _measure(
+    instances: int, load: float, count: int, ways: Sequence[Way], quick: bool
+) -> Iterable[Cell]:
+    """The bound first; the last two ways once more with wrong estimates of length."""
+    prompt = np.concatenate([traces.read(name).prompt_tokens for name in ("code", "conv")])
+    requests = 5_000 if quick else max(200_000, 400 * instances)
+    tries: list[tuple[Way, float]] = [(way, 0.0) for way in (Way.BOUND, *ways)]
+    if count == 1:
+        tries += [(way, ESTIMATE_ERROR) for way in ways[-2:]]
+    bound = None
+    for way, error in tries:
+        drawn = queueing.draw_load(
+            prompt, instances=instances, utilisation=load, requests=requests, seed=1, error=error
+        )
+        spill_ms = float(drawn.service_ms.mean())
+        delay = queueing.measure(
+            drawn, instances=instances, gateways=count, way=way, seed=1, spill_ms=spill_ms
+        )
+        bound = bound or delay.mean
+        name = way.name.lower().replace("_", " ") + (f", lengths +-{error:.0%}" if error else "")
+        yield Cell(
+            instances, load, count, name, delay.mean, delay.p99, delay.mean / bound if bound else 1
+        )
+
+
+def goodputs(console: Console, quick: bool) -> Rows:
+    """Decode batches, KV, interference: the simulator's fleets."""
+    conv = traces.read("conv")
+    targets = goodput.Targets(2000, 100)
+    requests = 500 if quick else 4000
+    one = worker("llama-2-70b", "H100-SXM-80GB", 4)
+    fleets = [
+        (f"8 mixed: {one.name}", goodput.colocated(one, 8, targets), 8),
+        (f"4 prefill, 6 decode: {one.name}", goodput.split(one, 4, 6, targets), 10),
+    ]
+    small = worker("llama-2-13b", "A100-SXM-80GB", 1)
+    tight = goodput.Targets(1000, 50)
+    fleets_small = [
+        (f"32 mixed: {small.name}", goodput.colocated(small, 32, tight), 32),
+        (f"16 prefill, 16 decode: {small.name}", goodput.split(small, 16, 16, tight), 32),
+    ]
+    rows: Rows = []
+    for some, kind, aim in ((fleets, one, targets), (fleets_small, small, tight)):
+        for name, fleet, count in some[: 1 if quick else None]:
+            found = goodput.compare(name, fleet, count * kind.gpus, conv, aim, requests)
+            table = _table("policy", "req/s per GPU", "outputs known")
+            for row in found:
+                table.add_row(row.policy.lower(), f"{row.per_gpu:.4f}", f"{row.knowing:.4f}")
+            title = f"{name}; Azure conversation, TTFT {aim.ttft_ms:g} ms, TPOT {aim.tpot_ms:g} ms"
+            _print(console, title, table)
+            rows += [asdict(row) for row in found]
+    return rows
+
+
+def saved(console: Console, quick: bool) -> Rows:
+    """Aladdin's figure 12."""
+    rows: Rows = []
+    # Table 2 of the paper: models, workers and TPOT targets of its A100 testbed.
+    cases = (("llama-2-70b", 2, 75.0), ("llama-2-13b", 1, 30.0))
+    for name, tensor, tpot_ms in cases[: 1 if quick else None]:
+        one = worker(name, "A100-SXM-80GB", tensor)
+        for share in (1.0, 0.99):
+            table = _table("rate", *(each.name.lower() for each in savings.COMPARED), "saved")
+            for rate in (10.0, 25.0, 50.0, 100.0)[: 1 if quick else None]:
+                requests = 500 if quick else 4000
+                found = savings.count_at(one, traces.read("conv"), rate, tpot_ms, requests, share)
+                for known, counts in (("", found.predicted), (", outputs known", found.known)):
+                    fit = counts["BEST_FIT"]
+                    against = [counts[other] for other in ("LEAST_REQUESTS", "POWER_OF_TWO")]
+                    table.add_row(
+                        f"{rate:g}{known}",
+                        *map(str, counts.values()),
+                        " / ".join(f"{1 - fit / other:.0%}" if other else "-" for other in against),
+                    )
+                rows.append({"worker": one.name, "share": share} | asdict(found))
+            title = f"Decode instances for TPOT {tpot_ms:g} ms of {share:.0%}: {one.name}"
+            _print(console, title, table)
+    return rows
+
+
+def costs(console: Console, quick: bool) -> Rows:
+    """CPU time."""
+    found = [
+        cost.measure(policy, instances)
+        for policy in Policy
+        for instances in (SIZES[:1] if quick else SIZES)
+    ]
+    table = _table("policy", "instances", "pick us", "release us")
+    for row in found:
+        table.add_row(row.policy, str(row.instances), f"{row.pick_us:.1f}", f"{row.release_us:.1f}")
+    _print(console, "CPU time of one pick, prefill and decode together", table)
+    return [asdict(row) for row in found]
+
+
+SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
+    "queues": queues,
+    "gateways": gateways,
+    "goodput": goodputs,
+    "savings": saved,
+    "cost": costs,
+}
+
+
+def _print_cells(
+    console: Console, title: str, cells: Sequence[Cell], column: Callable[[Cell], str]
+) -> None:
+    rows: dict[str, list[str]] = {}
+    for cell in cells:
+        text = f"{cell.mean_ms:.3g} / {cell.p99_ms:.3g} ({cell.of_bound:.3g})"
+        rows.setdefault(cell.way, []).append(text)
+    table = _table("way", *dict.fromkeys(column(cell) for cell in cells))
+    for way, row in rows.items():
+        table.add_row(way, *row)
+    _print(console, title, table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="left" if at == 0 else "right")
+    return table
+
+
+def _print(console: Console, title: str, table: Table) -> None:
+    console.print(f"\n{title}")
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("-o", "--output", type=Path, help="also as JSON into this file")
+    stated = parser.parse_args(arguments)
+    console = Console(width=WIDTH)
+    found = {}
+    for name in stated.sections or SECTIONS:
+        found[name] = SECTIONS[name](console, stated.quick)
+    if stated.output is not None:
+        stated.output.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

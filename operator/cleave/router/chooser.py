@@ -1,0 +1,221 @@
+"""Chooses slots of one board by the deployment's policy. Used by the router for every request.
+
+What is hard: the usual policies are one argmin over scores that the board keeps, and must stay as
+cheap as that; the others look at the request as well. Whatever a policy finds, a closed instance is
+never among it, and one in doubt only when all are.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave.policy.affinity import find_kept, to_key
+from cleave.policy.dispatch import (
+    NONE,
+    STALE,
+    Policy,
+    Scores,
+    choose_pair,
+    close_slots,
+    find_least,
+    find_lightest,
+    find_sampled,
+    serves_whole,
+)
+from cleave.policy.packing import (
+    Packing,
+    find_norm,
+    find_peak_after,
+    find_saved_ms,
+    find_spare_context,
+    find_spare_prompt,
+    weigh_context,
+)
+from cleave.policy.prefixes import TOKENS_PER_BLOCK, PrefixIndex, find_cached, hash_blocks
+from cleave.router.board import Board
+from cleave.router.instance import Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is known of a request that is to be placed."""
+
+    prompt_tokens: int
+    output_tokens: float
+    """Predicted."""
+    hashes: Sequence[int] = ()
+    """Of its prompt's blocks, for PrefixAware."""
+    session: int | None = None
+    """Key of the session it belongs to."""
+
+
+class Chooser:
+    """One policy and what it remembers."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        packing: Packing | None,
+        clock: Callable[[], float],
+        seed: int,
+    ) -> None:
+        """`clock`: seconds; `seed`: above 0, for policies that draw."""
+        if policy is Policy.BEST_FIT and packing is None:
+            raise ValueError(
+                "policy BestFit needs the instances' latency model and the SLO; "
+                "plan the deployment or choose another policy"
+            )
+        self._policy = policy
+        self._packing = packing
+        self._clock = clock
+        self._seed = seed
+        self._index = PrefixIndex()
+
+    def make_wish(
+        self,
+        prompt_tokens: int,
+        output_tokens: float,
+        session: bytes | None,
+        text: bytes | memoryview,
+    ) -> Wish:
+        """What this policy looks at, and nothing that it does not."""
+        key = to_key(session) if session is not None else None
+        if self._policy is not Policy.PREFIX_AWARE:
+            return Wish(prompt_tokens, output_tokens, (), key)
+        return Wish(prompt_tokens, output_tokens, hash_blocks(text), key)
+
+    def count_cached(self, instance: Instance, wish: Wish) -> int:
+        """Tokens of the prompt that the instance has probably computed before."""
+        boot = instance.target.boot_id
+        for count, holders in self._index.find(wish.hashes):
+            if boot in holders:
+                return min(count * TOKENS_PER_BLOCK, wish.prompt_tokens)
+        return 0
+
+    def note_prompt(self, first: Instance, second: Instance, wish: Wish) -> None:
+        """Both instances of a request will have its prompt's KV."""
+        for instance in {first.name: first, second.name: second}.values():
+            stated = instance.registration
+            tokens = stated.kv_blocks_total * stated.kv_block_size
+            self._index.add(stated.boot_id, wish.hashes, tokens // TOKENS_PER_BLOCK)
+
+    def forget_others(self, boots: Collection[str]) -> None:
+        """Drop what is known of engines that are gone."""
+        self._index.keep(boots)
+
+    def choose_pair(self, board: Board, uses: "Uses", wish: Wish) -> tuple[int, int]:
+        """(prefill slot, decode slot), or (NONE, slot): both phases there."""
+        if wish.session is None and self._policy in _BY_SCORE:
+            return choose_pair(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
+        first = self.find_for_prompt(board, uses.prefill, wish)
+        second = self.find_for_whole(board, uses.decode, wish, False) if first != NONE else NONE
+        whole = self.find_for_whole(board, uses.mixed, wish, True)
+        if second == NONE or whole == NONE:
+            return (first, second) if second != NONE else (NONE, whole)
+        queues = board.pending_prompt
+        if serves_whole(float(queues[first]), float(uses.decode[second]), float(queues[whole])):
+            return NONE, whole
+        return first, second
+
+    def find_for_prompt(self, board: Board, scores: Scores, wish: Wish) -> int:
+        """Who computes a prompt that somebody else decodes."""
+        if not scores.size:
+            return NONE
+        if wish.session is not None:
+            return find_kept(scores, board.keys, wish.session, wish.prompt_tokens)
+        if self._policy is Policy.PREFIX_AWARE:
+            return find_cached(scores, board.boots, self._index.find(wish.hashes))
+        return self._draw(scores) if self._policy in _DRAWN else find_least(scores)
+
+    def find_for_whole(self, board: Board, scores: Scores, wish: Wish, prompt: bool) -> int:
+        """Who decodes; with `prompt`: who does both phases."""
+        if not scores.size:
+            return NONE
+        if wish.session is not None:
+            return find_kept(scores, board.keys, wish.session, wish.prompt_tokens)
+        policy = self._policy
+        if policy is Policy.BEST_FIT:
+            return self._find_best_fit(board, scores, wish, prompt)
+        if policy is Policy.LEAST_HEAVY:
+            need = wish.prompt_tokens + wish.output_tokens
+            slot, self._seed = find_lightest(scores, board.room, board.heaviness, need, self._seed)
+            return slot
+        if policy is Policy.PREFIX_AWARE and prompt:
+            return find_cached(scores, board.boots, self._index.find(wish.hashes))
+        return self._draw(scores) if policy in _DRAWN else find_least(scores)
+
+    def _draw(self, scores: Scores) -> int:
+        size = 1 if self._policy is Policy.RANDOM else 2
+        slot, self._seed = find_sampled(scores, size, self._seed)
+        return slot
+
+    def _find_best_fit(self, board: Board, scores: Scores, wish: Wish, prompt: bool) -> int:
+        """The fullest that keeps constraints (b) to (e); none: the least pending of all."""
+        packing = self._packing
+        assert packing is not None
+        fit = packing.coefficients
+        context, batch = board.context, board.batch
+        need = weigh_context(wish.prompt_tokens, wish.output_tokens, packing.gamma)
+        spare = find_spare_context(
+            batch, context, fit.k2, fit.c2, fit.c3, packing.tpot_ms, packing.theta
+        )
+        fits = (scores < STALE) & (spare >= need)
+        if prompt:
+            pending = board.pending_prompt
+            fits &= find_spare_prompt(pending, fit.k1, fit.c1, packing.ttft_ms) >= (
+                wish.prompt_tokens
+            )
+        candidates = np.flatnonzero(fits)
+        norms = find_norm(batch[candidates], context[candidates], fit.k2, fit.c2)
+        for at in np.argsort(-norms, kind="stable"):
+            slot = int(candidates[at])
+            if self._keeps_running(board.instances[slot], wish, prompt, packing):
+                return slot
+        return find_least(scores)
+
+    def _keeps_running(
+        self, instance: Instance, wish: Wish, prompt: bool, packing: Packing
+    ) -> bool:
+        """(d) and (e): what runs there keeps its TPOT, and its KV fits until all have ended."""
+        fit, now = packing.coefficients, self._clock()
+        running = instance.ledger.running
+        context = instance.ledger.context
+        step_ms = max(fit.decode_ms(len(running), context), 1e-3)
+        held = np.empty(len(running) + 1)
+        left = np.empty(len(running) + 1)
+        saved_ms = np.inf
+        for at, entry in enumerate(running):
+            made = 0.0
+            if entry.decoding_since is not None:
+                decoding_ms = (now - entry.decoding_since) * 1000
+                made = decoding_ms / step_ms
+                spare_ms = find_saved_ms(made + 1, decoding_ms, packing.tpot_ms, packing.theta)
+                saved_ms = min(saved_ms, spare_ms)
+            held[at] = entry.prompt_tokens + made
+            left[at] = max(entry.output_tokens - made, 1.0)
+        if prompt and saved_ms < np.inf:
+            pending = instance.ledger.prompt.pending
+            if find_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < wish.prompt_tokens:
+                return False
+        held[-1], left[-1] = wish.prompt_tokens, wish.output_tokens
+        stated = instance.registration
+        capacity = stated.kv_blocks_total * stated.kv_block_size
+        return find_peak_after(held, left) <= capacity
+
+
+@dataclass(slots=True)
+class Uses:
+    """The scores of a board, without what is closed to one request."""
+
+    prefill: Scores
+    decode: Scores
+    mixed: Scores
+
+    def without(self, slots: list[int]) -> "Uses":
+        """The same with some more slots closed."""
+        return Uses(*(close_slots(each, slots) for each in (self.prefill, self.decode, self.mixed)))
+
+
+_BY_SCORE = (Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
+_DRAWN = (Policy.RANDOM, Policy.POWER_OF_TWO)

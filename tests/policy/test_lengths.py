@@ -1,0 +1,68 @@
+"""Output lengths, learnt from answers."""
+
+import random
+
+import pytest
+
+from cleave.policy.lengths import ConditionalMean
+
+
+def taught(*answers: tuple[int, int], first: float = 256) -> ConditionalMean:
+    lengths = ConditionalMean(first)
+    for prompt, output in answers:
+        lengths.learn(prompt, output)
+    return lengths
+
+
+def test_before_any_answer_the_given_length_is_foretold() -> None:
+    assert taught(first=300).predict(1_000) == 300
+
+
+def test_a_limit_is_never_exceeded() -> None:
+    lengths = taught((100, 500))
+    assert lengths.predict(100, 50) == 50
+    assert lengths.predict_again(100, 49, 50) == 50
+
+
+def test_prompts_of_unlike_length_have_means_of_their_own() -> None:
+    lengths = taught(*[(100, 40), (5_000, 800)] * 200)
+    assert lengths.predict(100) == pytest.approx(40, rel=0.5)
+    assert lengths.predict(5_000) == pytest.approx(800, rel=0.1)
+
+
+def test_a_class_that_nothing_is_known_of_gets_the_mean_of_all() -> None:
+    assert taught(*[(100, 40)] * 50).predict(100_000) == pytest.approx(40)
+
+
+def test_predictions_are_not_biased() -> None:
+    rng = random.Random(5)
+    lengths = ConditionalMean(256)
+    error = total = 0.0
+    for _ in range(8_000):
+        prompt = int(rng.lognormvariate(6, 1)) + 1
+        output = int(rng.expovariate(1 / 200)) + 1
+        if _ > 2_000:
+            error += lengths.predict(prompt) - output
+            total += output
+        lengths.learn(prompt, output)
+    assert abs(error / total) < 0.05
+
+
+def test_one_that_has_outrun_its_prediction_is_foretold_by_longer_ones() -> None:
+    lengths = taught(*[(100, 40), (100, 40), (100, 1_000)] * 50)
+    assert lengths.predict(100) < 400
+    assert lengths.predict_again(100, 400) == pytest.approx(1_000, rel=0.01)
+
+
+def test_one_that_has_outrun_all_others_is_foretold_to_go_on() -> None:
+    assert taught((100, 40)).predict_again(100, 3_000) > 3_000
+
+
+def test_old_answers_fade() -> None:
+    lengths = taught(*[(100, 40)] * 3_000, *[(100, 400)] * 12_000)
+    assert lengths.predict(100) == pytest.approx(400, rel=0.02)
+
+
+def test_a_long_life_keeps_the_figures_in_range() -> None:
+    lengths = taught(*[(100, 40)] * 50_000)
+    assert lengths.predict_again(100, 10) == pytest.approx(40)
