@@ -177,9 +177,10 @@ class Webhook:
         if not isinstance(review, dict):
             return web.Response(status=400, text="not an object")
         try:
-            async with self._at_once:
-                judged = asyncio.to_thread(answer, review, self._cluster())
-                return web.json_response(await asyncio.wait_for(judged, _ANSWER_S))
+            # The wait for a turn counts too: whoever asked has gone by then.
+            async with asyncio.timeout(_ANSWER_S), self._at_once:
+                said = await asyncio.to_thread(answer, review, self._cluster())
+            return web.json_response(said)
         except ReviewError as error:
             return web.Response(status=400, text=str(error))
         except TimeoutError:
