@@ -33,7 +33,8 @@ async def test_models_are_those_of_the_fleet(pair) -> None:
     ("body", "path", "status"),
     [
         (None, "/", 404),
-        (None, "/v1/embeddings", 404),
+        (None, "/v1/embeddings", 405),
+        (ASK, "/v1/audio/speech", 404),
         (ASK, "/v1/completions/", 404),
         (None, "/v1/completions", 405),
         (ASK, "/health", 405),

@@ -49,6 +49,23 @@ async def test_health_says_that_the_gateway_drains(single) -> None:
     assert response.headers["connection"] == "close"
 
 
+async def test_a_gateway_that_goes_still_serves_who_has_not_heard_of_it(make_stage) -> None:
+    """Until every node knows that the pod goes, new connections still come."""
+    stage = await make_stage({"x": "mixed"}, leave_s=2.0)
+    idle = await stage.connect()
+    await idle.ask(None, "/v1/models")
+    stopping = asyncio.create_task(stage.gateway.stop())
+    await stage.until(lambda: stage.context.draining, "it drains")
+    assert (await stage.ask(None, "/health")).status == 503
+    late = await stage.ask(ASK)
+    assert (late.status, late.headers["connection"]) == (200, "close")
+    assert (await idle.ask(ASK)).status == 200
+    assert not stopping.done()
+    await stopping
+    with pytest.raises(ConnectionRefusedError):
+        await stage.connect()
+
+
 async def test_what_outlasts_the_drain_time_is_cut(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, drain_s=0.2)
 

@@ -58,6 +58,8 @@ class Attempt:
         "labels",
         "pick",
         "prefill",
+        "prompt_tokens",
+        "sent_at",
         "streaming",
     )
 
@@ -80,8 +82,10 @@ class Attempt:
         self.pick = pick
         self.prefill = pick.prefill
         """Computes the prompt now; None: that is done, or left to the decode instance."""
-        self.deadline = 0.0
-        """Seconds of the context's clock, for what comes next."""
+        self.prompt_tokens = 0
+        """As the prefill engine counted them."""
+        self.sent_at = self.deadline = 0.0
+        """Seconds of the context's clock: the newest call, and for what comes next."""
         self.labels = b""
         """Header lines that name the instances."""
 
@@ -145,7 +149,8 @@ class Attempt:
         timeouts = self._context.config.timeouts
         whole_answer = self.prefill is None and not self._completion.stream
         wait_s = timeouts.answer_s if whole_answer else timeouts.first_byte_s
-        self.deadline = self._context.clock() + wait_s
+        self.sent_at = self._context.clock()
+        self.deadline = self.sent_at + wait_s
         payload = head.build_engine_head(self._path, pool.host, self._id, len(body)) + body
         self._call = pool.send(self, payload)
 
@@ -159,7 +164,9 @@ class Attempt:
             self._asker.fail(Failure.HANDOFF, f"gave a hand-off that {error}")
             return
         context.metrics.handoffs["used" if handoff is not None else "none"] += 1
-        context.metrics.models[completion.model].prompt_tokens += prompt_tokens
+        counted = context.metrics.models[completion.model]
+        counted.phases["prefill"].observe(context.clock() - self.sent_at)
+        self.prompt_tokens = prompt_tokens
         context.router.release(self.pick, Phase.PREFILL)
         self.prefill = None
         second = build_whole(completion) if handoff is None else build_decode(completion, handoff)

@@ -78,6 +78,8 @@ _BINDING = frozenset(
 )
 """Fields of which some values tie an answer to the engine that began it."""
 _UNUSUAL = _TELLING | _BINDING
+_TEXTS = ("messages", "prompt", "input", "instructions", "system", "tools", "documents", "text_2")
+"""Of requests that are no completions, what is long."""
 _UNBOUND: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
 """Values with which they do not."""
 
@@ -100,13 +102,7 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
 
 def read_completion(body: bytes) -> Completion:
     """Read a request of /v1/completions or /v1/chat/completions. Raises ApiError (400)."""
-    try:
-        fields = _decode_fields(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise refuse(f"the body is not a JSON object: {error}") from None
-    fields.pop(KV_KEY, None)
-    if "vllm_xargs" in fields:
-        _drop_nested(fields, "vllm_xargs")
+    fields = _read_fields(body)
     stream = _read_stream(fields)
     limit = _read_limit(fields)
     prompts, prompt_tokens = _measure_prompt(fields)
@@ -124,6 +120,26 @@ def read_completion(body: bytes) -> Completion:
         prompt_tokens=prompt_tokens,
         output_tokens=limit or 0,
         numbered=numbered,
+    )
+
+
+def read_other(body: bytes, default_model: str) -> Completion:
+    """Read a request of any other path of an engine; it runs whole. Raises ApiError (400).
+
+    `default_model`: where none is named, as /tokenize allows; empty: there is no only one.
+    """
+    fields = _read_fields(body)
+    if default_model:
+        fields.setdefault("model", msgspec.Raw(_encode(default_model)))
+    text = sum(len(memoryview(fields[key])) for key in _TEXTS if key in fields)
+    output = _read_limit(fields)
+    return Completion(
+        model=_read_model(fields),
+        fields=fields,
+        stream=_read_stream(fields),
+        splittable=False,
+        prompt_tokens=text // BYTES_PER_TOKEN + 1,
+        output_tokens=output or 0,
     )
 
 
@@ -150,6 +166,18 @@ def build_decode(completion: Completion, handoff: msgspec.Raw) -> bytes:
     return _encode({**completion.fields, KV_KEY: handoff})
 
 
+def _read_fields(body: bytes) -> Fields:
+    """The first level, without what no client may say."""
+    try:
+        fields = _decode_fields(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise refuse(f"the body is not a JSON object: {error}") from None
+    fields.pop(KV_KEY, None)
+    if "vllm_xargs" in fields:
+        _drop_nested(fields, "vllm_xargs")
+    return fields
+
+
 def _read_model(fields: Fields) -> str:
     if "model" not in fields:
         raise refuse("you must provide a model parameter", param="model")
@@ -174,7 +202,7 @@ def _read_limit(fields: Fields) -> int | None:
     What is invalid is left to an engine, whole: it knows the right words for its refusal.
     """
     limit = 0
-    for key in ("max_tokens", "max_completion_tokens"):
+    for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if key not in fields:
             continue
         value = decode_any(fields[key])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from cleave.gateway.tenants import Late
 from cleave.router.router import Fallback
 
 
@@ -23,6 +24,8 @@ class Timeouts:
     leave_s: float = 0.0
     """After SIGTERM, until new connections are refused: as long as it takes every node to hear that
     this gateway goes. Until then it says so, and serves what still comes."""
+    wake_s: float = 0.0
+    """A request, until an instance of its model can take it; 0: it is refused at once."""
     resume_s: float = 30.0
     """A stream whose engine was lost, until an instance can go on with it."""
     drain_s: float = 30.0
@@ -45,6 +48,11 @@ class GatewayConfig:
     api_keys: Path | None = None
     """Read again whenever it changes."""
     fallback: Fallback = Fallback.ALWAYS
+    ttft_slo_ms: float = 0.0
+    """Target of the deployment; 0: none, and then nothing is measured against it."""
+    tpot_slo_ms: float = 0.0
+    late: Late = Late.SERVE
+    """What becomes of requests that cannot meet the TTFT target any more."""
     queue_limit: int = 1_024
     """Requests that wait for the first byte of their answer; more are refused with 429."""
     max_body_bytes: int = 16 << 20

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cleave.gateway.config import GatewayConfig
+from cleave.gateway.door import Door
 from cleave.gateway.engine import EnginePool
 from cleave.gateway.health import Breaker
 from cleave.gateway.keys import Keys
-from cleave.gateway.metrics import Metrics
+from cleave.gateway.metrics import Metrics, Slo
 from cleave.router.instance import Target
 from cleave.router.router import Router
 
@@ -43,10 +44,12 @@ class Context:
     ) -> None:
         self.config = config
         self.router = router
-        self.keys = keys
         self.clock = clock
         """Seconds."""
-        self.metrics = Metrics()
+        slo = Slo(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
+        self.metrics = Metrics(slo if slo.ttft_s > 0 else None)
+        self.door = Door(config, router.directory, self.metrics)
+        self.use_keys(keys)
         self.breaker = Breaker()
         self.clients: set[ClientSlot] = set()
         self.exchanges: set[Sweepable] = set()
@@ -57,6 +60,11 @@ class Context:
         # Unique among gateways and their restarts: engines refuse or mix up equal ids.
         self._id_prefix = os.urandom(6).hex().encode()
         self._last_id = 0
+
+    def use_keys(self, keys: Keys) -> None:
+        """At the start, and whenever their file has changed."""
+        self.keys = keys
+        self.door.know(keys.tenants, self.clock())
 
     def make_id(self) -> bytes:
         """A request id that no client can bring about."""

@@ -49,6 +49,21 @@ def fail_engine(status: http.HTTPStatus, message: str) -> ApiError:
     return ApiError(status, message, "server_error", code=code)
 
 
+def is_missing_page(status: int, body: bytes) -> bool:
+    """Whether an engine has no such page; its own API's errors have another form."""
+    return status in (404, 405) and (not body.startswith(b"{") or body.startswith(b'{"detail"'))
+
+
+def lack_page(path: bytes, model: str) -> ApiError:
+    """501: the page exists, but not for this model."""
+    return ApiError(
+        http.HTTPStatus.NOT_IMPLEMENTED,
+        f"the engine of model {model!r} does not offer {path.decode('ascii', 'replace')}",
+        "invalid_request_error",
+        code="not_offered_by_engine",
+    )
+
+
 def from_router(error: RouterError) -> ApiError:
     """The router's refusals in the words of HTTP."""
     status = http.HTTPStatus

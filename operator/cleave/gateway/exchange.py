@@ -14,14 +14,23 @@ from cleave.gateway import head
 from cleave.gateway.attempt import Attempt
 from cleave.gateway.completion import Completion
 from cleave.gateway.context import Context
+from cleave.gateway.door import Visit
 from cleave.gateway.engine import Call
-from cleave.gateway.errors import ApiError, fail_engine, from_router
+from cleave.gateway.errors import (
+    ApiError,
+    fail_engine,
+    from_router,
+    is_missing_page,
+    lack_page,
+)
 from cleave.gateway.handoff import HandoffError, read_usage, strip_handoff
 from cleave.gateway.recovery import Failure, Recovery, choose
 from cleave.gateway.relay import Relay, StreamLostError
 from cleave.gateway.resume import RESUMABLE, Ending, NotResumableError, plan
 from cleave.gateway.splice import SpliceError
-from cleave.router.errors import NoInstance, QueueFull, RouterError
+from cleave.gateway.tally import Tally
+from cleave.gateway.tenants import EVERYBODY, Tenant
+from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
 from cleave.router.router import Phase
 
 PARKED_S = 0.5
@@ -54,13 +63,23 @@ class Exchange:
     """One completion request. Events come from the client, from its attempt and the sweeper."""
 
     def __init__(
-        self, context: Context, client: Client, path: bytes, request_id: bytes, body: Completion
+        self,
+        context: Context,
+        client: Client,
+        path: bytes,
+        request_id: bytes,
+        body: Completion,
+        tenant: Tenant = EVERYBODY,
     ) -> None:
         self._context = context
         self._client = client
         self._path = path
         self._request_id = request_id
         self._completion = body
+        self._tenant = tenant
+        self._visit: Visit | None = None
+        """At the door; None: it was open."""
+        self._tally = Tally(context.metrics, body.model)
         self._work = path, body
         """What engines are asked: the request, or the rest of it."""
         self._recovery: Recovery | None = None
@@ -86,9 +105,20 @@ class Exchange:
         context.unanswered += 1
         context.metrics.in_flight += 1
         if context.unanswered > context.config.queue_limit:
+            context.metrics.shed[self._tenant.name, "queue_full"] += 1
             self._answer_error(from_router(QueueFull("too many requests wait already")), "shed")
-        else:
+        elif context.door.open:
             self._try()
+        else:
+            self._knock()
+
+    def admit(self) -> None:
+        """It is its turn."""
+        self._try()
+
+    def turn_away(self, error: ApiError) -> None:
+        """It has waited in vain."""
+        self._answer_error(error, "shed")
 
     def cancel(self) -> None:
         """The client is gone: stop whatever runs for it."""
@@ -126,17 +156,22 @@ class Exchange:
         """A stream begins: from here on another attempt can only go on with it."""
         attempt, client, context = self._attempt, self._client, self._context
         assert attempt is not None
-        attempt.pool.pulse.start(context.clock())
+        now = context.clock()
+        attempt.pool.pulse.start(now)
         # The first byte has come, so the prompt is computed.
         context.router.release(attempt.pick, Phase.PREFILL)
         if not context.breaker.calm:
             context.breaker.succeed(attempt.target.instance)
+        self._loss = None
         if self._relay is not None:
             context.metrics.recoveries[self._completion.model, self._how] += 1
-            self._loss = None
             attempt.hold(client.blocked)
             return
         context.unanswered -= 1
+        self._tally.prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
+        self._tally.begin("decode" if attempt.pick.prefill else "whole", attempt.sent_at, now)
+        if self._visit is not None:
+            context.door.observe(self._visit, now)
         fields = head.pass_on(call.headers) + attempt.labels
         if not client.keep_alive:
             fields += head.CLOSE
@@ -144,7 +179,7 @@ class Exchange:
         self._relay = Relay(
             first,
             client.chunked,
-            context.clock(),
+            now,
             hides_ids=self._completion.numbered,
             opaque=self._path not in RESUMABLE,
         )
@@ -170,6 +205,8 @@ class Exchange:
             return
         if data:
             self._client.write(data)
+        if self._tally.timed:
+            self._tally.note_piece(self._context.clock())
         if complete:
             self._finish(relay)
 
@@ -188,10 +225,8 @@ class Exchange:
             self._answer_error(_LEAK, "failed")
             return
         usage = read_usage(body)
-        counted = self._context.metrics.models[self._completion.model]
-        counted.output_tokens += usage.completion_tokens or 0
-        if attempt.pick.prefill is None:
-            counted.prompt_tokens += usage.prompt_tokens
+        self._tally.output_tokens = usage.completion_tokens or 0
+        self._tally.prompt_tokens = attempt.prompt_tokens or usage.prompt_tokens
         self._respond(call.status, head.pass_on(call.headers) + attempt.labels, stripped, "ok")
 
     def refuse(self, call: Call, body: bytes) -> None:
@@ -200,6 +235,9 @@ class Exchange:
         assert attempt is not None
         if self._relay is not None:
             self.fail(Failure.STATUS, f"refused to go on with the stream: status {call.status}")
+            return
+        if self._path not in RESUMABLE and is_missing_page(call.status, body):
+            self._answer_error(lack_page(self._path, self._completion.model), "refused")
             return
         if b"remote_engine_id" in body and attempt.prefill is None:
             refusal = ApiError(
@@ -254,6 +292,19 @@ class Exchange:
 
     # --- doing ---
 
+    def _knock(self) -> None:
+        """Ask at the door."""
+        completion = self._completion
+        try:
+            self._visit = self._context.door.enter(
+                self, self._tenant, completion.model, completion.prompt_tokens, self._started
+            )
+        except ApiError as error:
+            self._answer_error(error, "shed")
+            return
+        if not self._visit.waits:
+            self._try()
+
     def _try(self) -> None:
         """Pick instances and make an attempt there."""
         context, (path, completion) = self._context, self._work
@@ -261,15 +312,25 @@ class Exchange:
         try:
             pick = choose(context.router, completion, self._recovery, doubt)
         except RouterError as error:
-            missing = isinstance(error, NoInstance)
-            if missing and self._loss is not None:
-                self._next_look = context.clock() + PARKED_S
-            else:
-                self._give_up(from_router(error), "unavailable" if missing else "refused")
+            self._miss(error)
             return
         context.metrics.dispatches[completion.model, pick.reason] += 1
         self._attempt = Attempt(context, self, path, completion, pick)
         self._attempt.start()
+
+    def _miss(self, error: RouterError) -> None:
+        """No instance can take it now: wait for one, or give up."""
+        context = self._context
+        empty = isinstance(error, UnknownModel) and not context.router.directory.models
+        missing = isinstance(error, NoInstance) or empty
+        wake_s = context.config.timeouts.wake_s
+        if missing and self._loss is None and wake_s > 0:
+            self._loss = from_router(error)
+            self._parked_until = context.clock() + wake_s
+        if missing and self._loss is not None:
+            self._next_look = context.clock() + PARKED_S
+        else:
+            self._give_up(from_router(error), "unavailable" if missing else "refused")
 
     def _resume(self, relay: Relay, error: ApiError) -> None:
         """Go on with a stream that lost its engine."""
@@ -301,7 +362,7 @@ class Exchange:
     def _look_again(self, now: float, loss: ApiError) -> None:
         """No instance could go on with the stream; perhaps one can now."""
         if now > self._parked_until:
-            self._give_up(loss, "failed")
+            self._give_up(loss, "unavailable")
         else:
             self._find_recovery().forgive()
             self._try()
@@ -315,14 +376,14 @@ class Exchange:
 
     def _finish(self, relay: Relay) -> None:
         """A stream is complete."""
-        self._observe(relay)
+        self._tally.end_stream(relay, self._started, self._context.clock(), complete=True)
         self._end("ok")
         self._client.end(reusable=True)
 
     def _break_off(self, relay: Relay, error: ApiError) -> None:
         """End a stream that has begun."""
         self._client.write(relay.break_off(error))
-        self._observe(relay)
+        self._tally.end_stream(relay, self._started, self._context.clock(), complete=False)
         self._end("broken")
         self._client.end(reusable=False)
 
@@ -340,17 +401,6 @@ class Exchange:
         self._end(outcome)
         self._client.end(reusable)
 
-    def _observe(self, relay: Relay) -> None:
-        """Count a stream that is over."""
-        counted = self._context.metrics.models[self._completion.model]
-        counted.ttft.observe(relay.began_at - self._started)
-        counted.output_tokens += relay.events
-        if relay.events > 1:
-            elapsed = self._context.clock() - relay.began_at
-            counted.tpot.observe(elapsed / (relay.events - 1))
-        if self._attempt is not None and self._attempt.pick.prefill is None:
-            counted.prompt_tokens += self._completion.prompt_tokens
-
     def _end(self, outcome: str) -> None:
         """Release everything, once."""
         context = self._context
@@ -363,5 +413,11 @@ class Exchange:
         if attempt is not None:
             attempt.end()
         context.metrics.in_flight -= 1
-        known = self._completion.model in context.router.directory.models
-        context.metrics.requests[self._completion.model if known else "", outcome] += 1
+        model = self._completion.model
+        known = model if model in context.router.directory.models else ""
+        if self._relay is not None:
+            self._tally.output_tokens = self._relay.events
+        self._tally.end(known, self._tenant.name, outcome)
+        visit, self._visit = self._visit, None
+        if visit is not None:
+            context.door.leave(visit, self._tally.output_tokens, context.clock())

@@ -1,44 +1,74 @@
-"""API keys of clients. Read once at the start; asked for every request.
+"""API keys of clients. Asked for every request; read at the start and whenever the file changes.
 
-Only digests are kept: neither a core dump nor the timing of a comparison tells a key.
+What is hard: a Secret that is mounted changes by a link that is swapped, and one that is emptied by
+mistake must not open the gateway, so an unusable file leaves the keys that were read before.
 """
 
-import hashlib
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
+from cleave.gateway.tenants import EVERYBODY, KeysError, Tenant, digest, read_tenants
 
-class KeysError(ValueError):
-    """The file of keys cannot be used."""
+log = logging.getLogger(__name__)
 
 
 class Keys:
-    """The keys that are accepted; without any, everybody is."""
+    """The keys that are accepted, and whose they are; without any, everybody is."""
 
-    def __init__(self, digests: frozenset[bytes] | None) -> None:
-        self._digests = digests
+    def __init__(self, tenants: Mapping[bytes, Tenant] | None) -> None:
+        """`tenants`: by digest of their keys."""
+        self._tenants = tenants
+
+    @property
+    def tenants(self) -> set[Tenant]:
+        """All of them."""
+        return set((self._tenants or {}).values())
 
     def accept(self, authorization: bytes | None) -> bool:
         """Whether the value of an Authorization header carries one of the keys."""
-        if self._digests is None:
-            return True
+        return self.find(authorization) is not None
+
+    def find(self, authorization: bytes | None) -> Tenant | None:
+        """Whose key the value of an Authorization header carries; None: nobody's."""
+        if self._tenants is None:
+            return EVERYBODY
         scheme, _, key = (authorization or b"").partition(b" ")
-        return scheme.lower() == b"bearer" and digest(key.strip()) in self._digests
+        return self._tenants.get(digest(key.strip())) if scheme.lower() == b"bearer" else None
+
+
+class KeysFile:
+    """The keys of a file, kept up to date by `refresh`."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises KeysError when the keys cannot be read."""
+        self._path = path
+        self._stamp = _stamp(path)
+        self.keys = read_keys(path)
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; called every few seconds."""
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self.keys = read_keys(self._path)
+        except KeysError as error:
+            log.error("API keys stay as they were: %s", error)
+        else:
+            log.info("API keys read again")
 
 
 def read_keys(path: Path | None) -> Keys:
-    """Keys of a file, one a line, `#` begins a comment. Raises KeysError when there are none."""
-    if path is None:
-        return Keys(None)
+    """Keys of a file; without one everybody is accepted. Raises KeysError."""
+    return Keys(read_tenants(path) if path is not None else None)
+
+
+def _stamp(path: Path | None) -> tuple[int, int, int] | None:
+    """What differs between two states of a file, or of what a link leads to."""
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise KeysError(f"{path}: {error.strerror}") from None
-    keys = {line.partition(b"#")[0].strip() for line in lines} - {b""}
-    if not keys:
-        raise KeysError(f"{path}: holds no key")
-    return Keys(frozenset(map(digest, keys)))
-
-
-def digest(key: bytes) -> bytes:
-    """What is stored of a key."""
-    return hashlib.sha256(key).digest()
+        found = path.stat() if path is not None else None
+    except OSError:
+        return None
+    return (found.st_ino, found.st_mtime_ns, found.st_size) if found is not None else None

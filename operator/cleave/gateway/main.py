@@ -16,8 +16,8 @@ from pathlib import Path
 import uvloop
 
 from cleave.gateway.config import GatewayConfig, Timeouts
-from cleave.gateway.keys import KeysError
 from cleave.gateway.server import Gateway
+from cleave.gateway.tenants import KeysError, Late
 from cleave.router.router import Fallback
 from cleave.rpc.discovery import ENV, DiscoveryError
 
@@ -78,9 +78,13 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             agents=stated.agents,
             host=stated.host,
             port=stated.port,
+            internal_port=stated.internal_port,
             router_port=stated.router_port,
             api_keys=stated.api_keys,
             fallback=stated.fallback,
+            ttft_slo_ms=stated.ttft_ms,
+            tpot_slo_ms=stated.tpot_ms,
+            late=stated.late,
             queue_limit=stated.queue_limit,
             max_body_bytes=stated.max_body,
             max_clients=stated.max_clients,
@@ -90,6 +94,9 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
                 first_byte_s=stated.first_byte_timeout,
                 answer_s=stated.answer_timeout,
                 idle_s=stated.idle_timeout,
+                wake_s=stated.wake_timeout,
+                resume_s=stated.resume_timeout,
+                leave_s=stated.leave_delay,
                 drain_s=stated.drain_timeout,
             ),
         )
@@ -106,16 +113,37 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         "--agents",
         default=os.environ.get(ENV),
         required=ENV not in os.environ,
-        help=f"file:PATH, dns:NAME:PORT or HOST:PORT,... (default: ${ENV})",
+        help=f"file:PATH, endpoints:NAMESPACE/SERVICE:PORT, dns:NAME:PORT or HOST:PORT,... "
+        f"(default: ${ENV})",
+    )
+    add(
+        "--internal-port",
+        type=int,
+        default=default.internal_port,
+        help="/fleet, /health and /metrics, for the operator; 0: off",
     )
     add("--router-port", type=int, default=default.router_port, help="gRPC Router service; 0: off")
-    add("--api-keys", type=Path, metavar="FILE", help="one key a line; without it all are served")
+    add(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="one key a line, or tenants with their keys and limits; without it all are served",
+    )
     add(
         "--fallback",
         type=Fallback,
         default=default.fallback,
         metavar="{" + ",".join(rule.value for rule in Fallback) + "}",
         help="when a request that should be split may run whole on a decode instance",
+    )
+    add("--ttft-ms", type=float, default=0.0, metavar="MS", help="target that is counted; 0: none")
+    add("--tpot-ms", type=float, default=0.0, metavar="MS", help="target that is counted; 0: none")
+    add(
+        "--late",
+        type=Late,
+        default=default.late,
+        metavar="{" + ",".join(rule.value for rule in Late) + "}",
+        help="requests that cannot meet --ttft-ms any more",
     )
     add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
     add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")
@@ -125,6 +153,27 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--first-byte-timeout", type=float, default=waits.first_byte_s, metavar="S")
     add("--answer-timeout", type=float, default=waits.answer_s, metavar="S", help="not streamed")
     add("--idle-timeout", type=float, default=waits.idle_s, metavar="S")
+    add(
+        "--wake-timeout",
+        type=float,
+        default=waits.wake_s,
+        metavar="S",
+        help="how long a request waits for an instance when none can take it",
+    )
+    add(
+        "--resume-timeout",
+        type=float,
+        default=waits.resume_s,
+        metavar="S",
+        help="the same for a stream that has lost its engine",
+    )
+    add(
+        "--leave-delay",
+        type=float,
+        default=waits.leave_s,
+        metavar="S",
+        help="after SIGTERM, until new connections are refused",
+    )
     add("--drain-timeout", type=float, default=waits.drain_s, metavar="S")
     return parser
 

@@ -7,6 +7,7 @@ tenth. Seconds, as Prometheus wants them.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
@@ -25,6 +26,8 @@ TTFT_BOUNDS_S = (
 TPOT_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
+
+PHASES = ("prefill", "decode", "whole")
 
 
 class Histogram:
@@ -49,14 +52,27 @@ class Histogram:
         family.add_metric(labels, buckets, self._sum)
 
 
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What answers are measured against, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+    """0: none."""
+
+
 class ModelMetrics:
     """What is counted per model."""
 
-    __slots__ = ("output_tokens", "prompt_tokens", "tpot", "ttft")
+    __slots__ = ("itl", "output_tokens", "phases", "prompt_tokens", "streams", "tpot", "ttft")
 
     def __init__(self) -> None:
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.tpot = Histogram(TPOT_BOUNDS_S)
+        self.itl = Histogram(TPOT_BOUNDS_S)
+        self.phases = {phase: Histogram(TTFT_BOUNDS_S) for phase in PHASES}
+        """By what the instance was asked for, from sending it to its first bytes."""
+        self.streams = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
 
@@ -64,15 +80,25 @@ class ModelMetrics:
 class Metrics:
     """Everything one gateway has counted since its start."""
 
-    def __init__(self) -> None:
+    def __init__(self, slo: Slo | None = None) -> None:
+        """`slo`: None when answers are measured against nothing."""
+        self.slo = slo
         self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
         """By model; only models that the fleet knows, lest clients make up label values."""
         self.requests: dict[tuple[str, str], int] = defaultdict(int)
         """By model (empty when unknown) and outcome.
 
-        ok; refused: the client's fault; shed: the queue is full; unavailable: no instance; failed:
-        engines let it down; broken: they did so mid-stream; cancelled: the client has gone.
+        ok; refused: the client's fault; shed: not taken, see `shed`; unavailable: no instance;
+        failed: engines let it down; broken: they did so mid-stream; cancelled: the client has gone.
         """
+        self.attained: dict[tuple[str, str], int] = defaultdict(int)
+        """By model and what was missed: nothing (empty), ttft, tpot, ttft_and_tpot, unserved."""
+        self.shed: dict[tuple[str, str], int] = defaultdict(int)
+        """By tenant and reason."""
+        self.tenants: dict[tuple[str, str], int] = defaultdict(int)
+        """Requests by tenant and outcome."""
+        self.tenant_tokens: dict[str, int] = defaultdict(int)
+        """Of prompts and answers."""
         self.dispatches: dict[tuple[str, str], int] = defaultdict(int)
         """By model and the router's reason."""
         self.retries: dict[tuple[str, str], int] = defaultdict(int)
@@ -94,6 +120,10 @@ class Collector:
         """Called at each scrape."""
         counted = self._metrics
         yield _count("requests", "Requests by outcome", ["model", "outcome"], counted.requests)
+        yield _count("shed", "Requests not taken", ["tenant", "reason"], counted.shed)
+        yield _count("tenant_requests", "Requests", ["tenant", "outcome"], counted.tenants)
+        tokens = {(name,): number for name, number in counted.tenant_tokens.items()}
+        yield _count("tenant_tokens", "Of prompts and answers", ["tenant"], tokens)
         yield _count("dispatches", "Picks by reason", ["model", "reason"], counted.dispatches)
         yield _count("retries", "Failed attempts by cause", ["phase", "cause"], counted.retries)
         yield _count(
@@ -102,6 +132,7 @@ class Collector:
             ["model", "how"],
             counted.recoveries,
         )
+        yield from self._collect_attainment()
         handoffs = {(result,): number for result, number in counted.handoffs.items()}
         yield _count("handoffs", "KV hand-offs by result", ["result"], handoffs)
         yield GaugeMetricFamily(
@@ -115,19 +146,36 @@ class Collector:
         output = {(name,): model.output_tokens for name, model in models}
         yield _count("prompt_tokens", "Prompt tokens, estimated when not told", ["model"], prompt)
         yield _count("output_tokens", "Tokens sent to clients", ["model"], output)
-        ttft = HistogramMetricFamily(
-            "cleave_gateway_ttft_seconds",
-            "Request read to first byte of stream",
-            labels=["model"],
-        )
-        tpot = HistogramMetricFamily(
-            "cleave_gateway_tpot_seconds", "Mean time between tokens of a stream", labels=["model"]
+        ttft = _histogram("ttft", "Request read to first byte of stream", "model")
+        tpot = _histogram("tpot", "Mean time between tokens of a stream", "model")
+        itl = _histogram("itl", "Each gap between pieces of some streams", "model")
+        phases = _histogram(
+            "phase", "An instance asked to its first bytes, by what for", "model", "phase"
         )
         for name, model in models:
             model.ttft.add_to(ttft, [name])
             model.tpot.add_to(tpot, [name])
-        yield ttft
-        yield tpot
+            model.itl.add_to(itl, [name])
+            for phase, histogram in model.phases.items():
+                histogram.add_to(phases, [name, phase])
+        yield from (ttft, tpot, itl, phases)
+
+    def _collect_attainment(self) -> Iterable[Metric]:
+        """Goodput is the rate of those that missed nothing."""
+        counted = self._metrics
+        if counted.slo is None:
+            return
+        yield _count("slo", "Answers by what they missed", ["model", "missed"], counted.attained)
+        target = GaugeMetricFamily(
+            "cleave_gateway_slo_target_seconds", "What answers are measured against", labels=["slo"]
+        )
+        target.add_metric(["ttft"], counted.slo.ttft_s)
+        target.add_metric(["tpot"], counted.slo.tpot_s)
+        yield target
+
+
+def _histogram(name: str, text: str, *labels: str) -> HistogramMetricFamily:
+    return HistogramMetricFamily(f"cleave_gateway_{name}_seconds", text, labels=labels)
 
 
 def _count(

@@ -1,10 +1,13 @@
-"""Everything the gateway answers, by path; all but completions it answers itself.
+"""Everything the gateway answers, by path; what takes a model it lets engines answer.
 
 Used by the client connections. /health and /metrics stay open when keys are required: probes and
-scrapers carry none, and nothing there is about a request.
+scrapers carry none, and nothing there is about a request. /fleet names every instance and its load,
+which is the operator's business alone: it is answered on the internal port only, which no Service
+leads to.
 """
 
 from http import HTTPStatus
+from urllib.parse import unquote
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -12,22 +15,46 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from cleave.gateway import head
 from cleave.gateway.client import ClientConnection
-from cleave.gateway.completion import read_completion
+from cleave.gateway.completion import read_completion, read_other
 from cleave.gateway.context import Context
-from cleave.gateway.errors import ApiError
+from cleave.gateway.errors import ApiError, from_router
 from cleave.gateway.exchange import Exchange
+from cleave.gateway.fleet_page import describe_fleet
 from cleave.gateway.metrics import Collector
 from cleave.gateway.request import Request
+from cleave.gateway.tenants import EVERYBODY
+from cleave.router.errors import UnknownModel
 from cleave.router.instance import Instance
 from cleave.rpc.v1 import agent_pb2
 
+_OTHERS = frozenset(
+    (
+        b"/classify",
+        b"/detokenize",
+        b"/pooling",
+        b"/rerank",
+        b"/score",
+        b"/tokenize",
+        b"/v1/embeddings",
+        b"/v1/messages",
+        b"/v1/messages/count_tokens",
+        b"/v1/rerank",
+        b"/v1/responses",
+        b"/v1/score",
+        b"/v2/rerank",
+    )
+)
+"""What engines may offer beside completions; one instance answers it."""
 _METHODS = {
     b"/v1/chat/completions": b"POST",
     b"/v1/completions": b"POST",
     b"/v1/models": b"GET",
     b"/health": b"GET",
     b"/metrics": b"GET",
+    **dict.fromkeys(_OTHERS, b"POST"),
 }
+_MODELS = b"/v1/models/"
+_INTERNAL_METHODS = {b"/health": b"GET", b"/metrics": b"GET", b"/fleet": b"GET"}
 _OPEN = frozenset((b"/health", b"/metrics"))
 
 _UNAUTHORIZED = ApiError(
@@ -41,22 +68,27 @@ _UNAUTHORIZED = ApiError(
 class Pages:
     """Gives each request to whoever answers it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, internal: bool = False) -> None:
+        """`internal`: for the port that the operator and scrapers use."""
         self._context = context
+        self._methods = _INTERNAL_METHODS if internal else _METHODS
+        self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
         self._registry = CollectorRegistry()
         self._registry.register(Collector(context.metrics))
         ProcessCollector(registry=self._registry)
 
     def check(self, request: Request) -> ApiError | None:
         """What is wrong with a request as far as its head tells."""
-        method = _METHODS.get(request.path)
+        method = self._methods.get(request.path)
+        if method is None and self._methods is _METHODS and request.path.startswith(_MODELS):
+            method = b"GET"
         if method is None:
             path = request.path.decode("ascii", "replace")
             return ApiError(HTTPStatus.NOT_FOUND, f"no such path: {path}", "invalid_request_error")
         if request.method != method:
             allowed = f"{request.path.decode()} answers to {method.decode()} only"
             return ApiError(HTTPStatus.METHOD_NOT_ALLOWED, allowed, "invalid_request_error")
-        if request.path in _OPEN:
+        if request.path in self._open:
             return None
         accepted = self._context.keys.accept(request.headers.get(b"authorization"))
         return None if accepted else _UNAUTHORIZED
@@ -68,47 +100,59 @@ class Pages:
         if not head.is_sane_id(request_id):
             request_id = context.make_id()
         error = self.check(request)
-        if error is None and request.method == b"POST":
+        if error is None:
             try:
-                completion = read_completion(request.body)
+                if request.method == b"POST":
+                    self._pass_on(client, request, request_id)
+                else:
+                    client.respond(*self._answer(request.path), request_id)
+                return
             except ApiError as refusal:
                 error = refusal
-            else:
-                exchange = Exchange(context, client, request.path, request_id, completion)
-                client.run(exchange)
-                exchange.start()
-                return
-        if error is not None:
-            context.metrics.requests["", "refused"] += 1
-            client.respond(error.status, head.JSON, error.to_json(), request_id)
-            return
-        status, fields, body = self._answer(request.path)
-        client.respond(status, fields, body, request_id)
+        context.metrics.requests["", "refused"] += 1
+        client.respond(error.status, head.JSON, error.to_json(), request_id)
+
+    def _pass_on(self, client: ClientConnection, request: Request, request_id: bytes) -> None:
+        """Let engines answer. Raises ApiError."""
+        context = self._context
+        if request.path in _OTHERS:
+            models = context.router.directory.models
+            completion = read_other(request.body, next(iter(models)) if len(models) == 1 else "")
+        else:
+            completion = read_completion(request.body)
+        tenant = EVERYBODY
+        if not context.door.open:
+            tenant = context.keys.find(request.headers.get(b"authorization")) or EVERYBODY
+        exchange = Exchange(context, client, request.path, request_id, completion, tenant)
+        client.run(exchange)
+        exchange.start()
 
     def _answer(self, path: bytes) -> tuple[int, bytes, bytes]:
+        if path == b"/fleet":
+            page = describe_fleet(self._context)
+            return HTTPStatus.OK, head.JSON, msgspec.json.encode(page)
         if path == b"/metrics":
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
             return HTTPStatus.OK, content, generate_latest(self._registry)
         if path == b"/health":
-            status, page = self._describe_health()
-        else:
-            status, page = HTTPStatus.OK, self._list_models()
-        return status, head.JSON, msgspec.json.encode(page)
-
-    def _list_models(self) -> dict[str, object]:
+            status, health = self._describe_health()
+            return status, head.JSON, msgspec.json.encode(health)
         models = self._context.router.directory.models
+        if path.startswith(_MODELS):
+            name = unquote(path.removeprefix(_MODELS).decode("ascii", "replace"))
+            if name not in models:
+                raise from_router(UnknownModel(name))
+            return HTTPStatus.OK, head.JSON, msgspec.json.encode(self._describe_model(name))
+        listed = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
+        return HTTPStatus.OK, head.JSON, msgspec.json.encode(listed)
+
+    def _describe_model(self, name: str) -> dict[str, object]:
         return {
-            "object": "list",
-            "data": [
-                {
-                    "id": name,
-                    "object": "model",
-                    "created": 0,
-                    "owned_by": "cleave",
-                    "max_model_len": min(i.registration.max_model_len for i in model.instances),
-                }
-                for name, model in sorted(models.items())
-            ],
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "cleave",
+            "max_model_len": self._context.router.directory.find_max_model_len(name),
         }
 
     def _describe_health(self) -> tuple[int, dict[str, object]]:

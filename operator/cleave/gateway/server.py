@@ -1,7 +1,8 @@
 """One gateway: its sockets, its sweeper, its fleet, and its end. Run by main, and by tests.
 
-What is hard: the end. New connections are refused first, answers that run are finished, and only
-what is still there after the drain time is cut.
+What is hard: the end. First /health says that it drains while new connections are still served, for
+clients hear late that it goes; then they are refused, answers that run are finished, and only what
+is still there after the drain time is cut.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import time
 from cleave.gateway.client import ClientConnection
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import Context
-from cleave.gateway.keys import read_keys
+from cleave.gateway.keys import KeysFile
 from cleave.gateway.pages import Pages
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
@@ -21,6 +22,7 @@ from cleave.router.service import RouterServer
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.2
+KEYS_S = 5.0
 BACKLOG = 4_096
 
 
@@ -31,35 +33,33 @@ class Gateway:
         """Raises KeysError when the keys cannot be read."""
         directory = Directory()
         self._config = config
-        self.context = Context(
-            config, Router(directory, config.fallback), read_keys(config.api_keys)
-        )
+        self._keys = KeysFile(config.api_keys)
+        self.context = Context(config, Router(directory, config.fallback), self._keys.keys)
         self._fleet = Fleet(config.agents, directory, time.monotonic)
         self._service = RouterServer(self.context.router, time.monotonic)
-        self._server: asyncio.Server | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._servers: list[asyncio.Server] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self.port = config.port
 
     async def start(self) -> None:
         """Listen and follow the fleet. Raises OSError and DiscoveryError."""
         config = self._config
-        pages = Pages(self.context)
         await self._fleet.start()
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: ClientConnection(self.context, pages), config.host, config.port, backlog=BACKLOG
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = await self._listen(config.port, Pages(self.context))
+        if config.internal_port:
+            await self._listen(config.internal_port, Pages(self.context, internal=True))
         if config.router_port:
             await self._service.start(f"{config.host}:{config.router_port}")
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._read_keys())]
 
     async def stop(self) -> None:
         """Finish what runs, within the drain time, and let go of everything."""
         context = self.context
         context.draining = True
-        if self._server is not None:
-            self._server.close()
+        if self._servers:
+            await asyncio.sleep(self._config.timeouts.leave_s)
+        while self._servers:
+            self._servers.pop().close()
         deadline = context.clock() + self._config.timeouts.drain_s
         while context.exchanges and context.clock() < deadline:
             self._close_idle_clients()
@@ -71,14 +71,29 @@ class Gateway:
         for client in tuple(context.clients):
             client.drop()
         context.close_pools()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._service.stop()
         await self._fleet.stop()
+
+    async def _listen(self, port: int, pages: Pages) -> int:
+        server = await asyncio.get_running_loop().create_server(
+            lambda: ClientConnection(self.context, pages), self._config.host, port, backlog=BACKLOG
+        )
+        self._servers.append(server)
+        bound: int = server.sockets[0].getsockname()[1]
+        return bound
 
     def _close_idle_clients(self) -> None:
         for client in tuple(self.context.clients):
             client.close_if_idle()
+
+    async def _read_keys(self) -> None:
+        while True:
+            await asyncio.sleep(KEYS_S)
+            self._keys.refresh()
+            if self.context.keys is not self._keys.keys:
+                self.context.use_keys(self._keys.keys)
 
     async def _sweep(self) -> None:
         """Keep all deadlines with one timer: one per request would cost more than it serves."""
@@ -90,4 +105,5 @@ class Gateway:
                 exchange.sweep(now)
             for client in tuple(context.clients):
                 client.sweep(now)
+            context.door.sweep(now)
             context.sweep_pools(now)

@@ -1,0 +1,114 @@
+"""What a tenant may use: requests and tokens a minute, requests at a time. Pure; time is passed in.
+
+Asked by the door for every request of a tenant that has limits. What is hard: how long an answer
+gets is known only at its end, so its tokens are charged then, and a tenant that overdrew waits.
+"""
+
+from dataclasses import dataclass
+
+MINUTE_S = 60.0
+
+
+class Bucket:
+    """An allowance that fills evenly; a minute's worth may be used at once."""
+
+    __slots__ = ("_at", "_level", "_per_minute")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self._per_minute = per_minute
+        self._level = per_minute
+        self._at = now
+
+    def find_wait_s(self, amount: float, now: float) -> float:
+        """Seconds until so much may be used; 0: now. More than a minute's worth needs it full."""
+        missing = min(amount, self._per_minute) - self._fill(now)
+        return max(0.0, missing * MINUTE_S / self._per_minute)
+
+    def use(self, amount: float, now: float) -> None:
+        """Charge so much, also what is not there."""
+        self._level = self._fill(now) - amount
+
+    def resize(self, per_minute: float, now: float) -> None:
+        """Another allowance from now on."""
+        self._level = min(self._fill(now), per_minute)
+        self._per_minute = per_minute
+
+    def _fill(self, now: float) -> float:
+        gained = (now - self._at) * self._per_minute / MINUTE_S
+        self._level = min(self._per_minute, self._level + gained)
+        self._at = now
+        return self._level
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a tenant's request is not taken now."""
+
+    reason: str
+    """For metrics and as the error's code."""
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """0: without limit."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    """Of prompts and answers."""
+    max_concurrent: int = 0
+    """Requests that wait or run."""
+
+
+class Account:
+    """What a tenant has used."""
+
+    __slots__ = ("_limits", "_requests", "_tokens", "running")
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.running = 0
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self._limits = limits
+        self.change(limits, now)
+
+    def change(self, limits: Limits, now: float) -> None:
+        """Other limits from now on."""
+        self._limits = limits
+        self._requests = _resize(self._requests, limits.requests_per_minute, now)
+        self._tokens = _resize(self._tokens, limits.tokens_per_minute, now)
+
+    def enter(self, prompt_tokens: int, now: float) -> Refusal | None:
+        """Take a request in; a refusal changes nothing."""
+        limits = self._limits
+        if limits.max_concurrent and self.running >= limits.max_concurrent:
+            message = f"more than {limits.max_concurrent} requests at a time"
+            return Refusal("concurrency_limit", message, 1.0)
+        if self._requests is not None and (wait_s := self._requests.find_wait_s(1, now)):
+            message = f"more than {limits.requests_per_minute} requests a minute"
+            return Refusal("request_rate_limit", message, wait_s)
+        if self._tokens is not None and (wait_s := self._tokens.find_wait_s(prompt_tokens, now)):
+            message = f"more than {limits.tokens_per_minute} tokens a minute"
+            return Refusal("token_rate_limit", message, wait_s)
+        if self._requests is not None:
+            self._requests.use(1, now)
+        if self._tokens is not None:
+            self._tokens.use(prompt_tokens, now)
+        self.running += 1
+        return None
+
+    def leave(self, output_tokens: int, now: float) -> None:
+        """A request that was taken in has ended with so many tokens made."""
+        self.running -= 1
+        if self._tokens is not None:
+            self._tokens.use(output_tokens, now)
+
+
+def _resize(bucket: Bucket | None, per_minute: int, now: float) -> Bucket | None:
+    if not per_minute:
+        return None
+    if bucket is None:
+        return Bucket(per_minute, now)
+    bucket.resize(per_minute, now)
+    return bucket
