@@ -87,3 +87,13 @@ def test_a_profile_in_a_file_is_looked_for_beside_the_manifest() -> None:
     assert located(moved, Path("/elsewhere")) == moved
     named = deployment(engine=emulated_by("vllm/opt-13b/tp1"))
     assert located(named, Path("/manifests")) == named
+
+
+def test_a_profile_that_only_the_workers_have_is_not_opened_where_that_is_said() -> None:
+    elsewhere = deployment(engine=emulated_by("/profiles/own.yaml"))
+    assert plan(elsewhere, reads_files=False).replicas(Role.DECODE) == 1
+    with pytest.raises(PlanError):
+        plan(elsewhere)
+    unknown = deployment(engine=emulated_by("distserve/opt-13b/tp3"))
+    with pytest.raises(PlanError):
+        plan(unknown, reads_files=False)
