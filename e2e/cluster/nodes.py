@@ -136,6 +136,8 @@ class Nodes:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def add(self, *shapes: Shape) -> None:
         """Register nodes and let them run pods. Adding a lost node brings it back."""
