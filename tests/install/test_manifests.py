@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cleave.api.manifest import validate
+from cleave.controller.actions import Apply
+from cleave.controller.deployment import DeploymentView, reconcile
+from cleave.controller.inventory import inventory
 from cleave.controller.kube import KINDS
+from cleave.controller.settings import Settings
 from cleave.controller.sweep import WATCHED
+from cleave.controller.wanted import FINALIZER
 from cleave.pods.container import UID
 
 ROOT = Path(__file__).parent.parent.parent
@@ -178,3 +184,25 @@ def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder) -> None:
 
 def test_removing_the_operators_manifest_keeps_the_crds(plain) -> None:
     assert not [each for each in plain if each["kind"] == "CustomResourceDefinition"]
+
+
+def test_isolated_workers_get_a_policy_and_others_none() -> None:
+    deployment = validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": "chat", "uid": "u", "finalizers": [FINALIZER]},
+            "spec": {"model": "a/b", "slo": {"ttftMs": 1, "tpotMs": 1}},
+        }
+    )
+    made = {
+        isolates: {
+            action.manifest["kind"]
+            for action in reconcile(
+                DeploymentView(deployment, inventory([]), 0.0, settings=Settings(isolates=isolates))
+            )
+            if isinstance(action, Apply)
+        }
+        for isolates in (True, False)
+    }
+    assert made[True] - made[False] == {"NetworkPolicy"}
