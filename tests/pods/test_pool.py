@@ -165,3 +165,17 @@ def test_cells_of_a_plan_reach_its_pools(deployment) -> None:
     assert prefill.spec.colocation == Colocation(per_cell=2, topology_key="nvidia.com/gpu.clique")
     assert decode.spec.colocation.per_cell == 1
     assert mixed.spec.colocation is None
+
+
+def test_cells_that_fit_a_node_together_are_one_that_fills_it(deployment) -> None:
+    manual = [
+        {"role": "prefill", "replicas": 4, "perCell": 1},
+        {"role": "decode", "replicas": 12, "perCell": 3},
+    ]
+    chat = deployment(placement={"manual": manual})
+    prefill, decode = pools(chat, plan(chat), Machines({"NVIDIA-H100-80GB-HBM3": 8}))
+    assert prefill.spec.colocation == Colocation(per_cell=2, exclusive=True)
+    assert decode.spec.colocation == Colocation(per_cell=6, exclusive=True)
+    emulated = deployment(placement={"manual": manual}, engine={"type": "Emulated"})
+    first, _ = pools(emulated, plan(emulated), Machines({"NVIDIA-H100-80GB-HBM3": 8}))
+    assert first.spec.colocation == Colocation(per_cell=1)

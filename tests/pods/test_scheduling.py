@@ -5,6 +5,8 @@ import pytest
 from cleave.pods.spread import CLIQUE, Machines
 from cleave.pods.worker import worker_pod
 
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 NEAR = [
     (100, "cleave.dev/infiniband-domain"),
     (60, "network.topology.nvidia.com/spine"),
@@ -27,12 +29,12 @@ def spec(pool, **how):
 
 
 def preferred(spec):
-    terms = spec["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    terms = spec["affinity"]["podAffinity"][PREFERRED]
     return [(term["weight"], term["podAffinityTerm"]["topologyKey"]) for term in terms]
 
 
 def required(spec):
-    (term,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (term,) = spec["affinity"]["podAffinity"][REQUIRED]
     return term["topologyKey"], term["labelSelector"]["matchLabels"]
 
 
@@ -52,9 +54,7 @@ def test_pods_go_only_where_the_template_says(pool) -> None:
 def test_without_a_template_pods_may_go_anywhere(pool) -> None:
     found = spec(pool())
     assert not {"nodeSelector", "tolerations", "runtimeClassName"} & found.keys()
-    assert found["affinity"]["podAffinity"].keys() == {
-        "preferredDuringSchedulingIgnoredDuringExecution"
-    }
+    assert found["affinity"]["podAffinity"].keys() == {PREFERRED}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_instances_that_may_be_anywhere_had_better_be_near_each_other(pool) -> N
     # DistServe's Algorithm 1: KV travels between nodes, fastest within an InfiniBand domain.
     found = spec(pool())
     assert preferred(found) == NEAR
-    terms = found["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    terms = found["affinity"]["podAffinity"][PREFERRED]
     assert terms[0]["podAffinityTerm"]["labelSelector"]["matchLabels"] == {
         "cleave.dev/deployment": "chat",
         "cleave.dev/component": "worker",
@@ -129,6 +129,26 @@ def test_both_phases_of_a_cell_must_share_a_node(deployment, pools_of) -> None:
         },
     )
     assert "topologySpreadConstraints" not in first
+
+
+def test_a_cell_is_begun_where_no_other_is(deployment, pools_of) -> None:
+    # Otherwise two cells that each fill a node could both begin on one.
+    prefill, decode = pools_of(deployment(placement=cells()))
+    first, second = worker_pod(prefill, "x", cell=0), worker_pod(decode, "y", cell=1)
+    (preference,) = first["spec"]["affinity"]["podAntiAffinity"][PREFERRED]
+    term = preference["podAffinityTerm"]
+    selector = term["labelSelector"]
+    other = second["metadata"]["labels"]
+    exists, not_in = selector["matchExpressions"]
+    assert selector["matchLabels"].items() <= other.items()
+    assert exists == {"key": "cleave.dev/segment", "operator": "Exists"}
+    assert other[not_in["key"]] not in not_in["values"]
+    assert first["metadata"]["labels"][not_in["key"]] in not_in["values"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert selector["matchLabels"]["cleave.dev/revision"] == prefill.spec.revision
+    full, _ = pools_of(deployment(placement=cells()), Machines({"NVIDIA-H100-80GB-HBM3": 8}))
+    affinity = worker_pod(full, "x", cell=0)["spec"]["affinity"]
+    assert affinity["podAntiAffinity"] == {REQUIRED: [term]}
 
 
 def test_the_first_pod_of_a_cell_can_be_scheduled(deployment, pools_of) -> None:

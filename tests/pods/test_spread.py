@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cleave.api.role import Parallelism, Role
 from cleave.planner.plan import PlannedPool
-from cleave.pods.spread import CLIQUE, Machines, free_cells, num_nodes
+from cleave.pods.spread import CLIQUE, Machines, cells_per_node, free_cells, num_nodes
 
 H100 = "NVIDIA-H100-80GB-HBM3"
 
@@ -64,6 +64,22 @@ def test_instances_of_a_cell_are_cut_where_the_others_are() -> None:
 def test_a_cell_in_a_clique_is_not_bound_to_a_node() -> None:
     prefill, decode = pool(4, per_cell=2, role=Role.PREFILL), pool(4, per_cell=3)
     assert nodes(prefill, decode, room=4, domain=CLIQUE) == 1
+
+
+def test_as_many_cells_as_fit_a_node_are_taken_together() -> None:
+    prefill, decode = pool(1, per_cell=2, role=Role.PREFILL), pool(1, per_cell=1)
+    assert cells_per_node((prefill, decode), Machines({H100: 8})) == 2
+    assert cells_per_node((prefill, decode), Machines({H100: 2})) == 1
+    # One stage of both takes 4 of 8: both stages of a cell lie in one node, which is then full.
+    staged = pool(2, 2, per_cell=1, role=Role.PREFILL), pool(2, 2, per_cell=1)
+    assert cells_per_node(staged, Machines({H100: 8})) == 1
+
+
+def test_where_a_cell_ends_is_not_known_of_cliques_unknown_nodes_and_plans_without() -> None:
+    both = pool(1, per_cell=1, role=Role.PREFILL), pool(1, per_cell=1)
+    assert cells_per_node(both, Machines({H100: 8}, CLIQUE)) is None
+    assert cells_per_node(both, Machines()) is None
+    assert cells_per_node((pool(1),), Machines({H100: 8})) is None
 
 
 @given(

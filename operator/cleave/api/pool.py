@@ -42,9 +42,11 @@ class Colocation(Shape):
 
     per_cell: Annotated[int, Field(ge=1, le=128)]
     """Instances of this pool in one cell. Equal pipeline stages of all prefill and decode instances
-    of a cell lie in one domain."""
+    of a cell lie in one domain; as many cells of the plan as fit a node are one here."""
     topology_key: Annotated[str, Field(min_length=1, max_length=317)] = "kubernetes.io/hostname"
     """Label of nodes whose value names the domain."""
+    exclusive: bool = False
+    """Whether no two cells may share a domain: each fills one."""
 
 
 class InstancePoolSpec(Shape):

@@ -15,7 +15,7 @@ from cleave.planner.plan import PlannedPool
 from cleave.planner.summary import instances, option, predicted
 from cleave.pods.container import image
 from cleave.pods.labels import DEPLOYMENT, ROLE, pool_name
-from cleave.pods.spread import Machines, num_nodes
+from cleave.pods.spread import Machines, cells_per_node, num_nodes
 
 _REVISION_DIGITS = 10
 
@@ -88,7 +88,6 @@ def _pool(
 ) -> InstancePool:
     spec = deployment.spec
     is_emulated = spec.engine.type is EngineType.EMULATED
-    cells = planned.per_cell
     return InstancePool(
         metadata=Metadata(
             name=pool_name(deployment.name, planned.role),
@@ -100,9 +99,13 @@ def _pool(
             role=planned.role,
             replicas=planned.replicas,
             parallelism=planned.parallelism,
-            # Emulated engines need no GPU, so nothing spreads them over nodes.
+            # Emulated engines need no GPU: none is too large for a node, no node is ever full.
             nodes=1 if is_emulated else num_nodes(planned, placement.pools, machines),
-            colocation=Colocation(per_cell=cells, topology_key=machines.domain) if cells else None,
+            colocation=_colocation(
+                planned,
+                None if is_emulated else cells_per_node(placement.pools, machines),
+                machines.domain,
+            ),
             gpu=None if is_emulated else planned.gpu,
             revision=stamp,
             model=spec.model,
@@ -111,4 +114,15 @@ def _pool(
             pending_timeout_s=spec.rollout.pending_timeout_s,
             deletion_policy=spec.deletion_policy,
         ),
+    )
+
+
+def _colocation(planned: PlannedPool, cells: int | None, domain: str) -> Colocation | None:
+    """Which instances share a domain; `cells` of the plan's cells fit one (None: not known)."""
+    if planned.per_cell is None:
+        return None
+    return Colocation(
+        per_cell=planned.per_cell * (cells or 1),
+        topology_key=domain,
+        exclusive=cells is not None,
     )

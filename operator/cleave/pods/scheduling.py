@@ -5,11 +5,23 @@ stages of the others: KV moves over its links only. Others (Algorithm 1) had bet
 reach each other fast, and not all on one that may be lost.
 """
 
-from cleave.api.pool import Colocation, InstancePool
+from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
 from cleave.api.role import Role
 from cleave.pods import spread
-from cleave.pods.labels import COMPONENT, DEPLOYMENT, INSTANCE, POOL, SEGMENT, WORKER, Manifest
+from cleave.pods.labels import (
+    COMPONENT,
+    DEPLOYMENT,
+    INSTANCE,
+    POOL,
+    REVISION,
+    SEGMENT,
+    WORKER,
+    Manifest,
+)
 from cleave.pods.resources import GPU_PRODUCT, Device
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def scheduling(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
@@ -25,8 +37,8 @@ def scheduling(pool: InstancePool, labels: dict[str, str], device: Device) -> Ma
         ]
     if template.runtime_class_name:
         fields["runtimeClassName"] = template.runtime_class_name
-    if affinity := _pod_affinity(pool, labels):
-        fields["affinity"] = {"podAffinity": affinity}
+    if affinity := _affinity(pool, labels):
+        fields["affinity"] = affinity
     if SEGMENT not in labels and pool.spec.nodes == 1:
         fields["topologySpreadConstraints"] = spread.apart({POOL: pool.name})
     return fields
@@ -44,21 +56,35 @@ def segment(pool: InstancePool, cell: int, rank: int) -> str:
     return f"{spec.revision}-{cell}{stages}"
 
 
-def _pod_affinity(pool: InstancePool, labels: dict[str, str]) -> Manifest:
+def _affinity(pool: InstancePool, labels: dict[str, str]) -> Manifest:
     spec = pool.spec
-    preferred: list[Manifest] = []
+    affinity = _in_cell(spec, labels) if SEGMENT in labels else {}
     if spec.nodes > 1:
-        preferred += spread.linked({INSTANCE: labels[INSTANCE]})
-    affinity: Manifest = {}
-    if spec.colocation and SEGMENT in labels:
-        selector = {DEPLOYMENT: spec.deployment, SEGMENT: labels[SEGMENT]}
-        required = spread.together(selector, spec.colocation.topology_key)
-        affinity["requiredDuringSchedulingIgnoredDuringExecution"] = required
-    elif spec.role is not Role.MIXED and not preferred:
-        preferred += spread.near({DEPLOYMENT: spec.deployment, COMPONENT: WORKER})
-    if preferred:
-        affinity["preferredDuringSchedulingIgnoredDuringExecution"] = preferred
-    return affinity
+        near = spread.linked({INSTANCE: labels[INSTANCE]})
+    elif SEGMENT not in labels and spec.role is not Role.MIXED:
+        near = spread.near({DEPLOYMENT: spec.deployment, COMPONENT: WORKER})
+    else:
+        return affinity
+    return {**affinity, "podAffinity": {**affinity.get("podAffinity", {}), _PREFERRED: near}}
+
+
+def _in_cell(spec: InstancePoolSpec, labels: dict[str, str]) -> Manifest:
+    """With the others of the cell; where they are yet to come, in a domain without other cells.
+
+    The scheduler takes pods one by one: two cells begun in one domain could both lack room there.
+    Other revisions may share it, or a roll-out would need as many domains again.
+    """
+    stated = spec.colocation or Colocation(per_cell=1)
+    own = {DEPLOYMENT: spec.deployment, SEGMENT: labels[SEGMENT]}
+    others = spread.away({**own, REVISION: spec.revision}, SEGMENT, stated.topology_key)
+    return {
+        "podAffinity": {_REQUIRED: spread.together(own, stated.topology_key)},
+        "podAntiAffinity": (
+            {_REQUIRED: [others]}
+            if stated.exclusive
+            else {_PREFERRED: [{"weight": 100, "podAffinityTerm": others}]}
+        ),
+    }
 
 
 def _gpu_selector(pool: InstancePool, device: Device) -> dict[str, str]:

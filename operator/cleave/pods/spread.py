@@ -58,9 +58,23 @@ def num_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: Machine
     if room is None:
         return 1
     if pool.per_cell and machines.domain == HOSTNAME:
-        stage = sum(each.per_cell * each.parallelism.tensor for each in pools if each.per_cell)
-        return _fewest(pool.parallelism.pipeline, max(1, room // stage))
+        return _fewest(pool.parallelism.pipeline, max(1, room // _stage(pools)))
     return _parts(pool.parallelism, max(1, room))
+
+
+def cells_per_node(pools: Sequence[PlannedPool], machines: Machines) -> int | None:
+    """How many cells of a plan a node has room for; None: not known, or no matter.
+
+    The scheduler takes pods one by one, so cells that could share a node could all be begun there
+    and none completed. Taken together they fill the node, and nobody else is to begin there.
+    """
+    cell = [pool for pool in pools if pool.per_cell]
+    room = machines.room(cell[0].gpu) if cell else None
+    if room is None or machines.domain != HOSTNAME:
+        return None
+    pipeline = cell[0].parallelism.pipeline
+    stages = pipeline // num_nodes(cell[0], pools, machines)
+    return max(1, room // (stages * _stage(pools)))
 
 
 def free_cells(taken: Sequence[int], per_cell: int, wanted: int) -> list[int]:
@@ -83,6 +97,20 @@ def together(labels: Mapping[str, str], domain: str) -> list[Manifest]:
     return [{"labelSelector": {"matchLabels": dict(labels)}, "topologyKey": domain}]
 
 
+def away(labels: Mapping[str, str], key: str, domain: str) -> Manifest:
+    """A term of a pod anti-affinity: not with pods that have another value of `key`.
+
+    `labels` are the pod's own; of the others, those count that share all the rest.
+    """
+    rest = {name: value for name, value in labels.items() if name != key}
+    other = [
+        {"key": key, "operator": "Exists"},
+        {"key": key, "operator": "NotIn", "values": [labels[key]]},
+    ]
+    selector = {"matchLabels": rest, "matchExpressions": other}
+    return {"labelSelector": selector, "topologyKey": domain}
+
+
 def linked(labels: Mapping[str, str]) -> list[Manifest]:
     """Preferred terms for the pods of one instance: within one NVLink clique, or one fabric."""
     return [_preferred(100, CLIQUE, labels), *near(labels)]
@@ -98,6 +126,11 @@ def apart(labels: Mapping[str, str]) -> list[Manifest]:
             "labelSelector": {"matchLabels": dict(labels)},
         }
     ]
+
+
+def _stage(pools: Sequence[PlannedPool]) -> int:
+    """GPUs of one pipeline stage of all instances of a cell."""
+    return sum(each.per_cell * each.parallelism.tensor for each in pools if each.per_cell)
 
 
 def _preferred(weight: int, key: str, labels: Mapping[str, str]) -> Manifest:
