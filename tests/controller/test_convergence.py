@@ -351,3 +351,40 @@ def test_events_that_are_late_cause_no_second_pods() -> None:
     made = [each for each in here.cluster.log if isinstance(each, Create)]
     assert len(made) == 4
     assert not any(isinstance(each, Delete) for each in here.cluster.log)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_a_roll_out_keeps_pairs_for_the_whole_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = {"prefill": rng.randint(1, 4), "decode": rng.randint(1, 4)}
+    here = world(placement=by_hand(**sizes))
+    here.converge()
+    for number in range(1, rng.randint(2, 4)):
+        args = ["--seed", str(number)]
+        here.cluster.edit("LLMDeployment", "chat", engine={"type": "Emulated", "args": args})
+        # Where three revisions meet at a full house, one instance of each role has to yield.
+        least = 1 - sum(1 / size for size in sizes.values()) * (number > 1)
+        for _ in range(rng.randint(1, 60)):
+            here.cluster.schedule()
+            for pod in here.cluster.pods():
+                if rng.random() < 0.6:
+                    here.cluster.make_ready(pod)
+                if rng.random() < 0.5:
+                    here.cluster.end(pod)
+            here.deliver(rng.randint(0, len(here.late)))
+            here.turn()
+            assert paired(here.cluster, sizes) >= least - 1e-9, f"seed {seed}"
+    here.converge(turns=150)
+    assert ready(here.cluster) == sizes, f"seed {seed}"
+
+
+def paired(cluster: SmallCluster, sizes: dict[str, int]) -> float:
+    """Share of the plan that serves: of each revision what has partners."""
+    counts: dict[str, dict[str, int]] = {}
+    for pod in cluster.pods():
+        labels = pod["metadata"]["labels"]
+        of = counts.setdefault(labels["cleave.dev/revision"], dict.fromkeys(sizes, 0))
+        is_ready = "podIP" in pod.get("status", {}) and "deletionTimestamp" not in pod["metadata"]
+        of[labels["cleave.dev/role"]] += is_ready
+    return sum(min(of[role] / size for role, size in sizes.items()) for of in counts.values())
