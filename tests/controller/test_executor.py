@@ -17,7 +17,7 @@ from cleave.controller.actions import (
     Requeue,
     SetFinalizers,
 )
-from cleave.controller.executor import Executor, NotLeadingError, StaleError
+from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
 from cleave.controller.kube import ApiError
 from cleave.controller.metrics import Metrics
 from cleave.pods.labels import Manifest
@@ -77,6 +77,44 @@ async def test_an_apply_is_forced_under_the_operators_name() -> None:
     assert options["content_type"] == "application/apply-patch+yaml"
     assert options["query"] == {"fieldManager": "cleave", "force": "true"}
     assert hands.seen == [POD]
+
+
+def service(uid: str, deployment: str = "chat", applied: str = "x") -> Manifest:
+    meta = {
+        "name": "chat",
+        "namespace": "llm",
+        "labels": {"cleave.dev/deployment": deployment} if deployment else {},
+        "annotations": {"cleave.dev/applied": applied},
+        "ownerReferences": [{"uid": uid}],
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": meta}
+
+
+async def test_what_was_never_seen_is_looked_for_before_it_is_made() -> None:
+    hands = Hands(ApiError(404, "NotFound", "none"), service("u1"))
+    await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
+    assert [method for method, _, _ in hands.server.asked] == ["GET", "PATCH"]
+
+
+async def test_what_is_there_as_it_should_be_is_not_written_again() -> None:
+    hands = Hands(service("u1"))
+    await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
+    assert [method for method, _, _ in hands.server.asked] == ["GET"]
+    assert hands.seen == [service("u1")]
+
+
+@pytest.mark.parametrize("theirs", [service("u9", ""), service("u9", "chat-workers")])
+async def test_what_belongs_to_somebody_else_is_never_taken(theirs: Manifest) -> None:
+    hands = Hands(theirs)
+    with pytest.raises(TakenError, match="Service chat is there already"):
+        await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
+    assert len(hands.server.asked) == 1
+
+
+async def test_pools_by_hand_share_what_one_deployment_would_have() -> None:
+    hands = Hands(service("u9", applied="other"), service("u1"))
+    await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
+    assert [method for method, _, _ in hands.server.asked] == ["GET", "PATCH"]
 
 
 async def test_a_pod_that_was_made_before_is_taken_as_it_is() -> None:

@@ -17,7 +17,7 @@ from cleave.pods.container import UID
 
 ROOT = Path(__file__).parent.parent.parent
 
-APPLIED = {"list", "watch", "create", "patch"}
+APPLIED = {"get", "list", "watch", "create", "patch"}
 RIGHTS = {
     ("cleave.dev", "llmdeployments"): {"list", "watch", "patch"},
     ("cleave.dev", "llmdeployments/status"): {"patch"},
@@ -29,9 +29,9 @@ RIGHTS = {
     ("", "services"): APPLIED,
     ("apps", "deployments"): APPLIED,
     ("policy", "poddisruptionbudgets"): APPLIED,
-    ("networking.k8s.io", "networkpolicies"): {"create", "patch"},
-    ("", "serviceaccounts"): {"create", "patch"},
-    ("rbac.authorization.k8s.io", "rolebindings"): {"create", "patch"},
+    ("networking.k8s.io", "networkpolicies"): {"get", "create", "patch"},
+    ("", "serviceaccounts"): {"get", "create", "patch"},
+    ("rbac.authorization.k8s.io", "rolebindings"): {"get", "create", "patch"},
     ("rbac.authorization.k8s.io", "clusterroles"): {"bind"},
     ("", "events"): {"create"},
 }

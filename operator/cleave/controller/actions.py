@@ -21,6 +21,8 @@ class Apply:
     """Make the object be so, by server-side apply; what is not stated stays another's."""
 
     manifest: Manifest
+    is_new: bool = False
+    """Whether none was seen: one that is there all the same, and is not its owner's, stays."""
 
 
 @dataclass(frozen=True, slots=True)

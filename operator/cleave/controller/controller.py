@@ -9,14 +9,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller import deployment, faulty, instances, inventory, observed, pool
-from cleave.controller.actions import Action, Ask, Delete, Reference, Requeue
+from cleave.controller.actions import Action, Ask, Delete, Emit, Reference, Requeue
 from cleave.controller.deployment import DeploymentView
-from cleave.controller.executor import Executor, NotLeadingError, StaleError
+from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
 from cleave.controller.fleets import Fleets
 from cleave.controller.inventory import Inventory
 from cleave.controller.kube import ApiError
@@ -53,6 +54,7 @@ class Controller:
         self.queue: WorkQueue[Key] = WorkQueue(clock)
         self.desk: Desk[Key] = Desk(self.queue.add)
         self._fleets: Fleets[Key] = fleets or Fleets(clock)
+        self._faults: dict[Key, str] = {}
         self._inventory: tuple[object, Inventory] | None = None
 
     def seen(self, manifest: Manifest) -> None:
@@ -109,6 +111,7 @@ class Controller:
             self.queue.forget(key)
             self.desk.forget(key)
             self._fleets.forget(key)
+            self._faults.pop(key, None)
             self._metrics.reconciled(key.kind, "gone", 0.0)
             return
         try:
@@ -121,10 +124,11 @@ class Controller:
             outcome = "stale"
             log.info("%s %s/%s has changed meanwhile: %s", *key, error)
             self.queue.add_after(key, _STALE_S)
-        except ApiError as error:
+        except (ApiError, TakenError) as error:
             outcome = "failed"
             delay_s = self.queue.failed(key)
             log.warning("%s %s/%s: %s; again in %.1f s", *key, error, delay_s)
+            await self._tell(key, seen, str(error), executor)
         except Exception:
             # A bug of ours in one object's state must not keep the others from being looked at.
             outcome = "failed"
@@ -133,9 +137,19 @@ class Controller:
             outcome = self._follow_up(key, seen, actions)
         self._metrics.reconciled(key.kind, outcome, self._clock() - began)
 
+    async def _tell(self, key: Key, seen: Seen, fault: str, executor: Executor) -> None:
+        """An Event for whoever wonders why nothing happens; one for each fault."""
+        if self._faults.get(key) == fault:
+            return
+        self._faults[key] = fault
+        target = Reference(key.kind, key.namespace, key.name, seen.meta["uid"])
+        with suppress(NotLeadingError):
+            await executor.carry_out([Emit(target, "Failed", fault, is_warning=True)])
+
     def _follow_up(self, key: Key, seen: Seen, actions: list[Action]) -> str:
         """Ask and wait as the reconcile wants; what the reconcile came to, in a word."""
         self.queue.succeeded(key)
+        self._faults.pop(key, None)
         if (pause_s := self._fleets.again_after_s(key)) is not None:
             self.queue.add_after(key, pause_s)
         for action in actions:

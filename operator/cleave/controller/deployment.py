@@ -74,15 +74,17 @@ def reconcile(view: DeploymentView) -> list[Action]:
     decision = placing.decide(
         deployment, view.status, view.inventory, view.outcome, is_limited=_is_limited(view)
     )
-    actions: list[Action] = list(wanted.changed(_fixed(view), deployment, view.children))
+    actions: list[Action] = [] if decision.question is None else [Ask(decision.question)]
     goals: Mapping[Role, InstancePool] = there
     if decision.placement is not None:
         asked = pools(deployment, decision.placement, view.inventory.machines)
         goals = {pool.spec.role: _of_owner(pool, there.get(pool.spec.role)) for pool in asked}
+    # Told first: whatever cannot be made, people learn what there is.
+    actions += told.report(view, decision, goals)
+    actions += wanted.changed(_fixed(view), deployment, view.children)
+    if decision.placement is not None:
         actions += _moved(view, goals)
-    if decision.question is not None:
-        actions.append(Ask(decision.question))
-    return [*actions, *told.report(view, decision, goals)]
+    return actions
 
 
 def _fixed(view: DeploymentView) -> list[Manifest]:
@@ -189,7 +191,7 @@ def _applied(
     if there is not None and there.spec.owner is not ReplicasOwner.PLAN:
         # Whoever owns the number may have changed it since it was seen.
         manifest["metadata"]["resourceVersion"] = there.metadata.resource_version
-    yield Apply(wanted.owned(manifest, owner))
+    yield Apply(wanted.owned(manifest, owner), is_new=there is None)
 
 
 def _deleting(view: DeploymentView) -> Iterator[Action]:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
+from cleave.controller import observed
 from cleave.controller.actions import (
     Action,
     Apply,
@@ -35,7 +36,7 @@ from cleave.controller.kube import (
 )
 from cleave.controller.metrics import Metrics
 from cleave.controller.observed import timestamp
-from cleave.pods.labels import Manifest
+from cleave.pods.labels import DEPLOYMENT, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ Write = Apply | Create | Delete | PatchStatus | SetFinalizers | Emit
 
 _NOT_FOUND = 404
 _CONFLICT = 409
+_SHARED = ("Service", "ServiceAccount", "RoleBinding")
+"""What pools by hand have in common when they belong to one deployment by name."""
 _AT_ONCE = 32
 """Requests under way at a time."""
 
@@ -53,6 +56,10 @@ class NotLeadingError(RuntimeError):
 
 class StaleError(RuntimeError):
     """The object has changed since it was seen; the decision has to be taken anew."""
+
+
+class TakenError(RuntimeError):
+    """Somebody else has an object of the name that this operator wants to make."""
 
 
 class Executor:
@@ -78,7 +85,7 @@ class Executor:
     async def carry_out(self, actions: Iterable[Action]) -> None:
         """Everything that writes, in order; pods are made and deleted side by side.
 
-        Raises ApiError, StaleError or NotLeadingError; what came before has been done.
+        Raises ApiError, StaleError, TakenError or NotLeadingError; what came before has been done.
         """
         writes = [each for each in actions if not isinstance(each, Ask | Requeue)]
         for kind, same in groupby(writes, key=type):
@@ -118,13 +125,36 @@ class Executor:
                 raise StaleError(str(error)) from error
             raise
         self._metrics.actions[name, "done"] += 1
+        if not isinstance(action, PatchStatus | Emit):
+            log.info("%s %s", name, _named(action))
 
     async def _apply(self, action: Apply) -> None:
         manifest = action.manifest
         meta = manifest["metadata"]
+        if action.is_new and await self._is_there(manifest):
+            return
         path = KINDS[manifest["kind"]].path(meta["namespace"], meta["name"])
         query = {"fieldManager": MANAGER, "force": "true"}
         self._seen(await self._write("PATCH", path, manifest, APPLY_PATCH, query))
+
+    async def _is_there(self, manifest: Manifest) -> bool:
+        """Whether it is there as it should be. Raises TakenError when it is somebody else's."""
+        meta, kind = manifest["metadata"], manifest["kind"]
+        try:
+            there = await self._kube.get(kind, meta["namespace"], meta["name"])
+        except ApiError as error:
+            if error.status == _NOT_FOUND:
+                return False
+            raise
+        ours = {owner["uid"] for owner in meta["ownerReferences"]}
+        theirs = {owner["uid"] for owner in there["metadata"].get("ownerReferences", ())}
+        if not (ours & theirs or (kind in _SHARED and _deployment(there) == _deployment(manifest))):
+            raise TakenError(
+                f"{kind} {meta['name']} is there already and belongs to something else; "
+                "delete it, or choose another name"
+            )
+        self._seen(there)
+        return observed.child(there).applied == observed.child(manifest).applied != ""
 
     async def _create(self, action: Create) -> None:
         manifest = action.manifest
@@ -248,3 +278,17 @@ class Executor:
             )
 
         return await persistent(once)
+
+
+def _deployment(manifest: Manifest) -> str | None:
+    """Name of the deployment that it is labelled with."""
+    name: str | None = manifest["metadata"].get("labels", {}).get(DEPLOYMENT)
+    return name
+
+
+def _named(action: Write) -> str:
+    """What it was done to, for the log."""
+    if isinstance(action, Apply | Create):
+        meta = action.manifest["metadata"]
+        return f"{action.manifest['kind']} {meta['namespace']}/{meta['name']}"
+    return f"{action.target.kind} {action.target.namespace}/{action.target.name}"

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from cleave.api.role import Role
 from cleave.controller import instances
 from cleave.controller.instances import Instance
 from cleave.pods.labels import INTERNAL_PORT
@@ -16,7 +17,7 @@ K = TypeVar("K", bound=Hashable)
 
 _OLD_S = 45.0
 _PARTIAL_S = 5.0
-"""How long an answer counts that does not say of every ready instance that its KV path works."""
+"""How long an answer counts that leaves something open, at first; twice as long each time."""
 _FRESH_S = 2.0
 
 AskGateways = Callable[[Collection[str]], Awaitable[Mapping[str, Instance]]]
@@ -27,17 +28,13 @@ class _Told:
     at_s: float
     ready: frozenset[str]
     instances: Mapping[str, Instance]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there is nothing to wait for."""
-        known = self.instances
-        return all(name in known and known[name].kv_path.verified for name in self.ready)
+    tries: int
+    """How many answers in a row have left something open."""
 
     @property
     def valid_s(self) -> float:
         """For how long it counts."""
-        return _OLD_S if self.is_whole else _PARTIAL_S
+        return min(_OLD_S, _PARTIAL_S * 2.0 ** (self.tries - 1)) if self.tries else _OLD_S
 
 
 class Fleets(Generic[K]):
@@ -64,7 +61,7 @@ class Fleets(Generic[K]):
     def again_after_s(self, key: K) -> float | None:
         """When to ask again because the last answer leaves something open; None: it does not."""
         told = self._told.get(key)
-        return None if told is None or told.is_whole else _PARTIAL_S
+        return told.valid_s if told is not None and told.tries else None
 
     async def fresh(self, key: K, gateways: Collection[str]) -> Mapping[str, Instance]:
         """What is true about now."""
@@ -84,8 +81,16 @@ class Fleets(Generic[K]):
             return self.last(key)
         urls = [f"http://{_host(address)}:{INTERNAL_PORT}" for address in gateways]
         found = await self._ask(urls) or self.last(key)
-        self._told[key] = _Told(self._clock(), ready, found)
+        before = self._told.get(key)
+        earlier = before.tries if before and before.ready == ready else 0
+        tries = 0 if all(_is_told(found.get(name)) for name in ready) else min(earlier + 1, 8)
+        self._told[key] = _Told(self._clock(), ready, found, tries)
         return found
+
+
+def _is_told(instance: Instance | None) -> bool:
+    """Whether there is nothing to wait for: it is known, and so is what its KV path is worth."""
+    return instance is not None and (instance.role == Role.MIXED or instance.kv_path.verified)
 
 
 def _host(address: str) -> str:

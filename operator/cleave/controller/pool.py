@@ -91,10 +91,11 @@ def reconcile(view: PoolView) -> list[Action]:
         nodes=f"{view.numbers}/{pool.metadata.generation or 0}",
         last=pool_status.trial(view.status),
     )
-    actions: list[Action] = list(wanted.changed(_fixed(view), pool, view.children))
+    # Told first: whatever cannot be made, people learn what there is.
+    actions: list[Action] = list(pool_status.report(view, fleet, target, limited))
+    actions += wanted.changed(_fixed(view), pool, view.children)
     actions += _buried(view)
     actions += _resized(view, fleet, target, limited)
-    actions += pool_status.report(view, fleet, target, limited)
     if limited.again_after_s is not None:
         actions.append(Requeue(limited.again_after_s))
     return actions

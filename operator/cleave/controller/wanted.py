@@ -63,9 +63,9 @@ def changed(manifests: Sequence[Manifest], owner: Resource, there: Children) -> 
     for manifest in manifests:
         wanted = stamped(owned(manifest, owner))
         child = there.get((wanted["kind"], wanted["metadata"]["name"]))
-        if child is None or (
-            child.applied != wanted["metadata"]["annotations"][APPLIED] and not child.deleting
-        ):
+        if child is None:
+            yield Apply(wanted, is_new=True)
+        elif child.applied != wanted["metadata"]["annotations"][APPLIED] and not child.deleting:
             yield Apply(wanted)
 
 
