@@ -19,6 +19,7 @@ _ROOT = Path(__file__).parent.parent
 _CHART = _ROOT / "charts" / "cleave"
 _CRDS = "files/crds"
 _NAMESPACE = "cleave-system"
+_KUBERNETES = "1.30.0"
 _KEEP = "\n  annotations:\n    helm.sh/resource-policy: keep"
 _TITLE = "# Rendered from charts/cleave by scripts/generate; changes here are lost.\n"
 
@@ -53,13 +54,16 @@ def render(helm: str) -> str:
         [
             *(helm, "template", "cleave", str(_CHART)),
             *("--namespace", _NAMESPACE, "--set", "crds.enabled=false"),
+            # Each helm assumes another version, some one that is older than the chart allows.
+            *("--kube-version", _KUBERNETES),
         ],
         check=True,
         capture_output=True,
         text=True,
         timeout=60,
     ).stdout
-    objects = re.sub(r"(?m)^# Source: .*\n", "", told).strip()
+    # Versions of helm differ in empty lines.
+    objects = re.sub(r"\n+---\n", "\n---\n", re.sub(r"(?m)^# Source: .*\n", "", told)).strip()
     return f"{_TITLE}{_stamp()}\n---\n{_namespace()}{objects}\n"
 
 

@@ -42,7 +42,10 @@ def render(helm: str, chart: Path) -> Render:
     def run(*values: str, namespace: str = "cleave-system", release: str = "cleave") -> Any:
         sets = [part for value in values for part in ("--set", value)]
         told = subprocess.run(
-            [helm, "template", release, str(chart), "--namespace", namespace, *sets],
+            [
+                *(helm, "template", release, str(chart), "--namespace", namespace),
+                *("--kube-version", "1.30.0", *sets),
+            ],
             capture_output=True,
             text=True,
             timeout=60,
