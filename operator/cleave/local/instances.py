@@ -99,7 +99,8 @@ def _pod_reason(pod: PodView) -> str:
 def _kv_path(path: agent_pb2.KvPath) -> str:
     if not path.verified:
         return f"not verified: {path.detail}" if path.detail else "not verified"
-    return f"{path.transport}, verified, {path.transfer_ms:.1f} ms to the first token"
+    speed = f", {path.bytes_per_s / 1e9:.2g} GB/s" if path.bytes_per_s else ""
+    return f"{path.transport}, verified{speed}, {path.transfer_ms:.1f} ms to the first token"
 
 
 def _word(enum_name: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import grpc
 
 from cleave.router.directory import Directory
-from cleave.rpc.discovery import DiscoveryError, find_agents
+from cleave.rpc.discovery import Agents, DiscoveryError
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Fleet:
     """The streams to all agents."""
 
     def __init__(self, source: str, directory: Directory, clock: Callable[[], float]) -> None:
-        self._source = source
+        self._agents = Agents(source)
         self._directory = directory
         self._clock = clock
         self._wanted: frozenset[str] = frozenset()
@@ -61,6 +61,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._agents.close()
 
     async def _poll(self) -> None:
         while True:
@@ -72,7 +73,9 @@ class Fleet:
                 log.warning("agents cannot be looked up: %s", error)
 
     async def _look(self) -> None:
-        self._wanted = await asyncio.wait_for(find_agents(self._source), DISCOVERY_TIMEOUT_S)
+        # Not wait_for: before Python 3.12 it may lose a cancellation, and stop() would never end.
+        async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
+            self._wanted = await self._agents.find()
         for address in self._wanted - self._streams.keys():
             self._streams[address] = asyncio.create_task(self._follow(address))
 

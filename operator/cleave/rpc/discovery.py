@@ -2,12 +2,22 @@
 
 A source is one string, so that it fits an environment variable in a pod:
 `file:PATH` (one host:port a line, read anew at each call; the process kubelet writes it),
+`endpoints:NAMESPACE/SERVICE:PORT` (the EndpointSlices of a Service, asked of the API server),
 `dns:NAME:PORT` (all addresses of a headless Service) or `HOST:PORT[,HOST:PORT...]`.
+
+Gateways ask all the time: for them Agents follows what can be followed. Agents ask until they have
+found one peer: a list now and then is far less work for the API server than a watch in every
+worker, each of which would be sent every change of all others.
 """
 
 import asyncio
 import socket
 from pathlib import Path
+
+from cleave.rpc import endpoints
+from cleave.rpc.apiserver import AccessError, ApiError, find_access
+from cleave.rpc.endpoints import Follower, Service
+from cleave.rpc.http import HttpError
 
 ENV = "CLEAVE_AGENTS"
 """Environment variable with the default source."""
@@ -17,17 +27,79 @@ class DiscoveryError(ValueError):
     """The source cannot be understood."""
 
 
+class Unreachable(OSError):  # noqa: N818 - names the condition
+    """Whoever knows the agents cannot be asked now."""
+
+
+class Agents:
+    """The agents that a source names, for whoever asks all the time."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._follower: Follower | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def find(self) -> frozenset[str]:
+        """Addresses (host:port) known now; the first call begins to follow.
+
+        Raises DiscoveryError on a malformed source, OSError when it cannot be read.
+        """
+        if not self._source.startswith("endpoints:"):
+            return await find_agents(self._source)
+        if self._follower is None or self._task is None:
+            self._follower = Follower(_parse_service(self._source.partition(":")[2]))
+            _check_access()
+            self._task = asyncio.create_task(self._follower.run())
+        elif self._task.done():
+            self._task.result()
+        return self._follower.addresses
+
+    async def close(self) -> None:
+        """Follow no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
 async def find_agents(source: str) -> frozenset[str]:
     """Addresses (host:port) of the agents that `source` names now.
 
-    An absent file and an unknown name mean "none yet". Raises DiscoveryError on a malformed source.
+    An absent file and an unknown name mean "none yet". Raises DiscoveryError on a malformed source,
+    Unreachable when the API server cannot be asked.
     """
     kind, _, rest = source.partition(":")
     if kind == "file":
         return _read(Path(rest))
+    if kind == "endpoints":
+        return await _list(_parse_service(rest))
     if kind == "dns":
         return await _resolve(rest)
     return frozenset(_checked(address.strip()) for address in source.split(",") if address.strip())
+
+
+async def _list(service: Service) -> frozenset[str]:
+    _check_access()
+    try:
+        return await endpoints.list_endpoints(service)
+    except (AccessError, ApiError, HttpError) as error:
+        raise Unreachable(str(error)) from None
+
+
+def _parse_service(text: str) -> Service:
+    """NAMESPACE/SERVICE:PORT."""
+    path, port = _split(text)
+    namespace, _, name = path.partition("/")
+    if not namespace or not name or "/" in name:
+        raise DiscoveryError(f"{text!r} is not NAMESPACE/SERVICE:PORT")
+    return Service(namespace, name, port)
+
+
+def _check_access() -> None:
+    """Raises DiscoveryError where there is no way to an API server at all."""
+    try:
+        find_access()
+    except AccessError as error:
+        raise DiscoveryError(str(error)) from None
 
 
 def _read(path: Path) -> frozenset[str]:

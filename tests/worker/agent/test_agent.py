@@ -69,7 +69,9 @@ def test_two_workers_prove_their_kv_path_and_say_what_they_serve(pair) -> None:
     for agent in pair:
         told = agent.health().registration
         assert told.kv_path.detail == "p-0 -> d-0"
+        assert told.kv_path.transport == "emulated"
         assert told.kv_path.transfer_ms > 0
+        assert told.kv_path.bytes_per_s > 0
         assert told.engine == "emulated"
         assert told.max_model_len > 0
         assert told.kv_block_size == 16

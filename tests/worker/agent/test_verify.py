@@ -7,7 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from cleave_worker.agent import http, verify
-from cleave_worker.agent.verify import Endpoint, TransferError, random_prompt, verify_transfer
+from cleave_worker.agent.verify import (
+    Endpoint,
+    Transfer,
+    TransferError,
+    random_prompt,
+    verify_transfer,
+)
 
 P = Endpoint("p", "http://p", "boot-p", 2048)
 D = Endpoint("d", "http://d", "boot-d", 512)
@@ -22,8 +28,12 @@ class Engines:
         self.decoded: Callable[[str], str] = lambda right: right
         self.status = 200
         self.stream_end = "data: [DONE]\n\n"
+        self.tells = True
+        self.pulled_bytes = iter([1e6, 5e6, 9e6, 13e6, 17e6, 21e6])
 
     async def request(self, method, url, payload=None, *, seconds, headers=None) -> http.Answer:
+        if method == "GET":
+            return http.Answer(200, self.metrics(), 1.0)
         self.asked.append((url, payload, headers or {}))
         right = payload["prompt"][:4]
         if url.startswith("http://d"):
@@ -35,6 +45,18 @@ class Engines:
         content = {"choices": [{"text": right}], "kv_transfer_params": self.hand_off}
         return http.Answer(200, json.dumps(content).encode(), 1.0)
 
+    def metrics(self) -> bytes:
+        """Of a decode engine that pulls 2 MB/s."""
+        if not self.tells:
+            return b""
+        pulled = next(self.pulled_bytes)
+        labels = '{engine="0",model_name="m m"}'
+        return (
+            f"vllm:nixl_bytes_transferred_count{labels} 7\n"
+            f"vllm:nixl_bytes_transferred_sum{labels} {pulled}\n"
+            f"vllm:nixl_xfer_time_seconds_sum{labels} {pulled / 2e6}\n"
+        ).encode()
+
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
@@ -43,12 +65,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     return both
 
 
-async def run() -> float:
+async def run() -> Transfer:
     return await verify_transfer(P, D, "m", seconds=1, random_words=random.Random(7))
 
 
-async def test_equal_tokens_pass_and_the_first_token_is_timed(engines: Engines) -> None:
-    assert await run() == 12.5
+async def test_equal_tokens_pass_and_the_hand_off_is_measured(engines: Engines) -> None:
+    assert await run() == Transfer(12.5, 2e6)
     reference, prefill, decode = engines.asked
     assert reference[1]["prompt"] == prefill[1]["prompt"] == decode[1]["prompt"]
     assert prefill[1]["max_tokens"] == 1
@@ -68,7 +90,14 @@ async def test_wrong_tokens_every_time_fail(engines: Engines) -> None:
 async def test_one_match_after_a_near_tie_passes(engines: Engines) -> None:
     answers = iter(["nope", None])
     engines.decoded = lambda right: next(answers) or right
-    assert await run() == 12.5
+    assert await run() == Transfer(12.5, 2e6)
+
+
+async def test_an_engine_that_does_not_say_what_it_pulled_passes_without_a_rate(
+    engines: Engines,
+) -> None:
+    engines.tells = False
+    assert await run() == Transfer(12.5, 0.0)
 
 
 async def test_a_hand_off_of_an_earlier_boot_fails(engines: Engines) -> None:

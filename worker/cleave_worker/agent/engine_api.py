@@ -1,15 +1,26 @@
-"""What the agent asks its own engine over HTTP: is it well, and what is it.
+"""What the agent asks engines over HTTP, beside completions: how they are, what they have done.
 
-Used by the supervisor. vLLM and the emulated engine answer alike.
+Used by the supervisor and the KV test. vLLM and the emulated engine answer alike.
 """
 
 import json
 import re
+from dataclasses import dataclass
 
 from cleave_worker.agent import http
 from cleave_worker.agent.instance import EngineFacts
 
 _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
+_PULLED_BYTES = re.compile(rb"^vllm:nixl_bytes_transferred_sum\b.* (\S+)$", re.MULTILINE)
+_PULL_SECONDS = re.compile(rb"^vllm:nixl_xfer_time_seconds_sum\b.* (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """KV that an engine has pulled from others since it started."""
+
+    num_bytes: float
+    seconds: float
 
 
 async def fault(url: str, seconds: float) -> str:
@@ -34,6 +45,16 @@ async def facts(url: str, engine: str, block_size: int, seconds: float) -> Engin
         max_model_len=int(first.get("max_model_len") or 0),
         kv_block_size=int(told.group(1)) if told else block_size,
     )
+
+
+async def pulled(url: str, seconds: float) -> Pulled:
+    """What the engine has pulled so far; zeros when it does not tell. Raises HttpError."""
+    metrics = await http.request("GET", f"{url}/metrics", seconds=seconds)
+    return Pulled(_sum(_PULLED_BYTES, metrics.body), _sum(_PULL_SECONDS, metrics.body))
+
+
+def _sum(pattern: re.Pattern[bytes], metrics: bytes) -> float:
+    return sum(float(value) for value in pattern.findall(metrics))
 
 
 async def _json(url: str, seconds: float) -> dict[str, object]:

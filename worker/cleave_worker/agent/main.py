@@ -4,13 +4,14 @@ Exit codes: 0 drained; 2 bad usage or cores that another engine holds; 1 anythin
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from cleave.metrics import core_locks
-from cleave.rpc.discovery import DiscoveryError, find_agents
+from cleave.rpc.discovery import DiscoveryError, Unreachable, find_agents
 from cleave_worker.agent import cores, warden
 from cleave_worker.agent.agent import Agent
 from cleave_worker.agent.config import AgentConfig, parse
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(config: AgentConfig, taken: tuple[int, ...], gpu: bool) -> int:
     # A malformed source is bad usage, and better said now than after the model has loaded.
-    await find_agents(config.peers)
+    with contextlib.suppress(Unreachable):
+        await find_agents(config.peers)
     return await Agent(config, taken, gpu).run()
 
 

@@ -1,12 +1,14 @@
 """Other workers that a KV test could run with.
 
 Used by proof.py. What is hard: with 64 workers starting at once, asking everybody would be 4,000
-calls, so agents are asked a few at a time in random order until one suits.
+calls, so agents are asked a few at a time in random order until one suits; and the API server,
+where it is what knows the addresses, is asked every few seconds only.
 """
 
 import asyncio
+import math
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -16,6 +18,8 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _ASKED_AT_ONCE = 4
 _CALL_SECONDS = 2.0
+_LIST_SECONDS = 3.0
+"""Between two lists of addresses from an API server."""
 _ANSWERING = (agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY)
 _COUNTERPARTS = {
     agent_pb2.ROLE_PREFILL: {agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED},
@@ -49,12 +53,31 @@ def suits(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
     )
 
 
-async def look(source: str, own: agent_pb2.Registration, own_address: str) -> Sight:
-    """Find a peer of `own` among the agents that `source` names. Raises DiscoveryError."""
-    addresses = list(await find_agents(source) - {own_address})
-    random.shuffle(addresses)
+class Addresses:
+    """The addresses that a source names, without one's own."""
+
+    def __init__(self, source: str, own: str) -> None:
+        self._source = source
+        self._own = own
+        self._interval_s = _LIST_SECONDS if source.startswith("endpoints:") else 0.0
+        self._listed_at = -math.inf
+        self._known: frozenset[str] = frozenset()
+
+    async def find(self) -> frozenset[str]:
+        """What is known, not older than a few seconds. Raises DiscoveryError, OSError."""
+        now = asyncio.get_running_loop().time()
+        if now - self._listed_at >= self._interval_s:
+            # Counted from the attempt: a server that is away is not asked more often.
+            self._listed_at = now
+            self._known = await find_agents(self._source) - {self._own}
+        return self._known
+
+
+async def look(addresses: Collection[str], own: agent_pb2.Registration) -> Sight:
+    """Find a peer of `own` among the agents at these addresses."""
+    shuffled = random.sample(tuple(addresses), len(addresses))
     starting = False
-    for some in _batches(addresses, _ASKED_AT_ONCE):
+    for some in _batches(shuffled, _ASKED_AT_ONCE):
         found = await asyncio.gather(*(ask(address) for address in some))
         suiting = [other for other in found if other and suits(own, other)]
         for other in suiting:

@@ -12,12 +12,14 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from cleave.rpc.discovery import DiscoveryError
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent import peers
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.launch import has_gpu
 from cleave_worker.agent.verify import Endpoint, TransferError, verify_transfer
 
 _log = logging.getLogger(__name__)
@@ -67,18 +69,27 @@ async def _attempt(instance: Instance, peer: agent_pb2.Registration, test: Test)
         _log.warning(reason)
         instance.verification_failed(reason)
         return False
-    _log.info("KV path verified: %s, %.1f ms", kv_path.detail, kv_path.transfer_ms)
+    _log.info(
+        "KV path verified: %s, %s, %.1f ms, %.3f GB/s",
+        kv_path.detail,
+        kv_path.transport,
+        kv_path.transfer_ms,
+        kv_path.bytes_per_s / 1e9,
+    )
     instance.verified(kv_path)
     return True
 
 
 def _looker(config: AgentConfig, instance: Instance) -> Look:
+    addresses = peers.Addresses(config.peers, config.address)
+
     async def look() -> peers.Sight:
         try:
-            return await peers.look(config.peers, instance.registration(), config.address)
-        except DiscoveryError as error:
+            known = await addresses.find()
+        except (DiscoveryError, OSError) as error:
             _log.error("cannot look for peers: %s", error)
             return peers.Sight()
+        return await peers.look(known, instance.registration())
 
     return look
 
@@ -86,11 +97,11 @@ def _looker(config: AgentConfig, instance: Instance) -> Look:
 def _tester(config: AgentConfig, instance: Instance) -> Test:
     # System randomness: two workers that start together must not invent the same prompts.
     words = random.SystemRandom()
-    transport = "nixl" if config.engine == "vllm" else "emulated"
+    transport = _name_transport(config)
 
     async def test(peer: agent_pb2.Registration) -> agent_pb2.KvPath:
         prefill, decode = direction(instance.registration(), peer)
-        first_ms = await verify_transfer(
+        transfer = await verify_transfer(
             _endpoint(prefill),
             _endpoint(decode),
             config.served_model_name,
@@ -100,11 +111,25 @@ def _tester(config: AgentConfig, instance: Instance) -> Test:
         return agent_pb2.KvPath(
             verified=True,
             transport=transport,
-            transfer_ms=first_ms,
+            transfer_ms=transfer.first_token_ms,
+            bytes_per_s=transfer.bytes_per_s,
             detail=f"{prefill.instance} -> {decode.instance}",
         )
 
     return test
+
+
+def _name_transport(config: AgentConfig) -> str:
+    """What moves the KV, as far as this container's devices tell; its speed is measured.
+
+    Without RDMA a GPU's KV may go over NVLink or TCP, which only the speed tells apart; without a
+    GPU what is left is TCP, or shared memory between engines of one machine.
+    """
+    if config.engine != "vllm":
+        return "emulated"
+    if any(Path("/dev/infiniband").glob("uverbs*")):
+        return "nixl over rdma"
+    return "nixl" if has_gpu() else "nixl over tcp"
 
 
 def direction(

@@ -13,7 +13,8 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cleave_worker.agent import http
+from cleave_worker.agent import engine_api, http
+from cleave_worker.agent.engine_api import Pulled
 
 _TOKENS = 4
 _TRIES = 3
@@ -44,27 +45,41 @@ class Endpoint:
     """Tokens; 0: unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How a good hand-off went."""
+
+    first_token_ms: float
+    """From the decode request to its first token, transfer included."""
+    bytes_per_s: float
+    """What the decode engine pulled, over the time it took; 0: it does not tell."""
+
+
 async def verify_transfer(
     prefill: Endpoint, decode: Endpoint, model: str, *, seconds: float, random_words: random.Random
-) -> float:
-    """Test one direction; each request gets `seconds`.
-
-    Returns milliseconds from the decode request to its first token, transfer included.
-    Raises TransferError.
-    """
+) -> Transfer:
+    """Test one direction; each request gets `seconds`. Raises TransferError."""
     wrong = ""
     for _ in range(_TRIES):
         prompt = random_prompt(random_words, _prompt_characters(prefill, decode))
         try:
             expected = await _complete(prefill, model, prompt, seconds)
             hand_off = await _prefill(prefill, model, prompt, seconds)
+            before = await engine_api.pulled(decode.url, seconds)
             answer, first_ms = await _decode(decode, model, prompt, hand_off, seconds)
+            after = await engine_api.pulled(decode.url, seconds)
         except http.HttpError as error:
             raise TransferError(str(error)) from error
         if answer == expected:
-            return first_ms
+            return Transfer(first_ms, _rate(before, after))
         wrong = f"{decode.instance} continued a prompt of {prefill.instance} with other tokens"
     raise TransferError(f"{wrong}, {_TRIES} times of {_TRIES}")
+
+
+def _rate(before: Pulled, after: Pulled) -> float:
+    """Bytes per second of what was pulled in between; others' transfers are as good a measure."""
+    seconds = after.seconds - before.seconds
+    return (after.num_bytes - before.num_bytes) / seconds if seconds > 0 else 0.0
 
 
 def random_prompt(random_words: random.Random, characters: int) -> str:

@@ -205,12 +205,15 @@ class KvPath(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
     verified: _builtins.bool
     transport: _builtins.str
-    """"nixl", "emulated" """
+    """"nixl over rdma", "nixl over tcp", "nixl", "emulated" """
     transfer_ms: _builtins.float
     """decode request of the test, to its first token"""
     detail: _builtins.str
+    bytes_per_s: _builtins.float
+    """bytes that the decode engine pulled / seconds it took; 0: not told"""
     def __init__(
         self,
         *,
@@ -218,10 +221,11 @@ class KvPath(_message.Message):
         transport: _builtins.str = ...,
         transfer_ms: _builtins.float = ...,
         detail: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "transfer_ms", b"transfer_ms", "transport", b"transport", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "detail", b"detail", "transfer_ms", b"transfer_ms", "transport", b"transport", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,106 @@
+"""Parts of a real cluster fail while clients are served: what they may notice of it."""
+
+import time
+
+import pytest
+from test_cluster_operator import READY_S, Chat, chat, condition, installed, message, nodes
+
+from cluster.cluster import Cluster, wait_until
+from cluster.control_plane import ControlPlane
+from cluster.load import Load
+from cluster.nodes import Nodes
+
+__all__ = ["chat", "installed", "nodes"]
+
+pytestmark = pytest.mark.timeout(300)
+
+AWAY_S = 10
+
+
+@pytest.fixture
+def control_plane(installed: Cluster) -> ControlPlane:
+    if installed.control_plane is None:
+        pytest.skip("needs a control plane that a test may break")
+    return installed.control_plane
+
+
+def gateways(chat: Chat) -> list[dict]:
+    """Gateway pods that are meant to stay."""
+    pods = chat.cluster.list("pods", chat.namespace, "cleave.dev/component=gateway")
+    return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
+
+def names(pods: list[dict]) -> set[str]:
+    return {pod["metadata"]["name"] for pod in pods}
+
+
+def test_requests_go_on_while_the_api_server_is_away(
+    chat: Chat,
+    control_plane: ControlPlane,
+) -> None:
+    with Load(chat.address, "chat") as load:
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        control_plane.kill_api_server()
+        time.sleep(AWAY_S)
+        during = load.answered
+        control_plane.start_api_server()
+        wait_until(lambda: load.answered > during + 20, 30, "answers after its return")
+    assert load.failures == []
+    wait_until(chat.is_ready, READY_S, "the operator has found its way back")
+
+
+def test_a_gateway_that_is_deleted_loses_no_request(chat: Chat) -> None:
+    before = names(gateways(chat))
+    assert len(before) >= 2
+    with Load(chat.address, "chat") as load:
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        for name in sorted(before):
+            chat.cluster.kubectl("delete", "pod", name, "-n", chat.namespace, "--wait=false")
+            wait_until(lambda: len(ready(gateways(chat))) >= 2, 60, "another one is ready")
+        after = load.answered
+        wait_until(lambda: load.answered > after + 20, 30, "the new ones answer")
+    assert load.failures == []
+
+
+def test_workers_that_are_deleted_one_by_one_lose_no_request(chat: Chat) -> None:
+    before = names(chat.workers())
+    with Load(chat.address, "chat") as load:
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        for name in sorted(before):
+            chat.cluster.kubectl("delete", "pod", name, "-n", chat.namespace, "--wait=false")
+            wait_until(
+                lambda gone=name: gone not in names(chat.workers()) and chat.is_ready(),
+                60,
+                "another one takes its place",
+            )
+    assert load.failures == []
+
+
+def test_a_killed_worker_is_restarted_and_the_others_serve_meanwhile(
+    chat: Chat,
+    nodes: Nodes,
+) -> None:
+    victim = chat.workers("decode")[0]["metadata"]["name"]
+    with Load(chat.address, "chat", users=2) as load:
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        nodes.kill(victim)
+        killed = load.answered
+        wait_until(lambda: load.answered > killed + 50, 30, "the others answer")
+    # A stream whose engine died in its middle may break; nothing that began afterwards.
+    assert len(load.failures) <= 2
+    wait_until(chat.is_ready, READY_S, "it is back")
+
+
+def test_the_kv_path_is_told_as_it_was_measured(chat: Chat) -> None:
+    wait_until(lambda: condition(chat.deployment, "KVPathVerified") == "True", 60, "it is verified")
+    told = message(chat.deployment, "KVPathVerified")
+    assert told.startswith("emulated, ")
+    assert "GB/s" in told
+
+
+def ready(pods: list[dict]) -> list[dict]:
+    return [pod for pod in pods if _is_ready(pod)]
+
+
+def _is_ready(pod: dict) -> bool:
+    return condition(pod, "Ready") == "True"

@@ -1,0 +1,19 @@
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SOURCES = Path(__file__).parents[3] / "benchmarks" / "operator"
+
+
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SOURCES))
+    return importlib.import_module("trial")
+
+
+@pytest.fixture
+def subject(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SOURCES))
+    return importlib.import_module("subject")
