@@ -12,6 +12,8 @@ from cleave.perf.kv_transfer import kv_transfer
 from cleave.simulator.fleet import Batching, Engine, Transfer
 
 NETWORK_GBPS = 200.0
+SHORT_TOKENS = 500
+"""Context of which a full KV cache makes the largest batch that passes are fitted for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,6 @@ def worker(name: str, gpu: str, tensor: int) -> Worker:
         f"{name}, TP {tensor} on {gpu}",
         tensor,
         estimate,
-        fit_timing(estimate.timing),
+        fit_timing(estimate.timing, min(256, estimate.kv_capacity_tokens // SHORT_TOKENS)),
         Transfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms),
     )

@@ -26,6 +26,7 @@ COMPARED = (
     Dispatch.ROUND_ROBIN,
     Dispatch.LEAST_REQUESTS,
     Dispatch.LEAST_PENDING,
+    Dispatch.SHORTEST_WAIT,
     Dispatch.POWER_OF_TWO,
     Dispatch.LEAST_HEAVY,
     Dispatch.BEST_FIT,

@@ -123,7 +123,7 @@ class Reference:
             return best, decode
         if best is None:
             return None, whole
-        if whole and whole.prompt_book < best.prompt_book + best.turn * RECENCY - 1.0:
+        if whole and whole.prompt_book < best.prompt_book - 1.0:
             return None, whole
         return best, decode
 

@@ -16,6 +16,50 @@ def estimate_pending(own: float, reported: float, own_at_report: float) -> float
     return own + max(reported - own_at_report, 0.0)
 
 
+NOMINAL_TOKEN_MS = 0.1
+"""Of a prompt, before anything is learnt."""
+NOMINAL_TOKENS = 2_000.0
+"""How much that counts beside what is learnt."""
+FADING = 1 - 1 / 200
+"""About the last 200 prompts count."""
+
+
+def predict_end_ms(pending: float, since_ms: float, token_ms: float, tie: float) -> float:
+    """When a queue of `pending` prompt tokens is through, in ms of some clock; without one: `tie`.
+
+    `since_ms`: when its first prompt began, which is when the one before it was answered. Times of
+    one clock compare as what is left of the work does, without looking at the clock.
+    """
+    return tie if pending < 0.5 else since_ms + pending * token_ms
+
+
+class Queue:
+    """How fast an instance computes prompts, and since when it is at the first in its queue.
+
+    What is hard: a prompt that is half computed still counts in full in the books, which makes
+    pending tokens choose a third worse than the remaining work would (benchmarks/dispatch). What
+    has passed since the last answer tells how much of it is done.
+    """
+
+    __slots__ = ("_learnt_ms", "_learnt_tokens", "since_ms")
+
+    def __init__(self) -> None:
+        self.since_ms = 0.0
+        self._learnt_ms = NOMINAL_TOKEN_MS * NOMINAL_TOKENS
+        self._learnt_tokens = NOMINAL_TOKENS
+
+    @property
+    def token_ms(self) -> float:
+        """Time for a token of a prompt."""
+        return self._learnt_ms / self._learnt_tokens
+
+    def answer(self, tokens: float, now_ms: float) -> None:
+        """A prompt of that many tokens was answered; the next one begins."""
+        self._learnt_ms = self._learnt_ms * FADING + now_ms - self.since_ms
+        self._learnt_tokens = self._learnt_tokens * FADING + tokens
+        self.since_ms = now_ms
+
+
 class Book:
     """Tokens outstanding at one instance in one phase. All amounts in tokens."""
 

@@ -34,6 +34,9 @@ STALE = 1e9
 class Policy(Enum):
     """How a deployment's requests are spread, by the names users know."""
 
+    SHORTEST_WAIT = "ShortestWait"
+    """Prompts where the queue is predicted to be through first (`books.Queue`), decoding at the
+    least tokens held."""
     PENDING_TOKENS = "PendingTokens"
     """Least tokens that wait or are held."""
     ROUND_ROBIN = "RoundRobin"
@@ -127,16 +130,16 @@ def choose_pair(
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) for a request that may be split; (NONE, slot): both phases there.
 
-    All in tokens, of equal length or empty when all are closed: `prefill` over prefill instances,
+    All of equal length or empty when all are closed: `prefill` over prefill instances,
     `decode` over all that decode, `mixed` over mixed instances serving a whole request,
-    `pending_prompt` over all of them, without masks.
+    `pending_prompt` over all of them, in tokens and without masks.
     """
     first = find_least(prefill)
     second = find_least(decode) if first != NONE else NONE
     whole = find_least(mixed)
     if first == NONE or second == NONE or whole == NONE:
         return (first, second) if second != NONE else (NONE, whole)
-    if serves_whole(prefill[first], decode[second], pending_prompt[whole]):
+    if serves_whole(pending_prompt[first], decode[second], pending_prompt[whole]):
         return NONE, whole
     return first, second
 

@@ -8,6 +8,7 @@ can never meet a decode of the other.
 import numpy as np
 
 from cleave.policy.affinity import to_key
+from cleave.policy.books import predict_end_ms
 from cleave.policy.dispatch import RECENCY, STALE, Policy, Scores, weigh
 from cleave.router.instance import Contact, Instance
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
@@ -98,7 +99,14 @@ class Board:
         self.pending_prompt[slot] = prompt + doubt
         by_prompt, by_all = self._uses[slot]
         policy = self._policy
-        if policy is Policy.ROUND_ROBIN:
+        if policy is Policy.SHORTEST_WAIT:
+            tie = instance.last_turn * RECENCY
+            queue = ledger.queue
+            first = predict_end_ms(prompt, queue.since_ms, queue.token_ms, tie)
+            # Far above what a clock may show as well.
+            first += doubt * doubt
+            total = prompt + doubt + tie + ledger.resident.pending
+        elif policy is Policy.ROUND_ROBIN:
             first = total = doubt + instance.last_turn
         elif policy is Policy.LEAST_REQUESTS:
             here = ledger.requests + ledger.others

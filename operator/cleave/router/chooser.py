@@ -25,6 +25,7 @@ from cleave.policy.dispatch import (
 )
 from cleave.policy.packing import (
     Packing,
+    find_left,
     find_norm,
     find_peak_after,
     find_saved_ms,
@@ -193,7 +194,7 @@ class Chooser:
                 spare_ms = find_saved_ms(made + 1, decoding_ms, packing.tpot_ms, packing.theta)
                 saved_ms = min(saved_ms, spare_ms)
             held[at] = entry.prompt_tokens + made
-            left[at] = max(entry.output_tokens - made, 1.0)
+            left[at] = find_left(entry.output_tokens, made)
         if prompt and saved_ms < np.inf:
             pending = instance.ledger.prompt.pending
             if find_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < wish.prompt_tokens:
@@ -201,7 +202,7 @@ class Chooser:
         held[-1], left[-1] = wish.prompt_tokens, wish.output_tokens
         stated = instance.registration
         capacity = stated.kv_blocks_total * stated.kv_block_size
-        return find_peak_after(held, left) <= capacity
+        return find_peak_after(held, left) <= packing.theta * capacity
 
 
 @dataclass(slots=True)
@@ -217,5 +218,5 @@ class Uses:
         return Uses(*(close_slots(each, slots) for each in (self.prefill, self.decode, self.mixed)))
 
 
-_BY_SCORE = (Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
+_BY_SCORE = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
 _DRAWN = (Policy.RANDOM, Policy.POWER_OF_TWO)

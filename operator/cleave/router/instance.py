@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from cleave.policy.books import Book, estimate_pending
+from cleave.policy.books import Book, Queue, estimate_pending
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -51,11 +51,13 @@ class Entry(Protocol):
 class Ledger:
     """What this router has sent to one boot of an engine."""
 
-    __slots__ = ("context", "heavy", "others", "prompt", "requests", "resident", "running")
+    __slots__ = ("context", "heavy", "others", "prompt", "queue", "requests", "resident", "running")
 
     def __init__(self) -> None:
         self.prompt = Book()
         """Prompt tokens that are not computed yet."""
+        self.queue = Queue()
+        """How they get on."""
         self.resident = Book()
         """Tokens that hold KV blocks of requests being decoded."""
         self.requests = 0

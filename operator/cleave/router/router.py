@@ -178,9 +178,11 @@ class Router:
         entry = pick._prefill_entry
         if entry is not None and phase is not Phase.DECODE:
             pick._prefill_entry = None
-            pick.decoding_since = self._clock()
+            now = pick.decoding_since = self._clock()
             instance, ledger, tokens = entry
             ledger.prompt.close(tokens)
+            if phase is Phase.PREFILL:
+                ledger.queue.answer(tokens, now * 1000)
             if pick.prefill is not None:
                 ledger.requests -= 1
             self._refresh(instance, ledger)
@@ -309,6 +311,8 @@ class Router:
         if wish.hashes:
             todo = max(todo - self._chooser.count_cached(first, wish), 0)
             self._chooser.note_prompt(first, decode, wish)
+        if first.ledger.prompt.pending < 1.0:
+            first.ledger.queue.since_ms = self._clock() * 1000
         first.ledger.prompt.enter(todo)
         pick._prefill_entry = (first, first.ledger, todo)
         resident = pick.prompt_tokens + pick.output_tokens

@@ -17,6 +17,7 @@ from cleave.policy.dispatch import (
     serves_whole,
 )
 from cleave.policy.packing import (
+    find_left,
     find_norm,
     find_saved_ms,
     find_spare_context,
@@ -34,7 +35,11 @@ _SHORTEST_STEP_MS = 1e-3
 def choose(state: State, r: int) -> tuple[int, int]:
     """(prefill, decode) instance of a request; NONE: a phase not needed, or done by the other."""
     count = state.num_instances
-    by_score = state.dispatch == Dispatch.LEAST_PENDING or state.dispatch == Dispatch.LEAST_REQUESTS
+    by_score = (
+        state.dispatch == Dispatch.SHORTEST_WAIT
+        or state.dispatch == Dispatch.LEAST_PENDING
+        or state.dispatch == Dispatch.LEAST_REQUESTS
+    )
     if state.has_prefill and state.has_decode and by_score:
         return choose_pair(
             scores(state, 0, count),
@@ -143,11 +148,11 @@ def _keeps_running(state: State, i: int, r: int, prompt: bool) -> bool:
         made = 0
         if not math.isnan(request.decode_start):
             decoding_ms = state.now - request.decode_start
-            made = int(decoding_ms / step_ms)
+            made = request.made if request.preemptions else int(decoding_ms / step_ms)
             spare_ms = find_saved_ms(made + 1, decoding_ms, state.tpot, state.theta)
             saved_ms = min(saved_ms, spare_ms)
         held[at] = request.prompt + made
-        left[at] = max(request.predicted - made, 1)
+        left[at] = int(find_left(request.predicted, made))
         at += 1
         other = request.later
     room = find_spare_prompt(inst.prompt_book, state.k1, state.c1, saved_ms)
@@ -155,4 +160,4 @@ def _keeps_running(state: State, i: int, r: int, prompt: bool) -> bool:
         return False
     held[at] = new.prompt
     left[at] = new.predicted
-    return find_peak(held, left) <= inst.blocks * inst.block
+    return find_peak(held, left) <= state.theta * inst.blocks * inst.block

@@ -50,6 +50,8 @@ class Dispatch(IntEnum):
     """TetriInfer (section 3.3.4): decoding as `policy.dispatch.find_lightest` says."""
     BEST_FIT = 7
     """Aladdin (section 4.2): decoding at the fullest instance that keeps all promises."""
+    SHORTEST_WAIT = 8
+    """Prompts where the queue is predicted to be through first (`policy.books.Queue`)."""
 
 
 @dataclass(frozen=True, slots=True)

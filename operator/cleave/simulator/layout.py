@@ -60,8 +60,10 @@ INSTANCE = _dtype(
     # The engine, constant:
     "prompt_step prompt_square hop hop_token "
     # next, wake: of its next event and of an idle slot; link: when its transfers are through;
-    # prompt_book, resident_book: what the router counts, in tokens; kv_at, kv_area: integral.
-    "next wake link prompt_book resident_book context_book turn kv_at kv_area busy",
+    # prompt_book, resident_book: what the router counts, in tokens;
+    # since, learnt_ms, learnt_tokens: its `policy.books.Queue`; kv_at, kv_area: integral.
+    "next wake link prompt_book resident_book context_book since learnt_ms learnt_tokens turn "
+    "kv_at kv_area busy",
     # requests: placed and not over; heavy: those that decode there with long outputs, of `booked`;
     # booked_first: the list of these.
     "requests heavy booked booked_first "

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.policy.books import NOMINAL_TOKEN_MS, NOMINAL_TOKENS
 from cleave.simulator import layout
 from cleave.simulator.checks import check_engine, check_fleet
 from cleave.simulator.errors import SimulationError
@@ -102,6 +103,8 @@ def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> layout.Record
         "stages": timing.stages,
         "partial": layout.NONE,
         "booked_first": layout.NONE,
+        "learnt_ms": NOMINAL_TOKENS * NOMINAL_TOKEN_MS,
+        "learnt_tokens": NOMINAL_TOKENS,
     }
     values["prompt_table"], values["prompt_points"] = prompt
     values["decode_table"], values["decode_points"] = decode

@@ -5,6 +5,7 @@ computed, so the books are kept here as `cleave.router` keeps them: prompt token
 is answered, prompt and output tokens of what decodes until it ends.
 """
 
+from cleave.policy.books import FADING, predict_end_ms
 from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, RECENCY, weigh
 from cleave.policy.packing import weigh_context
 from cleave.simulator.choosing import choose, choose_short
@@ -100,6 +101,8 @@ def _enter(state: State, r: int) -> None:
     i = request.prefill if request.prefill != NONE else request.decode
     if state.has_prefill:
         inst = instance_at(state, i)
+        if inst.prompt_book == 0:
+            inst.since = state.now
         inst.prompt_book += request.prompt
         inst.turn = state.turn
         if request.prefill != NONE:
@@ -137,6 +140,9 @@ def close_prompt(state: State, r: int) -> None:
     i = request.prefill if request.prefill != NONE else request.decode
     inst = instance_at(state, i)
     inst.prompt_book -= request.prompt
+    inst.learnt_ms = inst.learnt_ms * FADING + state.now - inst.since
+    inst.learnt_tokens = inst.learnt_tokens * FADING + request.prompt
+    inst.since = state.now
     if request.prefill != NONE:
         inst.requests -= 1
     _score(state, i)
@@ -171,7 +177,10 @@ def _score(state: State, i: int) -> None:
     score_at(state, 3 * count + i).value = inst.prompt_book
     first = inst.prompt_book + tie
     total = inst.prompt_book + inst.resident_book + tie
-    if state.dispatch == Dispatch.LEAST_REQUESTS:
+    if state.dispatch == Dispatch.SHORTEST_WAIT:
+        token_ms = inst.learnt_ms / inst.learnt_tokens
+        first = predict_end_ms(inst.prompt_book, inst.since, token_ms, tie)
+    elif state.dispatch == Dispatch.LEAST_REQUESTS:
         first = total = inst.requests + tie
     if inst.role == PREFILL:
         score_at(state, i).value = first
