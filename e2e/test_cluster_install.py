@@ -189,6 +189,23 @@ def test_the_plain_manifests_are_taken_too(release: Cluster) -> None:
                     input=yaml.safe_dump_all(documents))  # fmt: skip
 
 
+def test_an_operator_of_one_namespace_serves_it_with_rights_there_alone(
+    release: Cluster, namespace: str
+) -> None:
+    helm(release, "upgrade", "--set", f"operator.namespaces={{{namespace}}}")
+    try:
+        account = release.control_plane.service_account(HOME, "cleave-operator")
+        with pytest.raises(CommandError, match="forbidden"):
+            release.kubectl("get", "pods", "-n", "default", kubeconfig=account)
+        release.apply(deployment(engine={"type": "Emulated"}), namespace=namespace)
+        release.kubectl(
+            *("wait", "llmd/asked", "--for=condition=Ready", "-n", namespace, "--timeout=60s")
+        )
+        release.kubectl("delete", "llmd", "asked", "-n", namespace, "--timeout=60s")
+    finally:
+        helm(release, "upgrade")
+
+
 def test_an_uninstall_leaves_the_crds_and_a_later_install_takes_them_again(
     release: Cluster, namespace: str
 ) -> None:
