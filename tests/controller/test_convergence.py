@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cleave.controller.actions import Action, Create, Delete, PlanOutcome
 from cleave.controller.controller import Controller
 from cleave.controller.fleets import Fleets
+from cleave.controller.kube import ApiError
 from cleave.controller.metrics import Metrics
 from cleave.controller.settings import Settings
 from cleave.controller.store import Key
@@ -340,6 +341,32 @@ def happen(here: World, rng: random.Random) -> None:
             cluster.run_gateways()
     here.deliver(rng.randint(0, len(here.late)))
     here.turn()
+
+
+def test_what_cannot_be_made_is_told_until_it_can() -> None:
+    here = world()
+    real, refused = here.cluster.do, ApiError(403, "Forbidden", "exceeded quota: 3 pods")
+
+    def refuse(actions: Iterable[Action]) -> Any:
+        for action in actions:
+            if isinstance(action, Create):
+                raise refused
+            yield from real([action])
+
+    here.cluster.do = refuse  # type: ignore[method-assign,assignment]
+    for _ in range(6):
+        here.cluster.now_s += 60
+        here.deliver()
+        here.resync()
+        here.turn()
+    degraded = condition(here.cluster, "Degraded")
+    assert degraded["reason"] == "Failed"
+    assert "exceeded quota" in degraded["message"]
+    # Once for each pool, and once for the deployment.
+    assert len([each for each in here.cluster.events if each.reason == "Failed"]) == 3
+    here.cluster.do = real  # type: ignore[method-assign]
+    here.converge()
+    assert condition(here.cluster, "Degraded")["status"] == "False"
 
 
 def test_events_that_are_late_cause_no_second_pods() -> None:

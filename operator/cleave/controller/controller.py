@@ -9,13 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller import deployment, faulty, instances, inventory, observed, pool
-from cleave.controller.actions import Action, Ask, Delete, Emit, Reference, Requeue
+from cleave.controller.actions import Action, Ask, Delete, Reference, Requeue
 from cleave.controller.deployment import DeploymentView
 from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
 from cleave.controller.fleets import Fleets
@@ -128,7 +127,8 @@ class Controller:
             outcome = "failed"
             delay_s = self.queue.failed(key)
             log.warning("%s %s/%s: %s; again in %.1f s", *key, error, delay_s)
-            await self._tell(key, seen, str(error), executor)
+            # The next look tells people, before it tries again.
+            self._faults[key] = str(error)
         except Exception:
             # A bug of ours in one object's state must not keep the others from being looked at.
             outcome = "failed"
@@ -137,19 +137,12 @@ class Controller:
             outcome = self._follow_up(key, seen, actions)
         self._metrics.reconciled(key.kind, outcome, self._clock() - began)
 
-    async def _tell(self, key: Key, seen: Seen, fault: str, executor: Executor) -> None:
-        """An Event for whoever wonders why nothing happens; one for each fault."""
-        if self._faults.get(key) == fault:
-            return
-        self._faults[key] = fault
-        target = Reference(key.kind, key.namespace, key.name, seen.meta["uid"])
-        with suppress(NotLeadingError):
-            await executor.carry_out([Emit(target, "Failed", fault, is_warning=True)])
-
     def _follow_up(self, key: Key, seen: Seen, actions: list[Action]) -> str:
         """Ask and wait as the reconcile wants; what the reconcile came to, in a word."""
         self.queue.succeeded(key)
-        self._faults.pop(key, None)
+        if self._faults.pop(key, None):
+            # The status says so still.
+            self.queue.add(key)
         if (pause_s := self._fleets.again_after_s(key)) is not None:
             self.queue.add_after(key, pause_s)
         for action in actions:
@@ -192,6 +185,7 @@ class Controller:
             children=self.store.children(seen.meta["uid"]),
             outcome=self.desk.last(key),
             instances=known,
+            fault=self._faults.get(key, ""),
             settings=self._settings,
         )
         return deployment.reconcile(view)
@@ -247,5 +241,6 @@ class Controller:
             nodes=self.store.nodes,
             numbers=self.inventory().numbers,
             serving=sum(each.selectable for each in told) if told else None,
+            fault=self._faults.get(key, ""),
             settings=self._settings,
         )

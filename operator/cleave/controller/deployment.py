@@ -57,6 +57,8 @@ class DeploymentView:
     """The planner's last answer."""
     instances: Mapping[str, Instance] = field(default_factory=dict)
     """What the gateways know, by pod."""
+    fault: str = ""
+    """Why what was wanted last could not be made."""
     settings: Settings = Settings()  # noqa: RUF009 - a frozen value
 
 

@@ -46,6 +46,8 @@ class PoolView:
     """Digest of what nodes offer."""
     serving: int | None = None
     """Instances that take requests, as the gateways say; None: nobody said."""
+    fault: str = ""
+    """Why what was wanted last could not be made."""
     settings: Settings = Settings()  # noqa: RUF009 - a frozen value
 
     @property

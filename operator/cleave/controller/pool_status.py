@@ -80,6 +80,8 @@ def _conditions(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) 
 
 
 def _degraded(view: "PoolView", fleet: "Fleet", told: str) -> Condition:
+    if view.fault:
+        return Condition("Degraded", True, "Failed", view.fault)
     failing = next((pod for pod in fleet.all if pod.restarts >= _RESTARTS_TO_TELL), None)
     if failing is not None and not failing.ready:
         text = f"{failing.name} was started again {failing.restarts} times"

@@ -115,6 +115,8 @@ def _ready(roles: Sequence[Condition], gateway: Condition, decision: Decision) -
 
 def _kv_path(view: "DeploymentView", goals: Mapping[Role, InstancePool]) -> Condition:
     """Whether prefill instances have really handed KV to decode instances, and over what."""
+    if not goals:
+        return Condition("KVPathVerified", None, "NoInstances")
     if Role.PREFILL not in goals:
         return Condition("KVPathVerified", True, "NotNeeded", "nothing is handed over")
     ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
@@ -162,6 +164,8 @@ def _degraded(
     view: "DeploymentView", goals: Mapping[Role, InstancePool], ready: Condition
 ) -> Condition:
     """Serving with less than was planned, or about to because something keeps failing."""
+    if view.fault:
+        return Condition("Degraded", True, "Failed", view.fault)
     for role, status in view.pool_status.items():
         for each in status.get("conditions", ()):
             if each["type"] == "Degraded" and each["status"] == "True":
