@@ -1,5 +1,6 @@
 """What a default installation is made of: read from manifests/, so that helm is not needed."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,18 @@ def test_isolated_workers_get_a_policy_and_others_none() -> None:
         for isolates in (True, False)
     }
     assert made[True] - made[False] == {"NetworkPolicy"}
+
+
+def test_without_helm_manifests_are_kept_as_long_as_the_chart_is(
+    scripts, chart, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(scripts, "find_helm", lambda: None)
+    shutil.copytree(chart, tmp_path / "chart")
+    monkeypatch.setattr(scripts, "_CHART", tmp_path / "chart")
+    assert scripts.main([str(ROOT / "crds"), str(tmp_path)]) == 0
+    there = (ROOT / "manifests" / "cleave.yaml").read_text()
+    assert (tmp_path / "manifests" / "cleave.yaml").read_text() == there
+
+    values = tmp_path / "chart" / "values.yaml"
+    values.write_text(values.read_text().replace("replicas: 2", "replicas: 3"))
+    assert scripts.main([str(ROOT / "crds"), str(tmp_path)]) == 1
