@@ -78,10 +78,11 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_share_is_a_headless_vllm_with_the_leaders_engine_id(tmp_path: Path) -> None:
+def test_a_share_is_a_part_of_vllm_with_the_leaders_engine_id(tmp_path: Path) -> None:
     told = launched(parse(LINE), "boot1", tmp_path, True, {})
     line = list(told.argv)
-    assert line[line.index("serve") + 1 : line.index("serve") + 3] == ["org/model", "--headless"]
+    assert line[line.index("-m") + 1] == "cleave_worker.vllm.share"
+    assert line[line.index("--model") + 1] == "org/model"
     assert json.loads(line[line.index("--kv-transfer-config") + 1])["engine_id"] == "boot1"
     assert line[line.index("--tensor-parallel-size") + 1] == "8"
     assert line[-6:] == LINE[-6:]

@@ -74,13 +74,13 @@ def share(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launc
     """
     given, kv_transfer = _take_kv_transfer(config.engine_args)
     arguments = [
-        config.model, "--headless",
+        "--model", config.model,
         _KV_TRANSFER, json.dumps(_kv_transfer(config, boot, kv_transfer)),
     ]  # fmt: skip
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _vllm_arguments(config, boot)
-    argv = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", *arguments, *given)
+    argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.share", *arguments, *given)
     return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
 
 
