@@ -25,6 +25,7 @@ from cleave.gateway import main as gateway
 from cleave.gateway import metrics as gateway_metrics
 from cleave.rpc import discovery
 from cleave_worker.agent import config as agent
+from cleave_worker.agent import follower
 from cleave_worker.emulator import main as emulator
 from cleave_worker.emulator.engine import Engine
 from cleave_worker.emulator.metrics import Collector as EmulatorCollector
@@ -87,6 +88,8 @@ def worker() -> Lines:
     yield ""
     yield "Exit codes: 0 drained; 2 bad usage or cores that another engine holds; 1 anything else."
     yield from _parser(agent._parser({}))
+    yield from ("", "## python -m cleave_worker.agent.follower", "", *_module(follower.__doc__))
+    yield from _parser(follower._parser())
     yield from ("", "## python -m cleave_worker.emulator.main", "", *_module(emulator.__doc__))
     yield from _parser(emulator._parser())
 
