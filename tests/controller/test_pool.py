@@ -11,6 +11,7 @@ from cleave.controller import pool_pods, wanted
 from cleave.controller.actions import Action, Create, Delete, PatchStatus, SetFinalizers
 from cleave.controller.observed import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.pool import PoolView, reconcile
+from cleave.controller.settings import Settings
 
 NOW_S = 1_000_000.0
 
@@ -219,6 +220,49 @@ class TestSeveralNodes:
         done = pods_only(reconcile(view(self.asked, leader, follower)))
         assert done[:2] == [("delete", "a"), ("delete", "a-1")]
         assert [kind for kind, _ in done[2:]] == ["create"]
+
+
+class TestSets:
+    """The same where LeaderWorkerSet is installed."""
+
+    asked = TestSeveralNodes.asked
+    settings = Settings(has_sets=True)
+
+    def test_a_set_makes_the_whole_instance(self) -> None:
+        here = view(self.asked, settings=self.settings)
+        (made,) = [each.manifest for each in reconcile(here) if isinstance(each, Create)]
+        assert made["kind"] == "LeaderWorkerSet"
+        assert made["metadata"]["ownerReferences"][0]["uid"] == "p1"
+        group = made["spec"]["leaderWorkerTemplate"]
+        for part in ("leaderTemplate", "workerTemplate"):
+            marks = group[part]["metadata"]["annotations"]
+            assert marks == {"cleave.dev/template": wanted.template(self.asked)}
+
+    def test_its_pods_are_an_instance_and_go_with_it(self) -> None:
+        pods = [
+            pod("x-0", self.asked, set_name="x", instance="x-0"),
+            pod("x-0-1", self.asked, set_name="x", instance="x-0", is_follower=True),
+        ]
+        here = view(self.asked, *pods, settings=self.settings)
+        assert pods_only(reconcile(here)) == []
+        none = pool(replicas=0, nodes=2, parallelism={"tensor": 16}, engine={"type": "vLLM"})
+        (deleted,) = [
+            each
+            for each in reconcile(view(none, *pods, settings=self.settings))
+            if isinstance(each, Delete)
+        ]
+        assert (deleted.target.kind, deleted.target.name) == ("LeaderWorkerSet", "x")
+
+    def test_its_name_is_taken(self) -> None:
+        here = view(self.asked, settings=self.settings)
+        ((_, first),) = pods_only(reconcile(here))
+        gone = pod(f"{first}-0", self.asked, set_name=first, instance=f"{first}-0", deleting=True)
+        ((_, again),) = [
+            each
+            for each in pods_only(reconcile(replace(here, pods=(gone,))))
+            if each[0] == "create"
+        ]
+        assert again != first
 
 
 def test_cells_are_filled_before_new_ones_are_begun() -> None:

@@ -30,6 +30,7 @@ RIGHTS = {
     ("", "services"): APPLIED,
     ("apps", "deployments"): APPLIED,
     ("policy", "poddisruptionbudgets"): APPLIED,
+    ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "create", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"get", "create", "patch"},
     ("", "serviceaccounts"): {"get", "create", "patch"},
     ("rbac.authorization.k8s.io", "rolebindings"): {"get", "create", "patch"},

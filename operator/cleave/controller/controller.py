@@ -47,7 +47,9 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
         fleets: Fleets[Key] | None = None,
     ) -> None:
-        self._settings, self._metrics = settings, metrics
+        self.settings = settings
+        """Read anew for each decision."""
+        self._metrics = metrics
         self._now, self._clock = now, clock
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(clock)
@@ -96,7 +98,7 @@ class Controller:
         """What nodes offer."""
         nodes = tuple(sorted(self.store.nodes.values(), key=lambda node: node.name))
         if self._inventory is None or self._inventory[0] != nodes:
-            self._inventory = nodes, inventory.inventory(nodes, self._settings.cluster)
+            self._inventory = nodes, inventory.inventory(nodes, self.settings.cluster)
         return self._inventory[1]
 
     def _look_at(self, keys: set[Key]) -> None:
@@ -186,7 +188,7 @@ class Controller:
             outcome=self.desk.last(key),
             instances=known,
             fault=self._faults.get(key, ""),
-            settings=self._settings,
+            settings=self.settings,
         )
         return deployment.reconcile(view)
 
@@ -242,5 +244,5 @@ class Controller:
             numbers=self.inventory().numbers,
             serving=sum(each.selectable for each in told) if told else None,
             fault=self._faults.get(key, ""),
-            settings=self._settings,
+            settings=self.settings,
         )

@@ -174,8 +174,9 @@ class Executor:
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": "Background",
-            "preconditions": {"uid": target.uid},
         }
+        if target.uid:
+            body["preconditions"] = {"uid": target.uid}
         if action.grace_s is not None:
             body["gracePeriodSeconds"] = action.grace_s
         path = KINDS[target.kind].path(target.namespace, target.name)

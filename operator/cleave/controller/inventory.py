@@ -32,10 +32,14 @@ class Inventory:
     """Digest of how many there are of each."""
 
 
+MOST_GPUS = 128
+"""Of one node, as far as the planner looks; a device plug-in that shares GPUs offers any number."""
+
+
 def inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) -> Inventory:
     """The GPU nodes, with network, own GPUs and profiles from `settings` where there are any."""
     there = [node for node in nodes if node.num_gpus and node.gpu]
-    groups = Counter((node.gpu, node.num_gpus) for node in there)
+    groups = Counter((node.gpu, min(node.num_gpus, MOST_GPUS)) for node in there)
     network = Network()
     if not (there and all(node.has_rdma for node in there)):
         network = Network(kind=NetworkKind.ETHERNET, bandwidth_gbps=_ETHERNET_GBPS)

@@ -26,6 +26,7 @@ _TIMEOUT_S = 15.0
 _TRIES = 5
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
+_NOT_FOUND = 404
 _TOO_MANY = 429
 _SERVER_FAULT = 500
 
@@ -133,6 +134,17 @@ class Kube:
     ) -> Manifest:
         """One object. Raises ApiError."""
         return await self.request("GET", KINDS[kind].path(namespace, name), timeout_s=timeout_s)
+
+    async def serves(self, kind: str) -> bool:
+        """Whether objects of this kind can be kept there. Raises ApiError."""
+        api = KINDS[kind]
+        try:
+            found = await self.request("GET", f"/apis/{api.version}")
+        except ApiError as error:
+            if error.status == _NOT_FOUND:
+                return False
+            raise
+        return any(each["name"] == api.plural for each in found.get("resources", ()))
 
 
 async def connect() -> Kube:

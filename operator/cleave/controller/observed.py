@@ -31,6 +31,7 @@ APPLIED = "cleave.dev/applied"
 _RDMA_LABEL = "feature.node.kubernetes.io/rdma.capable"
 """Written by node feature discovery."""
 _RDMA_DEVICE = "rdma/"
+_SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class ObservedPod:
     """Name of the instance that it is, or is a part of; empty: its own."""
     is_follower: bool = False
     """Whether it is a further pod of an instance that is spread over nodes."""
+    set_name: str = ""
+    """Name of the LeaderWorkerSet that made it; empty: none did."""
 
     @property
     def is_over(self) -> bool:
@@ -145,6 +148,7 @@ def pod(manifest: Manifest) -> ObservedPod | None:
         cell=int(labels[CELL]) if labels.get(CELL, "").isdigit() else None,
         instance=labels.get(INSTANCE, ""),
         is_follower=labels.get(COMPONENT) == FOLLOWER,
+        set_name=labels.get(_SET_LABEL, ""),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
     )
 

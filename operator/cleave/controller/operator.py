@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kopf
@@ -111,10 +111,13 @@ class Operator:
         while True:
             try:
                 await self._sweep.fill()
+                has_sets = await self._kube.serves("LeaderWorkerSet")
             except ApiError as error:
                 log.warning("cannot list what there is: %s; again in %.0f s", error, _AGAIN_S)
                 await asyncio.sleep(_AGAIN_S)
             else:
+                settings = self._controller.settings
+                self._controller.settings = replace(settings, has_sets=has_sets)
                 self._is_filled = True
                 return
 

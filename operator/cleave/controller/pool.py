@@ -175,19 +175,27 @@ def _older(old: tuple[ObservedPod, ...], target: Step) -> Iterator[tuple[list[Ob
         yield same, target.older.get(revision, 0)
 
 
-def _deleted(view: PoolView, instance: ObservedPod) -> Iterator[Delete]:
-    """Every pod of an instance."""
+def _deleted(view: PoolView, instance: ObservedPod, grace_s: int | None = None) -> Iterator[Delete]:
+    """Every pod of an instance, or the set that would only make them again."""
+    if instance.set_name:
+        yield Delete(Reference("LeaderWorkerSet", instance.namespace, instance.set_name))
+        return
     for pod in view.pods:
         if (pod.instance or pod.name) == (instance.instance or instance.name) and not pod.deleting:
-            yield Delete(_reference(pod))
+            yield Delete(_reference(pod), grace_s)
 
 
 def _buried(view: PoolView) -> Iterator[Delete]:
-    """What has ended is replaced; pods of a lost node are forgotten after their grace."""
+    """Instances that have ended, or a part of which goes, are replaced."""
     for instance in view.instances:
         # Where one pod of an instance goes, the others are of no use.
         if instance.is_over or instance.deleting:
             yield from _deleted(view, instance)
+    yield from _forgotten(view)
+
+
+def _forgotten(view: PoolView) -> Iterator[Delete]:
+    """Pods of a lost node, after their grace."""
     for pod in view.pods:
         if _is_lost(pod, view):
             yield Delete(_reference(pod), grace_s=0)
@@ -206,11 +214,9 @@ def _deleting(view: PoolView) -> Iterator[Action]:
     if FINALIZER not in pool.metadata.finalizers:
         return
     grace = _AT_ONCE_S if pool.spec.deletion_policy is DeletionPolicy.IMMEDIATE else None
-    for pod in view.pods:
-        if not pod.deleting:
-            yield Delete(_reference(pod), grace_s=grace)
-        elif _is_lost(pod, view):
-            yield Delete(_reference(pod), grace_s=0)
+    for instance in view.instances:
+        yield from _deleted(view, instance, grace)
+    yield from _forgotten(view)
     asked_s = observed.seconds(pool.metadata.deletion_timestamp) or view.now_s
     left_s = asked_s + pool.spec.template.drain_timeout_s + _SLACK_S - view.now_s
     if not view.pods or left_s <= 0:

@@ -8,7 +8,7 @@ from cleave.api.pool import InstancePool
 from cleave.controller import wanted
 from cleave.controller.actions import Create
 from cleave.controller.observed import ObservedPod
-from cleave.pods.gang import follower_pods
+from cleave.pods.gang import follower_pods, is_set_possible, leader_worker_set
 from cleave.pods.labels import Manifest
 from cleave.pods.spread import free_cells
 from cleave.pods.worker import worker_pod
@@ -34,16 +34,18 @@ def names(pool: InstancePool, taken: Collection[str], count: int) -> list[str]:
 
 def created(view: "PoolView", fleet: "Fleet", count: int) -> Iterator[Create]:
     """`count` more instances: their pods, or their leaders."""
-    pool = view.pool
-    taken = {pod.instance or pod.name for pod in view.pods}
+    pool, settings = view.pool, view.settings
+    taken = {pod.set_name or pod.instance or pod.name for pod in view.pods}
     cells: list[int | None] = [None] * count
     if pool.spec.colocation is not None:
         # Old ones of the same revision fill their cells, and so their nodes, as well.
         same = (pod for pod in fleet.all if pod.revision == pool.spec.revision)
         there = [pod.cell for pod in same if pod.cell is not None]
         cells = list(free_cells(there, pool.spec.colocation.per_cell, count))
+    as_sets = pool.spec.nodes > 1 and settings.has_sets and is_set_possible(pool)
+    make = _set if as_sets else _leader
     for name, cell in zip(names(pool, taken, count), cells, strict=True):
-        yield Create(wanted.owned(_leader(view, name, cell), pool))
+        yield Create(wanted.owned(make(view, name, cell), pool))
 
 
 def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Create]:
@@ -53,7 +55,7 @@ def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Cr
         return
     there = {pod.name for pod in view.pods}
     for instance in instances:
-        if instance.template != wanted.template(pool):
+        if instance.set_name or instance.template != wanted.template(pool):
             continue
         leader = _leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
@@ -63,6 +65,18 @@ def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Cr
         ):
             if follower["metadata"]["name"] not in there:
                 yield Create(wanted.with_template(follower, pool))
+
+
+def _set(view: "PoolView", name: str, cell: int | None) -> Manifest:
+    """A whole instance; its pods carry what they were made from."""
+    settings = view.settings
+    manifest = leader_worker_set(
+        view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
+    )
+    group = manifest["spec"]["leaderWorkerTemplate"]
+    for part in ("leaderTemplate", "workerTemplate"):
+        group[part] = wanted.with_template(group[part], view.pool)
+    return manifest
 
 
 def _leader(view: "PoolView", name: str, cell: int | None) -> Manifest:

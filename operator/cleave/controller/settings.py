@@ -18,5 +18,7 @@ class Settings:
     """What computes tokens on the nodes."""
     isolates: bool = False
     """Whether only a deployment's own pods may reach its workers (NetworkPolicy)."""
+    has_sets: bool = False
+    """Whether LeaderWorkerSet is installed, which then makes instances that span nodes."""
     cluster: Cluster | None = None
     """Network, own GPUs and measured profiles; its nodes do not count, the real ones do."""
