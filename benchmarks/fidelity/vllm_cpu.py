@@ -26,8 +26,8 @@ from cleave.simulator.fleet import Engine, Fleet, Transfer
 
 CASES = (Case(mixed=1), Case(prefill=1, decode=1))
 """The profile is measured on the first."""
-SHAPE = tiny_model.Shape(layers=4, hidden=512, heads=8, kv_heads=4, mlp=1024)
-"""Passes of some 5 to 100 ms, as real models have them on GPUs. With the smallest model fronts have
+SHAPE = tiny_model.Shape(layers=4, hidden=768, heads=12, kv_heads=4, mlp=1536)
+"""Passes of some 5 to 200 ms, as real models have them on GPUs. With the smallest model fronts have
 thousands of tokens a second to send, and are what limits the fleet."""
 BLOCK_SIZE = 128
 """vLLM's on CPU."""
@@ -38,7 +38,7 @@ WARM_TOKENS = 1200
 KERNELS = 65536
 """Compiled kernels that oneDNN keeps; its 1,024 are too few for passes of all lengths."""
 FULL = Settings(
-    repeats=5,
+    repeats=3,
     batches=(1, 2, 4, 8, 16, 32),
     contexts=(64, 256, 1024),
     longest_fill_s=5.0,

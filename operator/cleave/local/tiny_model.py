@@ -65,7 +65,7 @@ def cached() -> Path:
     return path
 
 
-def build(path: Path, shape: Shape = Shape()) -> None:  # noqa: B008 - it is immutable
+def build(path: Path, shape: Shape = Shape()) -> None:
     """Write the model to `path`, in one step: it is whole or absent."""
     files.private_folder(path.parent)
     new = path.with_name(f".{path.name}.{os.getpid()}")
