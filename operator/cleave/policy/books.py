@@ -53,11 +53,13 @@ class Queue:
         """Time for a token of a prompt."""
         return self._learnt_ms / self._learnt_tokens
 
-    def answer(self, tokens: float, now_ms: float) -> None:
-        """A prompt of that many tokens was answered; the next one begins."""
-        self._learnt_ms = self._learnt_ms * FADING + now_ms - self.since_ms
+    def answer(self, tokens: float, now_ms: float) -> float:
+        """A prompt of that many tokens was answered, the next one begins; how long it took."""
+        ms = now_ms - self.since_ms
+        self._learnt_ms = self._learnt_ms * FADING + ms
         self._learnt_tokens = self._learnt_tokens * FADING + tokens
         self.since_ms = now_ms
+        return ms
 
 
 class Book:

@@ -68,6 +68,21 @@ def find_least(scores: Scores) -> int:
     return NONE if float(scores[slot]) == math.inf else slot
 
 
+def find_at_home(scores: Scores, away: NDArray[np.bool_], worth: float, now: float) -> int:
+    """The least of one's own instances, unless one that is `away` is less by more than `worth`.
+
+    Where several routers know of each other only what instances report now and then, all would
+    choose the same ones; so they share them out, and what one of them sends its own it knows at
+    once. Scores are of at least `now`, or of nothing at all.
+    """
+    near = find_least(np.where(away, np.inf, scores))
+    far = find_least(np.where(away, scores, np.inf))
+    if near == NONE or far == NONE:
+        return near if far == NONE else far
+    is_less = max(scores[far] - now, 0.0) + worth < scores[near] - now
+    return far if is_less else near
+
+
 def draw(seed: int, count: int) -> tuple[int, int]:
     """(next seed, a number below `count`): Park and Miller's generator; seeds are above 0."""
     seed = seed * 48271 % 2147483647

@@ -5,6 +5,8 @@ Built by the directory whenever openness changes (rare), updated per dispatch, r
 can never meet a decode of the other.
 """
 
+from collections import Counter
+
 import numpy as np
 
 from cleave.policy.affinity import to_key
@@ -24,14 +26,17 @@ class Board:
     """
 
     __slots__ = (
+        "_places",
         "_policy",
         "_uses",
+        "away",
         "batch",
         "boots",
         "context",
         "decode",
         "heaviness",
         "instances",
+        "is_shared",
         "keys",
         "mixed",
         "pending_prompt",
@@ -66,6 +71,11 @@ class Board:
         """Their prompts and outputs, as Aladdin weighs them."""
         self.keys = np.array([to_key(each.name) for each in instances], np.uint64)
         """For sessions."""
+        self.away = np.zeros(len(instances), np.bool_)
+        """Instances that are home to another router: all that follow them share them out."""
+        self.is_shared = False
+        """Whether any is away."""
+        self._places = _count_off(instances)
         self.boots = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot of each boot of an engine."""
         self._uses = [self._find_uses(instance) for instance in instances]
@@ -94,6 +104,9 @@ class Board:
         """Score one instance anew from its books."""
         instance = self.instances[slot]
         ledger = instance.ledger
+        if instance.num_routers > 1 or self.away[slot]:
+            self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
+            self.is_shared = bool(self.away.any())
         prompt = ledger.prompt.pending
         doubt = STALE if instance.contact is Contact.STALE else 0.0
         self.pending_prompt[slot] = prompt + doubt
@@ -129,6 +142,17 @@ class Board:
         self.heaviness[slot] = weigh(ledger.heavy, len(ledger.running) - ledger.heavy)
         self.batch[slot] = len(ledger.running)
         self.context[slot] = ledger.context + held - ledger.resident.own
+
+
+def _count_off(instances: list[Instance]) -> list[int]:
+    """The place of each instance among those of its role."""
+    counts: Counter[int] = Counter()
+    places = []
+    for instance in instances:
+        role = instance.registration.role
+        places.append(counts[role])
+        counts[role] += 1
+    return places
 
 
 def _closed(size: int) -> Scores:

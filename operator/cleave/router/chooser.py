@@ -18,6 +18,7 @@ from cleave.policy.dispatch import (
     Scores,
     choose_pair,
     close_slots,
+    find_at_home,
     find_least,
     find_lightest,
     find_sampled,
@@ -36,6 +37,7 @@ from cleave.policy.packing import (
 from cleave.policy.prefixes import TOKENS_PER_BLOCK, PrefixIndex, find_cached, hash_blocks
 from cleave.router.board import Board
 from cleave.router.instance import Instance
+from cleave.router.passes import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +59,13 @@ class Chooser:
     def __init__(
         self,
         policy: Policy,
-        packing: Packing | None,
+        passes: Passes,
         clock: Callable[[], float],
         seed: int,
     ) -> None:
         """`clock`: seconds; `seed`: above 0, for policies that draw."""
-        if policy is Policy.BEST_FIT and packing is None:
-            raise ValueError(
-                "policy BestFit needs the instances' latency model and the SLO; "
-                "plan the deployment or choose another policy"
-            )
         self._policy = policy
-        self._packing = packing
+        self._passes = passes
         self._clock = clock
         self._seed = seed
         self._index = PrefixIndex()
@@ -107,7 +104,7 @@ class Chooser:
 
     def choose_pair(self, board: Board, uses: "Uses", wish: Wish) -> tuple[int, int]:
         """(prefill slot, decode slot), or (NONE, slot): both phases there."""
-        if wish.session is None and self._policy in _BY_SCORE:
+        if self._policy in _BY_SCORE and wish.session is None and not board.is_shared:
             return choose_pair(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
         first = self.find_for_prompt(board, uses.prefill, wish)
         second = self.find_for_whole(board, uses.decode, wish, False) if first != NONE else NONE
@@ -127,7 +124,13 @@ class Chooser:
             return find_kept(scores, board.keys, wish.session, wish.prompt_tokens)
         if self._policy is Policy.PREFIX_AWARE:
             return find_cached(scores, board.boots, self._index.find(wish.hashes))
-        return self._draw(scores) if self._policy in _DRAWN else find_least(scores)
+        if self._policy in _DRAWN:
+            return self._draw(scores)
+        if board.is_shared and self._policy is Policy.SHORTEST_WAIT:
+            queue = board.instances[find_least(scores)].ledger.queue
+            worth_ms = wish.prompt_tokens * queue.token_ms
+            return find_at_home(scores, board.away, worth_ms, self._clock() * 1000)
+        return self._find_least(board, scores, wish.prompt_tokens)
 
     def find_for_whole(self, board: Board, scores: Scores, wish: Wish, prompt: bool) -> int:
         """Who decodes; with `prompt`: who does both phases."""
@@ -144,7 +147,14 @@ class Chooser:
             return slot
         if policy is Policy.PREFIX_AWARE and prompt:
             return find_cached(scores, board.boots, self._index.find(wish.hashes))
-        return self._draw(scores) if policy in _DRAWN else find_least(scores)
+        if policy in _DRAWN:
+            return self._draw(scores)
+        return self._find_least(board, scores, wish.prompt_tokens + wish.output_tokens)
+
+    def _find_least(self, board: Board, scores: Scores, worth: float) -> int:
+        if board.is_shared and self._policy in _IN_TOKENS:
+            return find_at_home(scores, board.away, worth, 0.0)
+        return find_least(scores)
 
     def _draw(self, scores: Scores) -> int:
         size = 1 if self._policy is Policy.RANDOM else 2
@@ -153,8 +163,9 @@ class Chooser:
 
     def _find_best_fit(self, board: Board, scores: Scores, wish: Wish, prompt: bool) -> int:
         """The fullest that keeps constraints (b) to (e); none: the least pending of all."""
-        packing = self._packing
-        assert packing is not None
+        packing = self._passes.packing
+        if packing is None:
+            return self._find_least(board, scores, wish.prompt_tokens + wish.output_tokens)
         fit = packing.coefficients
         context, batch = board.context, board.batch
         need = weigh_context(wish.prompt_tokens, wish.output_tokens, packing.gamma)
@@ -219,4 +230,5 @@ class Uses:
 
 
 _BY_SCORE = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
+_IN_TOKENS = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS)
 _DRAWN = (Policy.RANDOM, Policy.POWER_OF_TWO)

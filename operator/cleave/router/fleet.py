@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import uuid
 from collections.abc import Callable
 
 import grpc
@@ -46,6 +47,8 @@ class Fleet:
         self._agents = Agents(source)
         self._directory = directory
         self._clock = clock
+        # Agents tell routers how many they are and count them by name.
+        self._name = uuid.uuid4().hex
         self._wanted: frozenset[str] = frozenset()
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._poller: asyncio.Task[None] | None = None
@@ -98,7 +101,7 @@ class Fleet:
         heard = False
         agent = agent_pb2_grpc.AgentStub(channel)
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async for event in agent.Watch(agent_pb2.WatchRequest()):
+            async for event in agent.Watch(agent_pb2.WatchRequest(router=self._name)):
                 heard = True
                 self._directory.hear(address, event, self._clock())
         return heard

@@ -90,7 +90,9 @@ class Instance:
         "ledger",
         "load",
         "name",
+        "num_routers",
         "registration",
+        "router_rank",
         "slot",
         "target",
     )
@@ -110,6 +112,10 @@ class Instance:
         self.heard_at = now
         """Seconds of the clock that the directory is given."""
         self.last_turn = 0
+        self.num_routers = 1
+        """That send requests there."""
+        self.router_rank = 0
+        """Of this one among them."""
 
     @property
     def selectable(self) -> bool:
@@ -134,6 +140,7 @@ class Instance:
         if load.boot_id != self.registration.boot_id:
             return False
         self.load = load
+        self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
         self.ledger.prompt.report(load.pending_prompt_tokens)
         self.ledger.resident.report(count_resident_tokens(self.registration, load))
         here = load.num_running + load.num_waiting

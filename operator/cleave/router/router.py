@@ -8,19 +8,29 @@ a slow answer beats none, but it delays the prompts of all others.
 """
 
 import enum
+import math
 import random
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, NONE, RECENCY, STALE, Scores, close_slots
+from cleave.policy.dispatch import (
+    HEAVY_OUTPUT_TOKENS,
+    NONE,
+    RECENCY,
+    STALE,
+    Policy,
+    Scores,
+    close_slots,
+)
 from cleave.policy.lengths import ConditionalMean, Predictor
-from cleave.policy.packing import GAMMA, Packing, weigh_context
+from cleave.policy.packing import GAMMA, weigh_context
 from cleave.router.board import Board
 from cleave.router.chooser import Chooser, Uses, Wish
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance, UnknownModel
 from cleave.router.instance import Contact, Instance, Ledger, Target
+from cleave.router.passes import Passes
 from cleave.rpc.v1 import agent_pb2
 
 UNKNOWN_OUTPUT_TOKENS = 256
@@ -34,8 +44,9 @@ class Rules:
     whole_below_tokens: int = 0
     """Prompts up to so many tokens that are not cached go to a decode instance undivided, as
     `policy.splitting` finds it; 0: none do."""
-    packing: Packing | None = None
-    """Needed by BestFit."""
+    ttft_ms: float = math.inf
+    """Targets, which BestFit keeps to."""
+    tpot_ms: float = math.inf
 
 
 RESIDENT_WEIGHT = 0.1
@@ -120,19 +131,21 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
-        """`seed`: above 0, of policies that draw. Raises ValueError when BestFit lacks its data."""
+        """`seed`: above 0, of policies that draw."""
         self.directory = directory
         self.lengths: Predictor = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
         """What foretells outputs; whoever sees answers end lets it learn."""
         self._fallback = fallback
         self._rules = rules or Rules()
+        self._passes = Passes(self._rules.ttft_ms, self._rules.tpot_ms)
         self._clock = clock
         self._chooser = Chooser(
             directory.policy,
-            self._rules.packing,
+            self._passes,
             clock,
             seed or random.randrange(1, 2147483647),
         )
+        self._learns_passes = directory.policy is Policy.BEST_FIT
         self._turn = 0
 
     def pick(
@@ -182,7 +195,9 @@ class Router:
             instance, ledger, tokens = entry
             ledger.prompt.close(tokens)
             if phase is Phase.PREFILL:
-                ledger.queue.answer(tokens, now * 1000)
+                ms = ledger.queue.answer(tokens, now * 1000)
+                if self._learns_passes:
+                    self._passes.add_prompt(tokens, ms)
             if pick.prefill is not None:
                 ledger.requests -= 1
             self._refresh(instance, ledger)
@@ -194,6 +209,15 @@ class Router:
             ledger.requests -= 1
             self._leave(pick, ledger)
             self._refresh(instance, ledger)
+
+    def learn(self, pick: Pick, output_tokens: int) -> None:
+        """A request that is still in the books has ended by itself with that many tokens."""
+        self.lengths.learn(pick.prompt_tokens, output_tokens)
+        entry = pick._decode_entry
+        if self._learns_passes and entry is not None and pick.decoding_since is not None:
+            _, ledger, _ = entry
+            ms = (self._clock() - pick.decoding_since) * 1000
+            self._passes.add_answer(output_tokens, ms, len(ledger.running), ledger.context)
 
     def allows_whole(self, prefill_lost: bool) -> bool:
         """Whether the fallback lets a splittable request run whole on a decode instance."""

@@ -6,6 +6,7 @@ the registration goes out at once instead of with the next report.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -31,6 +32,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     def __init__(self, instance: Instance, drain: DrainCall) -> None:
         self._instance = instance
         self._drain = drain
+        self._routers: Counter[str] = Counter()
 
     async def Watch(  # noqa: N802
         self,
@@ -40,13 +42,27 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         """A registration first and after each change, load reports in between."""
         seconds = max(request.interval_ms or _INTERVAL_MS, _SHORTEST_INTERVAL_MS) / 1000
         version = None
-        while not self._instance.ended:
-            if version != self._instance.version:
-                version = self._instance.version
-                yield agent_pb2.WatchEvent(registration=self._instance.registration())
-            yield agent_pb2.WatchEvent(load=self._instance.report())
-            if version == self._instance.version:
-                await self._instance.change(seconds)
+        self._routers[request.router] += 1
+        try:
+            while not self._instance.ended:
+                if version != self._instance.version:
+                    version = self._instance.version
+                    yield agent_pb2.WatchEvent(registration=self._instance.registration())
+                yield agent_pb2.WatchEvent(load=self._report_to(request.router))
+                if version == self._instance.version:
+                    await self._instance.change(seconds)
+        finally:
+            self._routers[request.router] -= 1
+            # Drops names that nobody has any more.
+            self._routers += Counter()
+
+    def _report_to(self, router: str) -> agent_pb2.LoadReport:
+        """The load, and the router's place among those that send requests."""
+        load = self._instance.report()
+        if router:
+            routers = sorted(name for name in self._routers if name)
+            load.num_routers, load.router_rank = len(routers), routers.index(router)
+        return load
 
     async def SetRole(  # noqa: N802
         self, request: agent_pb2.SetRoleRequest, context: _Context

@@ -69,16 +69,20 @@ class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
     """0: 100 ms"""
+    router: _builtins.str
+    """who follows, if it sends requests here; empty: it does not"""
     def __init__(
         self,
         *,
         interval_ms: _builtins.int = ...,
+        router: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,6 +248,8 @@ class LoadReport(_message.Message):
     KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     SAMPLED_NS_FIELD_NUMBER: _builtins.int
+    NUM_ROUTERS_FIELD_NUMBER: _builtins.int
+    ROUTER_RANK_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     epoch: _builtins.int
     num_running: _builtins.int
@@ -257,6 +263,10 @@ class LoadReport(_message.Message):
     """since boot"""
     sampled_ns: _builtins.int
     """CLOCK_MONOTONIC of the engine's machine"""
+    num_routers: _builtins.int
+    """that follow and send requests; 0: the caller is none"""
+    router_rank: _builtins.int
+    """of the caller among them, by name, from 0"""
     def __init__(
         self,
         *,
@@ -269,10 +279,12 @@ class LoadReport(_message.Message):
         kv_cache_usage: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
         sampled_ns: _builtins.int = ...,
+        num_routers: _builtins.int = ...,
+        router_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "sampled_ns", b"sampled_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
