@@ -29,7 +29,7 @@ from cluster import tools  # noqa: E402
 from cluster.client import Client  # noqa: E402
 from cluster.control_plane import ControlPlane  # noqa: E402
 
-NODES = 10
+NODES = 100
 WIDTH = 118
 CASES = (
     Case("1", deployments=1, prefill=1, decode=1, limit_s=120),
@@ -82,12 +82,12 @@ def world(kubeconfig: Path, folder: Path):
 
 def build_table(outcomes: Sequence[Outcome]) -> Table:
     table = Table(title="From apply to pods")
-    table.add_column("deployments")
+    table.add_column("deployments", justify="right")
     for column in (
-        "pods", "created p50 s", "p99 s", "all s", "all ready s", "events", "CPU s", "us/event",
-        "peak MiB", "at rest: writes", "CPU %",
+        "pods", "p50 s", "p99 s", "all s", "ready s", "events", "CPU s", "us/event", "MiB",
+        "writes at rest", "CPU",
     ):  # fmt: skip
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for outcome in outcomes:
         rest = outcome.rest
         table.add_row(
@@ -102,7 +102,7 @@ def build_table(outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.cpu_us_per_event:,.0f}",
             f"{outcome.peak_mib:.0f}",
             f"{rest.writes} in {rest.at_s:.0f} s",
-            f"{100 * rest.cpu_s / rest.at_s:.1f}",
+            f"{rest.cpu_s / rest.at_s:.1%}",
         )
     return table
 

@@ -17,7 +17,7 @@ from cluster.client import ApiError, Client, Manifest
 from cluster.nodes import Shape, manifest
 
 WORKERS = 48
-HEARTBEAT_S = 3.0
+HEARTBEAT_S = 4.0
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 PODS = "/api/v1/pods?fieldSelector=spec.nodeName!%3D"
 REFUSED = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
@@ -29,20 +29,20 @@ class World:
     def __init__(self, api: Client, count: int) -> None:
         self._api = api
         self._shapes = [
-            Shape(f"node-{n}", gpus=8_192, cpus=100_000, memory_gib=1_000_000) for n in range(count)
+            Shape(f"node-{n}", gpus=128, cpus=10_000, memory_gib=100_000) for n in range(count)
         ]
         self._done: set[tuple[str, bool]] = set()
         self._jobs: asyncio.Queue[Manifest] = asyncio.Queue()
 
     async def register(self) -> None:
-        for shape in self._shapes:
-            node = manifest(shape, "10.77.0.1")
-            for amounts in (node["status"]["capacity"], node["status"]["allocatable"]):
-                amounts["pods"] = "8192"
-            for condition in node["status"]["conditions"]:
-                condition |= {"lastHeartbeatTime": now(), "lastTransitionTime": now()}
-            await self._api.post("/api/v1/nodes", node)
+        await asyncio.gather(*map(self._register, self._shapes))
         await self._beat_once(create=True)
+
+    async def _register(self, shape: Shape) -> None:
+        node = manifest(shape, "10.77.0.1")
+        for condition in node["status"]["conditions"]:
+            condition |= {"lastHeartbeatTime": now(), "lastTransitionTime": now()}
+        await self._api.post("/api/v1/nodes", node)
 
     async def live(self) -> None:
         """Go on until cancelled."""
@@ -92,17 +92,15 @@ class World:
                 print(f"heartbeat: {error}", file=sys.stderr)
 
     async def _beat_once(self, *, create: bool) -> None:
-        for shape in self._shapes:
-            renewed = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-            spec = {
-                "holderIdentity": shape.name,
-                "leaseDurationSeconds": 40,
-                "renewTime": renewed,
-            }
-            if create:
-                await self._create_lease(shape.name, spec)
-            else:
-                await self._api.patch(f"{LEASES}/{shape.name}", {"spec": spec})
+        await asyncio.gather(*(self._renew(shape.name, create=create) for shape in self._shapes))
+
+    async def _renew(self, name: str, *, create: bool) -> None:
+        renewed = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": renewed}
+        if create:
+            await self._create_lease(name, spec)
+        else:
+            await self._api.patch(f"{LEASES}/{name}", {"spec": spec})
 
     async def _create_lease(self, name: str, spec: Manifest) -> None:
         lease = {

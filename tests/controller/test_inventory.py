@@ -57,3 +57,9 @@ def test_cliques_are_the_domain_only_where_every_node_has_one() -> None:
     assert inventory([node("a", clique="c")]).machines.domain == "nvidia.com/gpu.clique"
     some = inventory([node("a", clique="c"), node("b")])
     assert some.machines.domain == "kubernetes.io/hostname"
+
+
+def test_a_node_that_shares_its_gpus_offers_the_planner_no_more_than_it_looks_at() -> None:
+    found = inventory([node("a", count=512), node("b", count=256)])
+    assert found.cluster is not None
+    assert [(each.gpus_per_node, each.count) for each in found.cluster.nodes] == [(128, 2)]
