@@ -20,6 +20,7 @@ def test_both_phases_have_as_many_stages_and_their_segments_fit_one_node() -> No
         assert prefill.pipeline == decode.pipeline
         segment = sum(g.replicas * g.instance.candidate.parallelism.tensor for g in draft.groups)
         assert segment <= 8
+        assert prefill.can_hand_over(decode)
         assert draft.is_in_node
 
 

@@ -112,9 +112,9 @@ def _split_faults(asked: Model, pools: Sequence[ManualPool]) -> Iterator[str]:
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
     for pool in (pool for pool in pools if pool.role is Role.PREFILL):
         for index, other in enumerate(pools):
-            few, many = sorted((pool.parallelism.tensor, other.parallelism.tensor))
-            if other.role is not Role.PREFILL and many % few:
-                # vLLM's NIXL connector stops with an assertion, at the first hand-off.
+            if other.role is Role.PREFILL:
+                continue
+            if not pool.parallelism.can_hand_over(other.parallelism):
                 yield (
                     f"spec.placement.manual[{index}].parallelism.tensor: "
                     f"{other.parallelism.tensor} cannot take KV from prefill instances with "

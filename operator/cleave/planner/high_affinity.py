@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cleave.api.role import Role
+from cleave.api.role import Parallelism, Role
 from cleave.planner import rating
 from cleave.planner.candidates import Candidate, by_gpu, decode_instance, prefill_instance
 from cleave.planner.draft import Draft, Group, cell_fleet, weight_in
@@ -59,11 +59,12 @@ def fewest(
 
 
 def pairs(phases: Sequence[Phases]) -> list[tuple[Rated, Rated]]:
-    """A prefill and a decode instance, of every pair of kinds and sizes; no pair twice."""
+    """A prefill instance and a decode instance that can take its KV, of all kinds; none twice."""
     return [
         (prefill, decode)
         for prefill in _distinct([each.prefill for each in phases])
         for decode in _distinct([each.decode for each in phases])
+        if _parallelism(prefill).can_hand_over(_parallelism(decode))
     ]
 
 
@@ -111,6 +112,10 @@ def _phases(
 def _phase_fleet(problem: Problem, draft: Draft) -> Fleet:
     """Of one phase. simu_decode's requests bring their first token, so waits count in TPOT."""
     return replace(cell_fleet(problem, draft), first_token_by_decode=False)
+
+
+def _parallelism(rated: Rated) -> Parallelism:
+    return rated.draft.groups[0].instance.candidate.parallelism
 
 
 def _distinct(rated: Sequence[Rated | None]) -> list[Rated]:
