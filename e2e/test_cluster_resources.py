@@ -20,7 +20,7 @@ from cleave.pods.pool import pools
 from cleave.pods.spread import CLIQUE, Machines
 from cleave.pods.worker import worker_pod
 
-from cluster.cluster import CRDS, Cluster, CommandError
+from cluster.cluster import CRDS, Cluster, CommandError, wait_until
 from resource_cases import REFUSED, UNUSUAL, Case, manifest
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,7 +33,8 @@ MODELS = {"LLMDeployment": LLMDeployment, "InstancePool": InstancePool}
 def server(cluster: Cluster) -> Cluster:
     """A cluster that knows the resources."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+    kinds = "llmdeployments.cleave.dev,instancepools.cleave.dev"
+    wait_until(lambda: cluster.kubectl("get", kinds, "-o", "name", "-A") or True, 30, "both known")
     return cluster
 
 
