@@ -14,10 +14,18 @@ def option(line: list[str], name: str) -> str:
 
 
 def test_the_command_line_is_the_gateways(deployment) -> None:
-    chat = deployment(routing={"fallback": "OnPrefillLoss", "queueLimit": 7})
+    chat = deployment(
+        routing={
+            "fallback": "OnPrefillLoss",
+            "policy": "PrefixAware",
+            "sessionHeader": "x-session",
+            "queueLimit": 7,
+        }
+    )
     assert container(gateway_pod(chat))["command"] == [
         *("python", "-m", "cleave.gateway.main", "--host", "$(POD_IP)", "--port", "8080"),
-        *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss", "--queue-limit", "7"),
+        *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss"),
+        *("--policy", "PrefixAware", "--session-header", "x-session", "--queue-limit", "7"),
         *("--drain-timeout", "600"),
     ]
 

@@ -87,9 +87,35 @@ class Fallback(StrEnum):
     ON_PREFILL_LOSS = "OnPrefillLoss"
 
 
+class DispatchPolicy(StrEnum):
+    """Which instances a request gets, of those that may take it."""
+
+    SHORTEST_WAIT = "ShortestWait"
+    PENDING_TOKENS = "PendingTokens"
+    ROUND_ROBIN = "RoundRobin"
+    RANDOM = "Random"
+    LEAST_REQUESTS = "LeastRequests"
+    POWER_OF_TWO = "PowerOfTwo"
+    LEAST_HEAVY = "LeastHeavy"
+    BEST_FIT = "BestFit"
+    PREFIX_AWARE = "PrefixAware"
+
+
 class Routing(Shape):
     """How the gateway sends requests to instances."""
 
+    policy: Annotated[DispatchPolicy, Field(strict=False)] = DispatchPolicy.SHORTEST_WAIT
+    """Which instances a request gets. ShortestWait: prompts where the queue is predicted to be
+    through first, decoding where the fewest tokens are held. PendingTokens: the fewest tokens that
+    wait or are held. PrefixAware: the same less what is cached there already. LeastRequests: the
+    shortest queue. PowerOfTwo: the less pending of two drawn ones. RoundRobin, Random: whatever
+    they carry. LeastHeavy: decoding at the fewest long answers by short ones, where there is room.
+    BestFit: decoding at the fullest instance that keeps the SLO, so that fewer are in use."""
+    session_header: (
+        Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None
+    ) = None
+    """Prompts of requests with the same value in this HTTP header go to the same instance, unless
+    that makes them wait longer than computing them elsewhere takes; absent: none do."""
     fallback: Annotated[Fallback, Field(strict=False)] = Fallback.ALWAYS
     """When a decode instance also computes the prompt. Always: whenever no prefill instance can.
     OnPrefillLoss: only after a prefill instance failed the request. Never: answer 503 instead."""

@@ -48,7 +48,9 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, context: Context, handler: Handler) -> None:
         self._context = context
         self._handler = handler
-        self._reader = RequestReader(context.config.max_body_bytes, handler.check)
+        self._reader = RequestReader(
+            context.config.max_body_bytes, handler.check, context.session_header
+        )
         self._backlog: list[bytes] = []
         self._deaf = False
         self._busy = False

@@ -100,6 +100,12 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
     """Its stream carries token ids, because the gateway asks for them: it can go on elsewhere."""
 
 
+def find_text(completion: Completion) -> bytes | memoryview:
+    """The prompt as the client wrote it, without what closes it; for its beginning to be known."""
+    raw = completion.fields.get("messages") or completion.fields.get("prompt")
+    return b"" if raw is None else memoryview(raw)[:-1]
+
+
 def read_completion(body: bytes) -> Completion:
     """Read a request of /v1/completions or /v1/chat/completions. Raises ApiError (400)."""
     fields = _read_fields(body)

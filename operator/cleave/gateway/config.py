@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.gateway.tenants import Late
+from cleave.policy.dispatch import Policy
 from cleave.router.router import Fallback
 
 
@@ -48,6 +49,12 @@ class GatewayConfig:
     api_keys: Path | None = None
     """Read again whenever it changes."""
     fallback: Fallback = Fallback.ALWAYS
+    policy: Policy = Policy.SHORTEST_WAIT
+    """Which instances a request gets."""
+    session_header: str = ""
+    """Prompts of requests with the same value in it keep to one instance; empty: none do."""
+    whole_below_tokens: int = 0
+    """Prompts up to so long are computed by a decode instance; 0: none."""
     ttft_slo_ms: float = 0.0
     """Target of the deployment; 0: none, and then nothing is measured against it."""
     tpot_slo_ms: float = 0.0

@@ -46,6 +46,8 @@ class Context:
         self.router = router
         self.clock = clock
         """Seconds."""
+        self.session_header = config.session_header.lower().encode()
+        """Empty: none."""
         slo = Slo(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = Metrics(slo if slo.ttft_s > 0 else None)
         self.door = Door(config, router.directory, self.metrics)

@@ -18,6 +18,7 @@ import uvloop
 from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.server import Gateway
 from cleave.gateway.tenants import KeysError, Late
+from cleave.policy.dispatch import Policy
 from cleave.router.router import Fallback
 from cleave.rpc.discovery import ENV, DiscoveryError
 
@@ -82,6 +83,9 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             router_port=stated.router_port,
             api_keys=stated.api_keys,
             fallback=stated.fallback,
+            policy=stated.policy,
+            session_header=stated.session_header,
+            whole_below_tokens=stated.whole_below,
             ttft_slo_ms=stated.ttft_ms,
             tpot_slo_ms=stated.tpot_ms,
             late=stated.late,
@@ -144,6 +148,26 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         default=default.late,
         metavar="{" + ",".join(rule.value for rule in Late) + "}",
         help="requests that cannot meet --ttft-ms any more",
+    )
+    add(
+        "--policy",
+        type=Policy,
+        default=default.policy,
+        metavar="{" + ",".join(policy.value for policy in Policy) + "}",
+        help="which instances a request gets",
+    )
+    add(
+        "--session-header",
+        default=default.session_header,
+        metavar="NAME",
+        help="prompts of requests with the same value in this header keep to one instance",
+    )
+    add(
+        "--whole-below",
+        type=int,
+        default=default.whole_below_tokens,
+        metavar="TOKENS",
+        help="prompts up to so long are computed where they are decoded; 0: none",
     )
     add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
     add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")

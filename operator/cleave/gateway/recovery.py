@@ -9,7 +9,7 @@ import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from cleave.gateway.completion import Completion
+from cleave.gateway.completion import Completion, find_text
 from cleave.router.router import Pick, Router
 
 PREFILL_BUDGET = 2
@@ -81,7 +81,11 @@ class Recovery:
 
 
 def choose(
-    router: Router, completion: Completion, past: Recovery | None, doubt: Collection[str] = ()
+    router: Router,
+    completion: Completion,
+    past: Recovery | None,
+    doubt: Collection[str] = (),
+    session: bytes | None = None,
 ) -> Pick:
     """Instances for the next attempt; `past` is None at the first. Raises RouterError.
 
@@ -89,8 +93,11 @@ def choose(
     """
     model, prompt = completion.model, completion.prompt_tokens
     output, single = completion.output_tokens, not completion.splittable
+    text = find_text(completion) if router.reads_text else b""
     if past is None:
-        return router.pick(model, prompt, output, single=single, doubt=doubt)
+        return router.pick(
+            model, prompt, output, single=single, doubt=doubt, session=session, text=text
+        )
     lost = past.prefills_lost > 0
     return router.pick(
         model,
@@ -100,4 +107,6 @@ def choose(
         avoid=past.avoid,
         doubt={*past.doubted, *doubt},
         prefill_lost=lost,
+        session=session,
+        text=text,
     )

@@ -46,8 +46,18 @@ class Request(msgspec.Struct, gc=False):
 class RequestReader:
     """The reading side of one connection. Its on_ methods are httptools' callbacks."""
 
-    def __init__(self, max_body_bytes: int, check: Callable[[Request], ApiError | None]) -> None:
-        """`check` looks at a request whose body is still to come; an error refuses it unread."""
+    def __init__(
+        self,
+        max_body_bytes: int,
+        check: Callable[[Request], ApiError | None],
+        also_read: bytes = b"",
+    ) -> None:
+        """`check` looks at a request whose body is still to come; an error refuses it unread.
+
+        `also_read`: one more header to be kept, in small letters; empty: none.
+        """
+        self._names = _READ | {also_read} if also_read else _READ
+        self._lengths = _LENGTHS | {len(also_read)} if also_read else _LENGTHS
         self.ready: deque[Request] = deque()
         """Whole requests, oldest first."""
         self.refusal: ApiError | None = None
@@ -106,9 +116,9 @@ class RequestReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line, or a trailer."""
         self._head_bytes += len(name) + len(value)
-        if len(name) in _LENGTHS and self._request is None:
+        if len(name) in self._lengths and self._request is None:
             name = name.lower()
-            if name in _READ:
+            if name in self._names:
                 self._headers[name] = value
 
     def on_headers_complete(self) -> None:

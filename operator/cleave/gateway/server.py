@@ -7,6 +7,7 @@ is still there after the drain time is cut.
 
 import asyncio
 import logging
+import math
 import time
 
 from cleave.gateway.client import ClientConnection
@@ -16,7 +17,7 @@ from cleave.gateway.keys import KeysFile
 from cleave.gateway.pages import Pages
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
-from cleave.router.router import Router
+from cleave.router.router import Router, Rules
 from cleave.router.service import RouterServer
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,15 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         """Raises KeysError when the keys cannot be read."""
-        directory = Directory()
+        directory = Directory(config.policy)
+        rules = Rules(
+            config.whole_below_tokens,
+            config.ttft_slo_ms or math.inf,
+            config.tpot_slo_ms or math.inf,
+        )
         self._config = config
         self._keys = KeysFile(config.api_keys)
-        self.context = Context(config, Router(directory, config.fallback), self._keys.keys)
+        self.context = Context(config, Router(directory, config.fallback, rules), self._keys.keys)
         self._fleet = Fleet(config.agents, directory, time.monotonic)
         self._service = RouterServer(self.context.router, time.monotonic)
         self._servers: list[asyncio.Server] = []

@@ -139,6 +139,8 @@ def _container(deployment: LLMDeployment, host: str, port: int, image_prefix: st
             *("--host", host, "--port", str(port)),
             *("--agents", "$(CLEAVE_AGENTS)"),
             *("--fallback", str(routing.fallback)),
+            *("--policy", str(routing.policy)),
+            *(("--session-header", routing.session_header) if routing.session_header else ()),
             *("--queue-limit", str(routing.queue_limit)),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
             *(("--api-keys", f"{_KEYS}/keys") if stated.keys_secret else ()),

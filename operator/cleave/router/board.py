@@ -46,7 +46,7 @@ class Board:
         "whole",
     )
 
-    def __init__(self, instances: list[Instance], policy: Policy = Policy.PENDING_TOKENS) -> None:
+    def __init__(self, instances: list[Instance], policy: Policy = Policy.SHORTEST_WAIT) -> None:
         self.instances = instances
         self._policy = policy
         self.prefill = _closed(len(instances))

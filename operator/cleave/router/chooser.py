@@ -121,7 +121,7 @@ class Chooser:
         if not scores.size:
             return NONE
         if wish.session is not None:
-            return find_kept(scores, board.keys, wish.session, wish.prompt_tokens)
+            return self._find_kept(board, scores, wish.session, wish.prompt_tokens)
         if self._policy is Policy.PREFIX_AWARE:
             return find_cached(scores, board.boots, self._index.find(wish.hashes))
         if self._policy in _DRAWN:
@@ -136,8 +136,8 @@ class Chooser:
         """Who decodes; with `prompt`: who does both phases."""
         if not scores.size:
             return NONE
-        if wish.session is not None:
-            return find_kept(scores, board.keys, wish.session, wish.prompt_tokens)
+        if prompt and wish.session is not None:
+            return self._find_kept(board, scores, wish.session, wish.prompt_tokens)
         policy = self._policy
         if policy is Policy.BEST_FIT:
             return self._find_best_fit(board, scores, wish, prompt)
@@ -155,6 +155,11 @@ class Chooser:
         if board.is_shared and self._policy in _IN_TOKENS:
             return find_at_home(scores, board.away, worth, 0.0)
         return find_least(scores)
+
+    def _find_kept(self, board: Board, scores: Scores, session: int, tokens: int) -> int:
+        """Whatever the policy counts: what coming back costs is the queue of prompts."""
+        queues = np.where(scores < np.inf, board.pending_prompt, scores)
+        return find_kept(queues, board.keys, session, tokens)
 
     def _draw(self, scores: Scores) -> int:
         size = 1 if self._policy is Policy.RANDOM else 2

@@ -30,7 +30,7 @@ class Model:
 class Directory:
     """Instances by name, models by the name clients ask for."""
 
-    def __init__(self, policy: Policy = Policy.PENDING_TOKENS) -> None:
+    def __init__(self, policy: Policy = Policy.SHORTEST_WAIT) -> None:
         self.policy = policy
         """What boards score by."""
         self.instances: dict[str, Instance] = {}

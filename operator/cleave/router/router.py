@@ -145,6 +145,8 @@ class Router:
             clock,
             seed or random.randrange(1, 2147483647),
         )
+        self.reads_text = directory.policy is Policy.PREFIX_AWARE
+        """Whether picks look at the prompt's text."""
         self._learns_passes = directory.policy is Policy.BEST_FIT
         self._turn = 0
 
