@@ -36,6 +36,7 @@ class World:
             now=lambda: cluster.now_s,
             clock=lambda: cluster.now_s,
             fleets=Fleets(lambda: cluster.now_s, ask=nobody_answers),
+            settle_s=0,
         )
         self.asked: list[PlanOutcome] = []
         self.controller.desk.ask = lambda _k, _d, _c, question: self.asked.append(question)

@@ -111,6 +111,15 @@ async def test_what_belongs_to_somebody_else_is_never_taken(theirs: Manifest) ->
     assert len(hands.server.asked) == 1
 
 
+async def test_a_conflict_over_what_was_never_seen_is_somebody_elses_object() -> None:
+    hands = Hands(ApiError(409, "Conflict", 'conflict with "helm" using apps/v1: .spec.selector'))
+    budget = {**service("u1"), "kind": "PodDisruptionBudget"}
+    with pytest.raises(TakenError, match="helm"):
+        await hands.executor.carry_out([Apply(budget, is_new=True)])
+    ((_, _, options),) = hands.server.asked
+    assert options["query"]["force"] == "false"
+
+
 async def test_pools_by_hand_share_what_one_deployment_would_have() -> None:
     hands = Hands(service("u9", applied="other"), service("u1"))
     await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
@@ -189,6 +198,13 @@ async def test_what_comes_after_a_failure_is_not_done() -> None:
     with pytest.raises(ApiError):
         await hands.executor.carry_out([Apply(POD), PatchStatus(POOL, {})])
     assert len(hands.server.asked) == 1
+
+
+async def test_what_is_alike_is_done_whatever_becomes_of_one_of_it() -> None:
+    hands = Hands(ApiError(403, "Forbidden", "no"))
+    with pytest.raises(ApiError):
+        await hands.executor.carry_out([Apply(POD), Apply(POD)])
+    assert hands.seen
 
 
 async def test_an_event_that_nobody_takes_stops_nothing() -> None:

@@ -18,7 +18,7 @@ from cleave.pods.container import UID
 
 ROOT = Path(__file__).parent.parent.parent
 
-APPLIED = {"get", "list", "watch", "create", "patch"}
+APPLIED = {"list", "watch", "create", "patch"}
 RIGHTS = {
     ("cleave.dev", "llmdeployments"): {"list", "watch", "patch"},
     ("cleave.dev", "llmdeployments/status"): {"patch"},
@@ -27,13 +27,13 @@ RIGHTS = {
     ("cleave.dev", "instancepools/status"): {"patch"},
     ("cleave.dev", "instancepools/finalizers"): {"update"},
     ("", "pods"): {"get", "list", "watch", "create", "delete"},
-    ("", "services"): APPLIED,
+    ("", "services"): {"get", *APPLIED},
     ("apps", "deployments"): APPLIED,
     ("policy", "poddisruptionbudgets"): APPLIED,
     ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "create", "delete"},
-    ("networking.k8s.io", "networkpolicies"): {"get", "create", "patch"},
-    ("", "serviceaccounts"): {"get", "create", "patch"},
-    ("rbac.authorization.k8s.io", "rolebindings"): {"get", "create", "patch"},
+    ("networking.k8s.io", "networkpolicies"): {"create", "patch"},
+    ("", "serviceaccounts"): {"create", "patch"},
+    ("rbac.authorization.k8s.io", "rolebindings"): {"create", "patch"},
     ("rbac.authorization.k8s.io", "clusterroles"): {"bind"},
     ("", "events"): {"create"},
 }

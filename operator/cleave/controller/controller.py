@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 WORKERS = 16
 RESYNC_S = 60.0
+SETTLE_S = 0.05
+"""Changes come in flocks: a pod that starts tells five of them."""
 _STALE_S = 0.2
 
 
@@ -46,11 +48,13 @@ class Controller:
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         fleets: Fleets[Key] | None = None,
+        settle_s: float = SETTLE_S,
     ) -> None:
         self.settings = settings
         """Read anew for each decision."""
         self._metrics = metrics
         self._now, self._clock = now, clock
+        self._settle_s = settle_s
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(clock)
         self.desk: Desk[Key] = Desk(self.queue.add)
@@ -103,7 +107,7 @@ class Controller:
 
     def _look_at(self, keys: set[Key]) -> None:
         for key in keys:
-            self.queue.add(key)
+            self.queue.add_after(key, self._settle_s)
 
     async def _reconcile(self, key: Key, executor: Executor) -> None:
         began = self._clock()

@@ -44,6 +44,9 @@ Write = Apply | Create | Delete | PatchStatus | SetFinalizers | Emit
 
 _NOT_FOUND = 404
 _CONFLICT = 409
+_THEIRS = "is there already and belongs to something else; delete it, or choose another name"
+_LIKELY_NAMES = ("Service",)
+"""What has a name that somebody else may have chosen too, another deployment included."""
 _SHARED = ("Service", "ServiceAccount", "RoleBinding")
 """What pools by hand have in common when they belong to one deployment by name."""
 _AT_ONCE = 32
@@ -83,14 +86,14 @@ class Executor:
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
-        """Everything that writes, in order; pods are made and deleted side by side.
+        """Everything that writes, in order; what is alike side by side.
 
         Raises ApiError, StaleError, TakenError or NotLeadingError; what came before has been done.
         """
         writes = [each for each in actions if not isinstance(each, Ask | Requeue)]
         for kind, same in groupby(writes, key=type):
             batch = list(same)
-            if kind in (Create, Delete, Emit):
+            if kind in (Apply, Create, Delete, Emit):
                 await self._side_by_side(batch)
             else:
                 for each in batch:
@@ -131,14 +134,26 @@ class Executor:
     async def _apply(self, action: Apply) -> None:
         manifest = action.manifest
         meta = manifest["metadata"]
-        if action.is_new and await self._is_there(manifest):
+        kind, name = manifest["kind"], meta["name"]
+        if action.is_new and kind in _LIKELY_NAMES and await self._is_there(manifest):
             return
-        path = KINDS[manifest["kind"]].path(meta["namespace"], meta["name"])
-        query = {"fieldManager": MANAGER, "force": "true"}
-        self._seen(await self._write("PATCH", path, manifest, APPLY_PATCH, query))
+        path = KINDS[kind].path(meta["namespace"], name)
+        # Without force, whatever is there as another one wants it is a conflict.
+        force = "false" if action.is_new else "true"
+        query = {"fieldManager": MANAGER, "force": force}
+        try:
+            self._seen(await self._write("PATCH", path, manifest, APPLY_PATCH, query))
+        except ApiError as error:
+            if error.status == _CONFLICT and action.is_new:
+                raise TakenError(f"{kind} {name} {_THEIRS} ({error.message})") from error
+            raise
 
     async def _is_there(self, manifest: Manifest) -> bool:
-        """Whether it is there as it should be. Raises TakenError when it is somebody else's."""
+        """Whether it is there as it should be.
+
+        Raises TakenError when it is somebody else's, also where both want the same of it: what this
+        operator owns goes with the deployment.
+        """
         meta, kind = manifest["metadata"], manifest["kind"]
         try:
             there = await self._kube.get(kind, meta["namespace"], meta["name"])
@@ -149,10 +164,7 @@ class Executor:
         ours = {owner["uid"] for owner in meta["ownerReferences"]}
         theirs = {owner["uid"] for owner in there["metadata"].get("ownerReferences", ())}
         if not (ours & theirs or (kind in _SHARED and _deployment(there) == _deployment(manifest))):
-            raise TakenError(
-                f"{kind} {meta['name']} is there already and belongs to something else; "
-                "delete it, or choose another name"
-            )
+            raise TakenError(f"{kind} {meta['name']} {_THEIRS}")
         self._seen(there)
         return observed.child(there).applied == observed.child(manifest).applied != ""
 

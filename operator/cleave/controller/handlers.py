@@ -45,9 +45,48 @@ def settings() -> kopf.OperatorSettings:
     chosen.queueing.exit_timeout = 0.5
     # `main` has things to do after kopf has ended.
     chosen.process.ultimate_exiting_timeout = None
+    # Each event would be copied several times to find out what has changed, which nobody asks.
+    chosen.persistence.diffbase_storage = _NoDifferences()
+    chosen.persistence.progress_storage = _NoProgress()
     for watched in WATCHED:
         if watched.selector:
             api = KINDS[watched.kind]
             group, _, version = api.version.rpartition("/")
             chosen.watching.label_selectors[group, version, api.plural] = watched.selector
     return chosen
+
+
+class _NoDifferences(kopf.DiffBaseStorage):
+    """Keeps nothing of what objects were like."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:  # noqa: ANN401
+        """Nothing is compared."""
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> kopf.BodyEssence | None:  # noqa: ANN401
+        """Nothing was kept."""
+        return None
+
+    def store(self, **_: Any) -> None:  # noqa: ANN401
+        """Nothing is kept."""
+
+
+class _NoProgress(kopf.ProgressStorage):
+    """Keeps nothing of how far handlers have come: there are none that could."""
+
+    def fetch(self, **_: Any) -> kopf.ProgressRecord | None:  # noqa: ANN401
+        """Nothing was kept."""
+        return None
+
+    def store(self, **_: Any) -> None:  # noqa: ANN401
+        """Nothing is kept."""
+
+    def purge(self, **_: Any) -> None:  # noqa: ANN401
+        """Nothing is there."""
+
+    def touch(self, **_: Any) -> None:  # noqa: ANN401
+        """Objects are left as they are."""
+
+    def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
+        """Nothing is in it."""
+        return essence

@@ -45,6 +45,9 @@ class WorkQueue(Generic[K]):
 
     def add_after(self, key: K, delay_s: float) -> None:
         """Work on `key` after a while, or earlier when that has been asked for."""
+        if delay_s <= 0:
+            self.add(key)
+            return
         at = self._clock() + delay_s
         if self._due.get(key, at) < at:
             return
