@@ -24,8 +24,10 @@ class Row:
 
 def measure(policy: Policy, instances: int, rounds: int = 7, picks: int = 200) -> Row:
     """The best of some rounds: CPU time of a pick, and of a release."""
-    router = Router(fill(instances, policy), rules=Rules(0, 2_000.0, 100.0), seed=1)
-    teach(router)
+    clock = Clock()
+    rules = Rules(0, 2_000.0, 100.0)
+    router = Router(fill(instances, policy), rules=rules, clock=lambda: clock.now_s, seed=1)
+    teach(router, clock, instances)
     for number in range(IN_FLIGHT * instances):
         router.pick("m", 200 + number % 900, 300, text=TEXT)
     picked, released = [], []
@@ -41,13 +43,25 @@ def measure(policy: Policy, instances: int, rounds: int = 7, picks: int = 200) -
     return Row(policy.value, instances, min(picked), min(released))
 
 
-def teach(router: Router) -> None:
+class Clock:
+    """Stands still while picks are timed."""
+
+    now_s = 0.0
+
+
+def teach(router: Router, clock: Clock, instances: int) -> None:
     """Answers enough for BestFit to know what passes take."""
-    for number in range(400):
-        pick = router.pick("m", 100 + number * 7 % 900, 300)
-        router.release(pick, Phase.PREFILL)
-        router.learn(pick, 300)
-        router.release(pick)
+    for number in range(40):
+        size = 2 + number % 7
+        total = size * instances // 2
+        picks = [router.pick("m", 100 + number * 97 % 900, 300) for _ in range(total)]
+        for pick in picks:
+            clock.now_s += 0.01 + 0.0001 * pick.prompt_tokens
+            router.release(pick, Phase.PREFILL)
+        clock.now_s += 300 * (0.015 + 0.0001 * size)
+        for pick in picks:
+            router.learn(pick, 300)
+            router.release(pick)
 
 
 def fill(instances: int, policy: Policy) -> Directory:

@@ -41,23 +41,21 @@ class Queue:
     has passed since the last answer tells how much of it is done.
     """
 
-    __slots__ = ("_learnt_ms", "_learnt_tokens", "since_ms")
+    __slots__ = ("_learnt_ms", "_learnt_tokens", "since_ms", "token_ms")
 
     def __init__(self) -> None:
         self.since_ms = 0.0
         self._learnt_ms = NOMINAL_TOKEN_MS * NOMINAL_TOKENS
         self._learnt_tokens = NOMINAL_TOKENS
-
-    @property
-    def token_ms(self) -> float:
+        self.token_ms = NOMINAL_TOKEN_MS
         """Time for a token of a prompt."""
-        return self._learnt_ms / self._learnt_tokens
 
     def answer(self, tokens: float, now_ms: float) -> float:
         """A prompt of that many tokens was answered, the next one begins; how long it took."""
         ms = now_ms - self.since_ms
         self._learnt_ms = self._learnt_ms * FADING + ms
         self._learnt_tokens = self._learnt_tokens * FADING + tokens
+        self.token_ms = self._learnt_ms / self._learnt_tokens
         self.since_ms = now_ms
         return ms
 

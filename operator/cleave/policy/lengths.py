@@ -17,6 +17,8 @@ _OUTPUT_CLASSES = 20
 _FADING = 1 - 1 / 2000
 """About the last 2,000 answers of a class count."""
 _LARGEST_GAIN = 1e9
+_EVERY = 32
+"""Answers between two looks at the means."""
 _PRIOR = 8.0
 """Answers of a class that weigh as much as the mean of all."""
 
@@ -39,15 +41,16 @@ class ConditionalMean:
 
     def __init__(self, first: float) -> None:
         """`first`: predicted before anything is learnt."""
-        self._first = first
+        self._means = [first] * _CLASSES
+        self._answers = 0
         self._all = _Outputs()
         self._classes = [_Outputs() for _ in range(_CLASSES)]
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
         """Output tokens of a request; `limit`: its own, 0: none."""
-        outputs = self._classes[_classify(prompt_tokens, _CLASSES)]
-        mean = (outputs.tokens + _PRIOR * self._mean_of_all()) / (outputs.weight + _PRIOR)
-        return min(mean, limit) if limit else mean
+        length = prompt_tokens.bit_length()
+        mean = self._means[length if length < _CLASSES else -1]
+        return mean if limit == 0 or mean < limit else limit
 
     def predict_again(self, prompt_tokens: int, made: int, limit: int = 0) -> float:
         """Output tokens in all of one that has made `made` already."""
@@ -60,9 +63,13 @@ class ConditionalMean:
         """A request has ended by itself with that many output tokens."""
         self._all.add(output_tokens)
         self._classes[_classify(prompt_tokens, _CLASSES)].add(output_tokens)
-
-    def _mean_of_all(self) -> float:
-        return self._all.tokens / self._all.weight if self._all.weight else self._first
+        self._answers += 1
+        # Means change slowly, once there have been some answers.
+        if self._answers < _EVERY or self._answers % _EVERY == 0:
+            overall = _PRIOR * self._all.tokens / self._all.weight
+            self._means = [
+                (outputs.tokens + overall) / (outputs.weight + _PRIOR) for outputs in self._classes
+            ]
 
 
 class _Outputs:
@@ -103,5 +110,5 @@ class _Outputs:
 
 
 def _classify(tokens: int, classes: int) -> int:
-    """0: up to 1 token, 1: 2 and 3, 2: 4 to 7, ..."""
-    return min(max(tokens, 1).bit_length() - 1, classes - 1)
+    """0: nothing, 1: 1 token, 2: 2 and 3, 3: 4 to 7, ..."""
+    return min(tokens.bit_length(), classes - 1)

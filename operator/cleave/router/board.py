@@ -15,6 +15,10 @@ from cleave.policy.dispatch import RECENCY, STALE, Policy, Scores, weigh
 from cleave.router.instance import Contact, Instance
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
+_STALE = Contact.STALE
+_SHORTEST_WAIT = Policy.SHORTEST_WAIT
+"""Looked up for every request, which takes an enum a while."""
+
 
 class Board:
     """Scores, +inf where the instance is closed for a use, empty where all are.
@@ -106,19 +110,18 @@ class Board:
         ledger = instance.ledger
         if instance.num_routers > 1 or self.away[slot]:
             self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
-            self.is_shared = bool(self.away.any())
+            self.is_shared = True
         prompt = ledger.prompt.pending
-        doubt = STALE if instance.contact is Contact.STALE else 0.0
+        doubt = STALE if instance.contact is _STALE else 0.0
         self.pending_prompt[slot] = prompt + doubt
         by_prompt, by_all = self._uses[slot]
         policy = self._policy
-        if policy is Policy.SHORTEST_WAIT:
+        if policy is _SHORTEST_WAIT:
             tie = instance.last_turn * RECENCY
-            queue = ledger.queue
-            first = predict_end_ms(prompt, queue.since_ms, queue.token_ms, tie)
-            # Far above what a clock may show as well.
-            first += doubt * doubt
             total = prompt + doubt + tie + ledger.resident.pending
+            queue = ledger.queue
+            # STALE squared is far above what a clock may show as well.
+            first = doubt * doubt + predict_end_ms(prompt, queue.since_ms, queue.token_ms, tie)
         elif policy is Policy.ROUND_ROBIN:
             first = total = doubt + instance.last_turn
         elif policy is Policy.LEAST_REQUESTS:

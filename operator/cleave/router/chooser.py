@@ -8,6 +8,7 @@ never among it, and one in doubt only when all are.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from cleave.policy.affinity import find_kept, to_key
@@ -40,8 +41,7 @@ from cleave.router.instance import Instance
 from cleave.router.passes import Passes
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True, gc=False):
     """What is known of a request that is to be placed."""
 
     prompt_tokens: int
@@ -65,6 +65,7 @@ class Chooser:
     ) -> None:
         """`clock`: seconds; `seed`: above 0, for policies that draw."""
         self._policy = policy
+        self._is_by_score = policy in _BY_SCORE
         self._passes = passes
         self._clock = clock
         self._seed = seed
@@ -78,10 +79,11 @@ class Chooser:
         text: bytes | memoryview,
     ) -> Wish:
         """What this policy looks at, and nothing that it does not."""
+        if self._is_by_score and session is None:
+            return Wish(prompt_tokens, output_tokens)
         key = to_key(session) if session is not None else None
-        if self._policy is not Policy.PREFIX_AWARE:
-            return Wish(prompt_tokens, output_tokens, (), key)
-        return Wish(prompt_tokens, output_tokens, hash_blocks(text), key)
+        hashes = hash_blocks(text) if self._policy is Policy.PREFIX_AWARE else ()
+        return Wish(prompt_tokens, output_tokens, hashes, key)
 
     def count_cached(self, instance: Instance, wish: Wish) -> int:
         """Tokens of the prompt that the instance has probably computed before."""
@@ -102,9 +104,9 @@ class Chooser:
         """Drop what is known of engines that are gone."""
         self._index.keep(boots)
 
-    def choose_pair(self, board: Board, uses: "Uses", wish: Wish) -> tuple[int, int]:
+    def choose_pair(self, board: Board, uses: "Board | Uses", wish: Wish) -> tuple[int, int]:
         """(prefill slot, decode slot), or (NONE, slot): both phases there."""
-        if self._policy in _BY_SCORE and wish.session is None and not board.is_shared:
+        if self._is_by_score and wish.session is None and not board.is_shared:
             return choose_pair(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
         first = self.find_for_prompt(board, uses.prefill, wish)
         second = self.find_for_whole(board, uses.decode, wish, False) if first != NONE else NONE
@@ -221,17 +223,18 @@ class Chooser:
         return find_peak_after(held, left) <= packing.theta * capacity
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Uses:
-    """The scores of a board, without what is closed to one request."""
+    """The scores of a board, when some of it is closed to one request."""
 
     prefill: Scores
     decode: Scores
     mixed: Scores
 
-    def without(self, slots: list[int]) -> "Uses":
-        """The same with some more slots closed."""
-        return Uses(*(close_slots(each, slots) for each in (self.prefill, self.decode, self.mixed)))
+
+def close(board: Board, slots: list[int]) -> Uses:
+    """What is left of a board without some slots."""
+    return Uses(*(close_slots(each, slots) for each in (board.prefill, board.decode, board.mixed)))
 
 
 _BY_SCORE = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)

@@ -26,7 +26,7 @@ from cleave.policy.dispatch import (
 from cleave.policy.lengths import ConditionalMean, Predictor
 from cleave.policy.packing import GAMMA, weigh_context
 from cleave.router.board import Board
-from cleave.router.chooser import Chooser, Uses, Wish
+from cleave.router.chooser import Chooser, Wish, close
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance, UnknownModel
 from cleave.router.instance import Contact, Instance, Ledger, Target
@@ -48,6 +48,9 @@ class Rules:
     """Targets, which BestFit keeps to."""
     tpot_ms: float = math.inf
 
+
+_FORGET_EVERY = 4096
+"""Requests, until what engines that are gone had cached is forgotten."""
 
 RESIDENT_WEIGHT = 0.1
 """What a token in a decode instance weighs beside one that waits for prefill, between revisions.
@@ -147,6 +150,8 @@ class Router:
         )
         self.reads_text = directory.policy is Policy.PREFIX_AWARE
         """Whether picks look at the prompt's text."""
+        # What these two compare would cost all others a few percent of a request.
+        self._looks_closely = directory.policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
         self._learns_passes = directory.policy is Policy.BEST_FIT
         self._turn = 0
 
@@ -209,7 +214,8 @@ class Router:
             instance, ledger, tokens = entry
             ledger.resident.close(tokens)
             ledger.requests -= 1
-            self._leave(pick, ledger)
+            if self._looks_closely:
+                self._leave(pick, ledger)
             self._refresh(instance, ledger)
 
     def learn(self, pick: Pick, output_tokens: int) -> None:
@@ -274,12 +280,13 @@ class Router:
         best: tuple[float, Board, int, int] | None = None
         for board in known.boards:
             closed = _find_slots(board, avoid)
-            uses = Uses(board.prefill, board.decode, board.mixed)
-            if closed:
-                uses = uses.without(closed)
+            uses = close(board, closed) if closed else board
             first, second = self._chooser.choose_pair(board, uses, wish)
             if second == NONE:
                 continue
+            if len(known.boards) == 1:
+                best = 0.0, board, first, second
+                break
             todo = _count_todo(board, second if first == NONE else first, second)
             if first != NONE and uses.decode[second] >= STALE:
                 todo += STALE
@@ -337,18 +344,23 @@ class Router:
         if wish.hashes:
             todo = max(todo - self._chooser.count_cached(first, wish), 0)
             self._chooser.note_prompt(first, decode, wish)
-        if first.ledger.prompt.pending < 1.0:
-            first.ledger.queue.since_ms = self._clock() * 1000
-        first.ledger.prompt.enter(todo)
-        pick._prefill_entry = (first, first.ledger, todo)
+            if self._turn % _FORGET_EVERY == 0:
+                instances = self.directory.instances.values()
+                self._chooser.forget_others({each.target.boot_id for each in instances})
+        ahead = first.ledger
+        if ahead.prompt.pending < 1.0:
+            ahead.queue.since_ms = self._clock() * 1000
+        ahead.prompt.enter(todo)
+        pick._prefill_entry = (first, ahead, todo)
         resident = pick.prompt_tokens + pick.output_tokens
         ledger = decode.ledger
         ledger.resident.enter(resident)
         ledger.requests += 1
-        ledger.running[pick] = None
-        ledger.context += weigh_context(pick.prompt_tokens, pick.output_tokens, GAMMA)
-        if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
-            ledger.heavy += 1
+        if self._looks_closely:
+            ledger.running[pick] = None
+            ledger.context += weigh_context(pick.prompt_tokens, pick.output_tokens, GAMMA)
+            if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
+                ledger.heavy += 1
         pick._decode_entry = (decode, ledger, resident)
         self.directory.refresh(decode)
         if prefill is not None:
