@@ -11,18 +11,18 @@ import heapq
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from types import FunctionType
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy import dispatch
+from cleave.policy import books, dispatch
 
 REPORT_MS = 100.0
 WARM_UP = 0.2
 """Share of the requests that fills the queues and is not counted."""
 TIE = dispatch.RECENCY
-NO_TIME = -1.0
 
 
 class Way(IntEnum):
@@ -83,9 +83,7 @@ def draw_load(
     return Load(arrival, service, tokens * np.exp(rng.normal(0.0, error, requests)))
 
 
-def measure(
-    load: Load, *, instances: int, gateways: int, way: Way, seed: int, spill_ms: float = 0.0
-) -> Delay:
+def measure(load: Load, *, instances: int, gateways: int, way: Way, seed: int) -> Delay:
     """Delay of `load` when each request comes to one of the gateways at random."""
     rng = np.random.default_rng(seed + 1)
     waits = serve(
@@ -97,25 +95,23 @@ def measure(
         gateways,
         int(way),
         float(load.service_ms.sum() / load.tokens.sum()),
-        spill_ms,
         seed * 7919 + 12_345,
     )
     counted = waits[int(WARM_UP * len(waits)) :]
     return Delay(float(counted.mean()), float(np.percentile(counted, 99)))
 
 
-_find_least = numba.njit(dispatch.find_least)
-_draw = numba.njit(dispatch.draw)
+def _compile(function, **names):
+    """A compiled copy of a policy's function, with compiled copies of what it calls."""
+    own = {**function.__globals__, **names}
+    return numba.njit(FunctionType(function.__code__, own, function.__name__))
 
 
-@numba.njit(cache=False)
-def _find_sampled(scores, size, seed):
-    best = -1
-    for _ in range(size):
-        seed, slot = _draw(seed, scores.size)
-        if best == -1 or scores[slot] < scores[best]:
-            best = slot
-    return best, seed
+_find_least = _compile(dispatch.find_least)
+_find_at_home = _compile(dispatch.find_at_home, find_least=_find_least)
+_draw = _compile(dispatch.draw)
+_find_sampled = _compile(dispatch.find_sampled, find_least=_find_least, draw=_draw)
+_predict_end_ms = _compile(books.predict_end_ms)
 
 
 @numba.njit(cache=False)
@@ -126,28 +122,11 @@ def _score(way, own, others, since, ms_per_token, turn):
     pending = own + others
     if way < Way.EARLIEST:
         return pending + tie
-    if pending < 0.5:
-        return tie
-    return since + pending * ms_per_token
+    return _predict_end_ms(pending, since, ms_per_token, tie)
 
 
 @numba.njit(cache=False)
-def _find_home(scores, gateway, gateways, now, spill_ms):
-    """The earliest at home, unless one away is earlier by `spill_ms`."""
-    home, away = -1, -1
-    for i in range(scores.size):
-        if i % gateways == gateway:
-            if home == -1 or scores[i] < scores[home]:
-                home = i
-        elif away == -1 or scores[i] < scores[away]:
-            away = i
-    if max(scores[away] - now, 0.0) + spill_ms < scores[home] - now:
-        return away
-    return home
-
-
-@numba.njit(cache=False)
-def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token, spill_ms, seed):
+def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token, seed):
     """Wait of each request in ms. `phases`: when each instance reports first, ascending."""
     count, total = len(phases), len(arrival)
     free_at = np.zeros(count)
@@ -160,11 +139,13 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token
     since = np.zeros((gateways, count))
     turns = np.zeros((gateways, count), np.int64)
     turn = np.zeros(gateways, np.int64)
+    away = np.zeros((gateways, count), np.bool_)
     scores = np.zeros((gateways, count))
     for g in range(gateways):
         for i in range(count):
             # Gateways that start together must not all begin with the first instance.
             turns[g, i] = (i + g * count // gateways) % count
+            away[g, i] = i % gateways != g
             scores[g, i] = _score(way, 0.0, 0.0, 0.0, ms_per_token, turns[g, i])
         turn[g] = count
     ends = [(math.inf, 0)]
@@ -205,7 +186,7 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token
         elif way == Way.POWER_OF_TWO:
             i, seed = _find_sampled(scores[g], 2, seed)
         elif way == Way.HOME and gateways > 1:
-            i = _find_home(scores[g], g, gateways, now, spill_ms)
+            i = _find_at_home(scores[g], away[g], tokens[r] * ms_per_token, now)
         else:
             i = _find_least(scores[g])
         chosen[r] = i

@@ -54,8 +54,8 @@ class Cell:
     way: str
     mean_ms: float
     p99_ms: float
-    of_bound: float
-    """Mean, as a multiple of the bound's."""
+    of_bound: float | None
+    """Mean, as a multiple of the bound's; None: nothing waits in the bound."""
 
 
 def queues(console: Console, quick: bool) -> Rows:
@@ -91,26 +91,23 @@ def gateways(console: Console, quick: bool) -> Rows:
 def _measure(
     instances: int, load: float, count: int, ways: Sequence[Way], quick: bool
 ) -> Iterable[Cell]:
-    """The bound first; the last two ways once more with wrong estimates of length."""
+    """The bound first; with one gateway the last two ways once more, with lengths mistaken."""
     prompt = np.concatenate([traces.read(name).prompt_tokens for name in ("code", "conv")])
     requests = 5_000 if quick else max(200_000, 400 * instances)
     tries: list[tuple[Way, float]] = [(way, 0.0) for way in (Way.BOUND, *ways)]
-    if count == 1:
+    if Way.HOME not in ways:
         tries += [(way, ESTIMATE_ERROR) for way in ways[-2:]]
-    bound = None
+    bound = 0.0
     for way, error in tries:
         drawn = queueing.draw_load(
             prompt, instances=instances, utilisation=load, requests=requests, seed=1, error=error
         )
-        spill_ms = float(drawn.service_ms.mean())
-        delay = queueing.measure(
-            drawn, instances=instances, gateways=count, way=way, seed=1, spill_ms=spill_ms
-        )
-        bound = bound or delay.mean
+        delay = queueing.measure(drawn, instances=instances, gateways=count, way=way, seed=1)
+        if way is Way.BOUND:
+            bound = delay.mean
         name = way.name.lower().replace("_", " ") + (f", lengths +-{error:.0%}" if error else "")
-        yield Cell(
-            instances, load, count, name, delay.mean, delay.p99, delay.mean / bound if bound else 1
-        )
+        of_bound = delay.mean / bound if bound else None
+        yield Cell(instances, load, count, name, delay.mean, delay.p99, of_bound)
 
 
 def goodputs(console: Console, quick: bool) -> Rows:
@@ -196,7 +193,8 @@ def _print_cells(
 ) -> None:
     rows: dict[str, list[str]] = {}
     for cell in cells:
-        text = f"{cell.mean_ms:.3g} / {cell.p99_ms:.3g} ({cell.of_bound:.3g})"
+        ratio = "-" if cell.of_bound is None else f"{cell.of_bound:.2f}"
+        text = f"{cell.mean_ms:.3g} / {cell.p99_ms:.4g} ({ratio})"
         rows.setdefault(cell.way, []).append(text)
     table = _table("way", *dict.fromkeys(column(cell) for cell in cells))
     for way, row in rows.items():

@@ -61,7 +61,14 @@ def draw_case(seed: int) -> tuple[Fleet, Trace]:
             overlapped_token_ms=draw.choice([0.0, 0.2]),
             overlap_from_tokens=draw.choice([10, 1 << 40]),
         ),
-        draw.choice([Dispatch.LEAST_PENDING, Dispatch.ROUND_ROBIN, Dispatch.LATE]),
+        draw.choice(
+            [
+                Dispatch.SHORTEST_WAIT,
+                Dispatch.LEAST_PENDING,
+                Dispatch.ROUND_ROBIN,
+                Dispatch.LATE,
+            ]
+        ),
         dispatch_ms=draw.choice([0.0, 1.7]),
         first_token_by_decode=draw.random() < 0.6,
     )

@@ -68,6 +68,7 @@ class Instance:
         self.stage_free = [0.0] * engine.timing.stages
         self.link = 0.0
         self.prompt_book = self.resident_book = self.turn = 0
+        self.since, self.learnt_ms, self.learnt_tokens = 0.0, 200.0, 2_000.0
         self.busy = self.area = self.kv_at = 0.0
         self.kv = self.peak = self.passes = self.decode_passes = 0
         self.prompt_tokens = self.decode_tokens = self.preemptions = self.batch_peak = 0

@@ -52,6 +52,9 @@ class Rules:
 _FORGET_EVERY = 4096
 """Requests, until what engines that are gone had cached is forgotten."""
 
+_FIRST_ANSWERS = 1024
+_LEARNT_EVERY = 8
+
 RESIDENT_WEIGHT = 0.1
 """What a token in a decode instance weighs beside one that waits for prefill, between revisions.
 
@@ -153,7 +156,7 @@ class Router:
         # What these two compare would cost all others a few percent of a request.
         self._looks_closely = directory.policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
         self._learns_passes = directory.policy is Policy.BEST_FIT
-        self._turn = 0
+        self._turn = self._num_answers = 0
 
     def pick(
         self,
@@ -220,7 +223,10 @@ class Router:
 
     def learn(self, pick: Pick, output_tokens: int) -> None:
         """A request that is still in the books has ended by itself with that many tokens."""
-        self.lengths.learn(pick.prompt_tokens, output_tokens)
+        self._num_answers += 1
+        # Lengths change slowly: once they are known, some of the answers tell enough.
+        if self._num_answers < _FIRST_ANSWERS or self._num_answers % _LEARNT_EVERY == 0:
+            self.lengths.learn(pick.prompt_tokens, output_tokens)
         entry = pick._decode_entry
         if self._learns_passes and entry is not None and pick.decoding_since is not None:
             _, ledger, _ = entry

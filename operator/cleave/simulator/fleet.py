@@ -36,7 +36,7 @@ class Dispatch(IntEnum):
     """Which instance takes a request."""
 
     LEAST_PENDING = 0
-    """What the router does: `policy.dispatch.choose_pair` on pending tokens, both at arrival."""
+    """`policy.dispatch.choose_pair` on pending tokens, both at arrival."""
     ROUND_ROBIN = 1
     RANDOM = 2
     LATE = 3
@@ -51,7 +51,8 @@ class Dispatch(IntEnum):
     BEST_FIT = 7
     """Aladdin (section 4.2): decoding at the fullest instance that keeps all promises."""
     SHORTEST_WAIT = 8
-    """Prompts where the queue is predicted to be through first (`policy.books.Queue`)."""
+    """What the router does unless told otherwise: the same, but prompts go where the queue is
+    predicted to be through first (`policy.books.Queue`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Fleet:
     decode: tuple[Pool, ...] = ()
     mixed: tuple[Pool, ...] = ()
     transfer: Transfer = Transfer()
-    dispatch: Dispatch = Dispatch.LEAST_PENDING
+    dispatch: Dispatch = Dispatch.SHORTEST_WAIT
     dispatch_ms: float = 0.0
     """Client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
     packing: Packing | None = None
