@@ -14,6 +14,8 @@ from cleave.controller.kube import KINDS
 from cleave.controller.metrics import Metrics
 from cleave.controller.sweep import WATCHED
 
+_PAUSES_S = (0.5, 1.0, 2.0)
+
 
 def registry(controller: Controller, metrics: Metrics) -> kopf.OperatorRegistry:
     """A handler for every kind that is watched."""
@@ -42,6 +44,8 @@ def settings() -> kopf.OperatorSettings:
     # Which kinds there are is known; to watch for more would take further rights.
     chosen.scanning.disabled = True
     chosen.networking.enforce_retry_after = True
+    # Of one request; a watch is begun anew for ever.
+    chosen.networking.error_backoffs = _PAUSES_S
     chosen.queueing.exit_timeout = 0.5
     # `main` has things to do after kopf has ended.
     chosen.process.ultimate_exiting_timeout = None

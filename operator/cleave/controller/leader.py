@@ -53,6 +53,7 @@ class Leader:
         self._until_s = float("-inf")
         self._seen: tuple[str, str] = ("", "")
         self._seen_at_s = self._tried_at_s = clock()
+        self._fault = ""
         self.elected = asyncio.Event()
         """Set while this operator leads."""
 
@@ -96,9 +97,12 @@ class Leader:
         try:
             held = await self._hold()
         except ApiError as error:
-            if error.status != _CONFLICT:
+            # Said once: it is tried twice a second.
+            if error.status != _CONFLICT and str(error) != self._fault:
                 log.warning("leader election: %s", error)
+            self._fault = str(error)
             return
+        self._fault = ""
         if held:
             self._until_s = began_s + self._terms.writing_s
             if not self.elected.is_set():

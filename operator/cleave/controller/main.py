@@ -106,8 +106,9 @@ def _log(level: str, *, as_json: bool) -> None:
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if as_json else plain)
     logging.basicConfig(level=level, handlers=[handler])
-    # It tells of every event that it hands over.
+    # They tell of every event that is handed over, and of every try while the API server is away.
     logging.getLogger("kopf").setLevel(logging.WARNING)
+    logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)
 
 
 def _build_parser(program: str) -> argparse.ArgumentParser:

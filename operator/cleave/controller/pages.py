@@ -17,6 +17,11 @@ class Pages:
         self._alive, self._ready, self._registry = alive, ready, registry
         self._runner: web.AppRunner | None = None
 
+    @property
+    def port(self) -> int:
+        """Where it listens; 0: it does not."""
+        return int(self._runner.addresses[0][1]) if self._runner else 0
+
     async def start(self, host: str, port: int) -> None:
         """Listen. Raises OSError."""
         application = web.Application()

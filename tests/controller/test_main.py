@@ -1,0 +1,156 @@
+"""The operator's command line, its pages and its handlers."""
+
+import json
+import logging
+from pathlib import Path
+
+import aiohttp
+import kopf
+import pytest
+from prometheus_client import CollectorRegistry
+
+from cleave.controller import handlers, main
+from cleave.controller.controller import Controller
+from cleave.controller.metrics import Collector, Metrics
+from cleave.controller.operator import Options
+from cleave.controller.pages import Pages
+from cleave.controller.settings import Settings
+from cleave.controller.store import Key
+from cleave.controller.sweep import WATCHED
+
+from small_cluster import chat
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """Options of operators that would have run."""
+    found: list[Options] = []
+    monkeypatch.setattr(main, "run", lambda options: found.append(options) or 0)
+    monkeypatch.setattr(main, "_log", lambda *_, **__: None)
+    return found
+
+
+def test_the_command_line_says_it_all(ran: list[Options]) -> None:
+    line = "--identity me --own-namespace here --namespace a --namespace b --webhook w "
+    line += "--webhook-certificate cert-manager --image-prefix r/ --device cpu --port 9"
+    assert main.main(line.split()) == 0
+    (options,) = ran
+    assert options.identity.startswith("me_")
+    assert (options.namespace, options.namespaces, options.port) == ("here", ("a", "b"), 9)
+    assert options.webhook is not None
+    assert (options.webhook.name, options.webhook.issues) == ("w", False)
+    assert (options.settings.image_prefix, options.settings.device) == ("r/", "cpu")
+
+
+def test_two_processes_of_one_pod_are_two_operators(ran: list[Options]) -> None:
+    main.main(["--identity", "me"])
+    main.main(["--identity", "me"])
+    assert ran[0].identity != ran[1].identity
+
+
+def test_a_faulty_cluster_file_is_one_line_and_exit_code_2(
+    ran: list[Options], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("nodes: []")
+    assert main.main(["--cluster", str(file)]) == 2
+    assert not ran
+    assert caplog.messages == ["--cluster: nodes: must have at least 1 entry"]
+
+
+def test_bad_usage_is_exit_code_2() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--device", "tpu"])
+    assert ended.value.code == 2
+
+
+def test_a_log_line_is_one_json_object() -> None:
+    record = logging.LogRecord("cleave", logging.INFO, "f", 1, "a\nb %s", ("c",), None)
+    said = json.loads(main.JsonLines().format(record))
+    assert (said["message"], said["level"], said["logger"]) == ("a\nb c", "info", "cleave")
+
+
+async def test_the_pages_say_what_is_wrong_and_what_was_counted() -> None:
+    faults: list[str] = []
+    metrics = Metrics()
+    metrics.reconciled("InstancePool", "idle", 0.002)
+    metrics.actions["Create", "done"] += 3
+    registry = CollectorRegistry()
+    registry.register(
+        Collector(metrics, queued=lambda: 4, objects=lambda: {"Pod": 2}, is_leading=lambda: True)
+    )
+    pages = Pages(alive=lambda: faults, ready=lambda: ["not listed yet"], registry=registry)
+    await pages.start("127.0.0.1", 0)
+    assert pages.port
+    base = f"http://127.0.0.1:{pages.port}"
+    try:
+        async with aiohttp.ClientSession() as session:
+
+            async def get(path: str) -> tuple[int, str]:
+                async with session.get(base + path) as answer:
+                    return answer.status, await answer.text()
+
+            assert await get("/healthz") == (200, "ok")
+            faults.append("the watch of Pod has ended")
+            assert await get("/healthz") == (503, "the watch of Pod has ended")
+            assert await get("/readyz") == (503, "not listed yet")
+            status, text = await get("/metrics")
+    finally:
+        await pages.stop()
+    assert status == 200
+    for line in (
+        'cleave_operator_reconciles_total{kind="InstancePool",outcome="idle"} 1.0',
+        'cleave_operator_actions_total{action="Create",outcome="done"} 3.0',
+        'cleave_operator_reconcile_seconds_bucket{kind="InstancePool",le="0.0025"} 1.0',
+        "cleave_operator_queue_depth 4.0",
+        "cleave_operator_leading 1.0",
+        'cleave_operator_objects{kind="Pod"} 2.0',
+    ):
+        assert line in text
+
+
+class TestHandlers:
+    """What kopf is told."""
+
+    def test_every_kind_that_is_listed_is_watched_and_nothing_else(self) -> None:
+        found = handlers.registry(Controller(Settings(), Metrics()), Metrics())
+        watched = {str(each.selector.any_name) for each in found._watching.get_all_handlers()}
+        assert watched == {
+            "nodes", "llmdeployments", "instancepools", "pods", "deployments", "services",
+            "poddisruptionbudgets",
+        }  # fmt: skip
+        assert len(watched) == len(WATCHED)
+        assert not found._changing.get_all_handlers()
+        assert not found._spawning.get_all_handlers()
+
+    async def test_events_fill_the_index(self) -> None:
+        metrics = Metrics()
+        controller = Controller(Settings(), metrics)
+        found = handlers.registry(controller, metrics)
+        told = next(
+            each.fn for each in found._watching.get_all_handlers() if each.id == "LLMDeployment"
+        )
+        made = chat()
+        made["metadata"] |= {"uid": "u1", "resourceVersion": "1"}
+        await told(event={"type": None, "object": made})
+        assert list(controller.store.resources()) == [Key("LLMDeployment", "default", "chat")]
+        await told(event={"type": "DELETED", "object": made})
+        assert not list(controller.store.resources())
+        assert metrics.events == {
+            ("LLMDeployment", "LISTED"): 1,
+            ("LLMDeployment", "DELETED"): 1,
+        }
+
+    def test_kopf_writes_nothing_and_lists_what_is_ours(self) -> None:
+        chosen = handlers.settings()
+        assert not chosen.posting.enabled
+        assert chosen.scanning.disabled
+        selectors = dict(chosen.watching.label_selectors.items())
+        assert {str(key.any_name): text for key, text in selectors.items()} == {
+            "pods": "cleave.dev/component",
+            "deployments": "cleave.dev/deployment",
+            "services": "cleave.dev/deployment",
+            "poddisruptionbudgets": "cleave.dev/deployment",
+        }
+        storage = chosen.persistence.diffbase_storage
+        assert storage.build(body=kopf.Body({}), extra_fields=None) == {}
