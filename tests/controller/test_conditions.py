@@ -40,6 +40,26 @@ def test_what_gets_worse_is_a_warning() -> None:
     ]
 
 
+def test_the_planner_at_work_is_no_bad_news() -> None:
+    before = settled([], [Condition("PlanReady", True, "Planned", "2P")], 1, now_s=0)
+    (planning,) = told(CHAT, before, [Condition("PlanReady", False, "Planning", "at work")])
+    assert not planning.is_warning
+
+
+def test_of_all_progress_only_a_roll_out_is_told_its_begin_and_its_end() -> None:
+    moving, rolling, done = (
+        Condition("Progressing", True, "Scaling", "decode instances start or end"),
+        Condition("Progressing", True, "RollingOut", "decode instances: replaced by revision b"),
+        Condition("Progressing", False, "Settled", "all instances are as they are wanted"),
+    )
+    last: list = []
+    reasons = []
+    for now in (moving, done, rolling, rolling, done, moving, done):
+        reasons += [(each.reason, each.is_warning) for each in told(CHAT, last, [now])]
+        last = settled(last, [now], 1, now_s=0)
+    assert reasons == [("RollingOut", False), ("Settled", False)]
+
+
 def test_a_new_object_that_is_not_ready_is_no_news_and_its_plan_is() -> None:
     new = [
         NOT_READY,

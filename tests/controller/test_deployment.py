@@ -11,6 +11,7 @@ from cleave.controller.actions import (
     Apply,
     Ask,
     Delete,
+    Emit,
     PatchStatus,
     SetFinalizers,
 )
@@ -169,6 +170,24 @@ def test_the_plans_number_is_put_right() -> None:
     )
     actions = reconcile(view(asked, pools=other))
     assert names(actions, "InstancePool") == ["chat-prefill", "chat-decode"]
+
+
+def set_back(actions: list[Action]) -> list[Emit]:
+    return [e for e in actions if isinstance(e, Emit) and e.reason == "ReplicasSetBack"]
+
+
+def test_whoever_scales_a_pool_of_the_plan_is_told_why_it_comes_to_nothing() -> None:
+    asked = deployment()
+    pools = made_pools(asked)
+    first = status_of(reconcile(view(asked)))
+    decode = next(each for each in pools if each.spec.role is Role.DECODE)
+    scaled = decode.model_copy(update={"spec": decode.spec.model_copy(update={"replicas": 7})})
+    (told,) = set_back(reconcile(view(asked, pools=(scaled,), status=first)))
+    assert (told.target.kind, told.target.name) == ("InstancePool", "chat-decode")
+    assert told.message.startswith("replicas: 7 set back to 2, the plan's number")
+    # A plan that has changed is nobody's fault.
+    more = deployment(placement=by_hand(prefill=1, decode=3))
+    assert not set_back(reconcile(view(more, pools=pools, status=first)))
 
 
 def test_a_dropped_role_is_emptied_and_then_deleted() -> None:

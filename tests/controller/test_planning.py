@@ -1,6 +1,7 @@
 """The planner's desk: one question at a time, bounded, in a process of its own."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,8 @@ async def test_a_planner_that_takes_too_long_is_stopped(monkeypatch: pytest.Monk
     answered = asyncio.Event()
     desk: Desk[str] = Desk(lambda _: answered.set(), limit_s=0.2)
     monkeypatch.setattr(planning, "answer", sleeps)
+    # The planner's process imports `sleeps` from here.
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
     desk.ask("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
     await asyncio.wait_for(answered.wait(), 30)
     last = desk.last("chat")

@@ -22,8 +22,12 @@ class Condition:
     message: str = ""
 
 
-_QUIET = frozenset({"Progressing"})
-"""Conditions that come and go in ordinary work: they cause no Events."""
+_QUIET = frozenset({"Progressing", "PlanFeasible"})
+"""They cause no Events: one comes and goes in ordinary work, the other repeats PlanReady."""
+ROLLING_OUT = "RollingOut"
+"""The reason for which Progressing is told all the same, and its end with it."""
+PLANNING = "Planning"
+"""A reason that is no bad news."""
 _REASONS_ARE_NEWS = frozenset({"PlanReady", "ScalingLimited"})
 _BAD_WHEN_TRUE = frozenset({"Degraded", "ScalingLimited"})
 
@@ -43,14 +47,22 @@ def told(target: Reference, before: Iterable[Manifest], now: Sequence[Condition]
     """
     known = {each["type"]: (each["status"], each["reason"]) for each in before}
     for each in now:
-        if each.type not in _QUIET and _is_news(each, known.get(each.type)):
+        was = known.get(each.type)
+        if _is_roll_out(each, was) or (each.type not in _QUIET and _is_news(each, was)):
             text = each.message or f"{each.type} is {_word(each.status)}"
-            is_warning = _is_bad(each) and each.type in known
+            is_warning = _is_bad(each) and was is not None and each.reason != PLANNING
             yield Emit(target, each.reason, text[:_LONGEST_MESSAGE], is_warning)
 
 
+def _is_roll_out(each: Condition, was: tuple[str, str] | None) -> bool:
+    """Whether a roll-out begins or ends."""
+    if each.type != "Progressing" or was is None or was[1] == each.reason:
+        return False
+    return each.reason == ROLLING_OUT or (was[1] == ROLLING_OUT and each.status is False)
+
+
 def _is_bad(each: Condition) -> bool:
-    return each.status is (each.type in _BAD_WHEN_TRUE)
+    return each.type != "Progressing" and each.status is (each.type in _BAD_WHEN_TRUE)
 
 
 def _is_news(each: Condition, was: tuple[str, str] | None) -> bool:

@@ -17,6 +17,7 @@ from cleave.controller.actions import (
     Apply,
     Ask,
     Delete,
+    Emit,
     PlanOutcome,
     Requeue,
     SetFinalizers,
@@ -113,7 +114,25 @@ def _moved(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator
             if there[role].metadata.deletion_timestamp is None:
                 yield Delete(wanted.reference(there[role]))
         else:
+            yield from _set_back(view, goal, there.get(role))
             yield from _applied(goal, steps.get(role), there.get(role), view.deployment)
+
+
+def _set_back(
+    view: DeploymentView, goal: InstancePool, there: InstancePool | None
+) -> Iterator[Emit]:
+    """Tell whoever has scaled a pool that belongs to the plan, while the plan has not changed."""
+    planned = {
+        pool["role"]: pool["replicas"] for pool in view.status.get("plan", {}).get("pools", ())
+    }
+    count = goal.spec.replicas
+    if there is None or planned.get(str(goal.spec.role)) != count or there.spec.replicas == count:
+        return
+    text = (
+        f"replicas: {there.spec.replicas} set back to {count}, the plan's number; "
+        f"spec.owner: Manual or Autoscaler keeps what you set"
+    )
+    yield Emit(wanted.reference(there), "ReplicasSetBack", text, is_warning=True)
 
 
 def _emptied(pool: InstancePool) -> InstancePool:

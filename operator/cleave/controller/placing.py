@@ -13,7 +13,7 @@ from cleave.api.engine import EngineType
 from cleave.api.planned import ManualPool, SelectedPlan
 from cleave.api.planning import Mode
 from cleave.controller.actions import PlanOutcome
-from cleave.controller.conditions import Condition
+from cleave.controller.conditions import PLANNING, Condition
 from cleave.controller.inventory import Inventory
 from cleave.controller.wanted import digest
 from cleave.planner.placement import Placement, PlanError, plan
@@ -136,7 +136,7 @@ def _planned(
         return Decision(held, plan_before, _ready("Planned", _reason(plan_before)))
     if answer is not None and not is_elsewhere:
         return _refused(status, answer)
-    waiting = _kept(status, "Planning", "the planner is at work; what runs stays until it answers")
+    waiting = _kept(status, PLANNING, "the planner is at work; what runs stays until it answers")
     return Decision(None, waiting.plan, waiting.conditions, question=question)
 
 
@@ -172,7 +172,7 @@ def _advised(
     elif answer is not None:
         told = _refused(status, answer).conditions
     else:
-        told = _not_ready("Planning", "the planner is at work")
+        told = _not_ready(PLANNING, "the planner is at work")
     ask = question if advice is None and answer is None else None
     return Decision(decision.placement, decision.plan, told, advice, ask)
 

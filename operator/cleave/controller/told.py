@@ -85,7 +85,7 @@ def _role(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Mani
 def _role_condition(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Condition:
     ready = sum(pod.ready for pod in _alive(view, role))
     count = goal.spec.replicas if goal else 0
-    message = f"{ready} of {count} instances are ready"
+    message = f"{ready} of {count} {role} instances are ready"
     if ready >= max(1, count):
         return Condition(_CONDITION_OF[role], True, "Ready", message)
     return Condition(_CONDITION_OF[role], ready > 0, "TooFew" if ready else "NoneReady", message)
@@ -109,7 +109,7 @@ def _ready(roles: Sequence[Condition], gateway: Condition, decision: Decision) -
     if not roles:
         plan = decision.conditions[0]
         return Condition("Ready", False, plan.reason, plan.message or "no instance is planned yet")
-    told = "; ".join(f"{each.type}: {each.message}" for each in missing)
+    told = "; ".join(each.message for each in missing)
     return Condition("Ready", False, missing[0].type.removesuffix("Ready") + "NotReady", told)
 
 
@@ -148,16 +148,20 @@ def _progressing(
     if view.deployment.spec.paused:
         return Condition("Progressing", False, "Paused", "spec.paused: changes wait")
     if decision.question is not None:
-        return Condition("Progressing", True, "Planning", "the planner is at work")
-    for role in _roles(view, goals):
+        return Condition("Progressing", True, conditions.PLANNING, "the planner is at work")
+    roles = _roles(view, goals)
+    for role in roles:
         goal, pods = goals.get(role), _alive(view, role)
         if goal is None or any(pod.revision != goal.spec.revision for pod in pods):
-            return Condition("Progressing", True, "RollingOut", f"{role} instances are replaced")
+            by = f"replaced by revision {goal.spec.revision}" if goal else "no longer planned"
+            return Condition("Progressing", True, conditions.ROLLING_OUT, f"{role} instances: {by}")
+    for role in roles:
+        goal, pods = goals[role], _alive(view, role)
         if len(pods) != goal.spec.replicas or not all(pod.ready for pod in pods):
             if limited.status:
                 return Condition("Progressing", False, "ScalingLimited", limited.message)
             return Condition("Progressing", True, "Scaling", f"{role} instances start or end")
-    return Condition("Progressing", False, "Settled")
+    return Condition("Progressing", False, "Settled", "all instances are as they are wanted")
 
 
 def _degraded(
@@ -177,7 +181,7 @@ def _degraded(
     ]
     if ready.status and missing:
         return Condition("Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}")
-    return Condition("Degraded", False, "Whole")
+    return Condition("Degraded", False, "Whole", "no instance is missing")
 
 
 def _alive(view: "DeploymentView", role: Role) -> list[ObservedPod]:

@@ -103,17 +103,17 @@ class Keeper:
             made = certificates.issue(self._names, self._now(), held.trusted if held else "")
             secret["data"] = certificates.to_secret(made)
             if await self._store.replace_secret(secret):
-                log.info("made a certificate: the one there was %s", fault)
+                log.info("made a certificate: %s", fault)
                 return made
         raise CertificateError(f"the Secret was changed {_RACES} times while it was written")
 
     def _fault(self, held: Certificate | None) -> str | None:
         if held is None:
-            return "is missing"
+            return "there was none"
         try:
             certificates.check(held, self._names, self._now())
         except CertificateError as error:
-            return str(error)
+            return f"the old one {error}"
         return None
 
     async def _publish(self, certificate: Certificate) -> None:

@@ -50,10 +50,10 @@ def predicted(plan: Plan) -> Predicted:
     """The prediction of a plan."""
     seen: Prediction = plan.prediction
     return Predicted(
-        goodput=seen.goodput,
-        goodput_low=seen.goodput_interval[0],
-        goodput_high=seen.goodput_interval[1],
-        goodput_per_gpu=plan.goodput_per_gpu,
+        goodput=_rounded(seen.goodput),
+        goodput_low=_rounded(seen.goodput_interval[0]),
+        goodput_high=_rounded(seen.goodput_interval[1]),
+        goodput_per_gpu=_rounded(plan.goodput_per_gpu),
         attainment=seen.attainment,
         ttft_ms=_percentiles(seen.ttft_ms),
         tpot_ms=_percentiles(seen.tpot_ms),
@@ -115,4 +115,9 @@ def _percentiles(latency: Percentiles) -> LatencyPercentiles:
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return _rounded(value) if math.isfinite(value) else None
+
+
+def _rounded(value: float) -> float:
+    """Four digits: more of them would only look exact."""
+    return float(f"{value:.4g}")

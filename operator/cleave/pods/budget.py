@@ -2,6 +2,8 @@
 
 Called by the controller. What is hard: Kubernetes counts pods, and an instance that is spread over
 nodes has several. A budget never forbids to take the last instance: its node could not be drained.
+It states how many pods stay, not how many may go: for that Kubernetes would ask the pool's scale,
+which it cannot find in the first seconds after the CRDs came, and does not try again.
 """
 
 from cleave.api.deployment import LLMDeployment
@@ -12,10 +14,7 @@ from cleave.pods.labels import DEPLOYMENT, GATEWAY, POOL, Manifest, component_la
 def disruption_budget(pool: InstancePool) -> Manifest:
     """One instance of the pool at a time."""
     spec = pool.spec
-    if spec.nodes == 1:
-        allowed: Manifest = {"maxUnavailable": 1}
-    else:
-        allowed = {"minAvailable": max(0, spec.replicas - 1) * spec.nodes}
+    allowed: Manifest = {"minAvailable": max(0, spec.replicas - 1) * spec.nodes}
     labels = {DEPLOYMENT: spec.deployment, POOL: pool.name}
     return _budget(pool.name, pool.namespace, labels, allowed)
 
