@@ -128,6 +128,22 @@ def test_nothing_is_written_when_nothing_has_changed() -> None:
     assert len(here.cluster.log) == before
 
 
+def test_what_is_calm_is_left_alone_for_a_while() -> None:
+    here = world(placement=by_hand(prefill=1, decode=1))
+    assert not list(here.controller.due())
+    here.deliver()
+    assert len(list(here.controller.due())) == 1
+    here.converge()
+    assert not list(here.controller.due())
+    here.cluster.lose(here.cluster.pods()[0])
+    here.deliver()
+    # A pod concerns its pool and its deployment.
+    assert len(list(here.controller.due())) == 2
+    here.turn()
+    here.cluster.now_s += 600
+    assert len(list(here.controller.due())) == 3
+
+
 def test_a_second_operator_does_nothing_again() -> None:
     here = world(placement=by_hand(prefill=2, decode=3))
     here.converge()

@@ -103,6 +103,18 @@ def test_a_nodes_heartbeat_concerns_nobody_and_its_gpus_concern_all() -> None:
     assert store.drop(made(node(), 4, "n1")) == {CHAT, POOL}
 
 
+def test_a_node_that_fails_concerns_the_pools_that_have_pods_there() -> None:
+    store = filled()
+    store.put(made(node(), 1, "n1"))
+    down = made(node(), 2, "n1")
+    down["status"] = {**down["status"], "conditions": [{"type": "Ready", "status": "False"}]}
+    assert store.put(down) == set()
+    there = pod()
+    there["spec"] = {"nodeName": "n1"}
+    store.put(there)
+    assert store.put(made(node(), 3, "n1")) == {POOL}
+
+
 def test_children_are_found_by_their_owner() -> None:
     store = filled()
     owner = {"kind": "LLMDeployment", "name": "chat", "uid": "u1"}

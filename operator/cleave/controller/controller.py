@@ -8,7 +8,7 @@ all the time, so that taking over means no more than starting to work.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 WORKERS = 16
 RESYNC_S = 60.0
+CALM_S = 600.0
+"""How long an object is left alone of which nothing was heard and for which nothing was to do."""
 SETTLE_S = 0.05
 """Changes come in flocks: a pod that starts tells five of them."""
 _STALE_S = 0.2
@@ -60,6 +62,7 @@ class Controller:
         self.desk: Desk[Key] = Desk(self.queue.add)
         self._fleets: Fleets[Key] = fleets or Fleets(clock)
         self._faults: dict[Key, str] = {}
+        self._calm: dict[Key, float] = {}
         self._inventory: tuple[object, Inventory] | None = None
 
     def seen(self, manifest: Manifest) -> None:
@@ -95,8 +98,15 @@ class Controller:
         """Look at everything now and then, and when this operator begins to lead."""
         while True:
             await elected.wait()
-            self._look_at(set(self.store.resources()))
+            self._look_at(set(self.due()))
             await asyncio.sleep(period_s)
+
+    def due(self) -> Iterator[Key]:
+        """What to look at again though nothing was heard of it."""
+        now = self._clock()
+        for key in self.store.resources():
+            if now - self._calm.get(key, -CALM_S) >= CALM_S:
+                yield key
 
     def inventory(self) -> Inventory:
         """What nodes offer."""
@@ -107,6 +117,7 @@ class Controller:
 
     def _look_at(self, keys: set[Key]) -> None:
         for key in keys:
+            self._calm.pop(key, None)
             self.queue.add_after(key, self._settle_s)
 
     async def _reconcile(self, key: Key, executor: Executor) -> None:
@@ -117,6 +128,7 @@ class Controller:
             self.desk.forget(key)
             self._fleets.forget(key)
             self._faults.pop(key, None)
+            self._calm.pop(key, None)
             self._metrics.reconciled(key.kind, "gone", 0.0)
             return
         try:
@@ -158,6 +170,8 @@ class Controller:
                 cluster = self.inventory().cluster
                 self.desk.ask(key, seen.resource, cluster, action.question)
         is_idle = all(isinstance(action, Ask | Requeue) for action in actions)
+        if is_idle:
+            self._calm[key] = self._clock()
         return "idle" if is_idle else "changed"
 
     async def _decide(self, key: Key, seen: Seen) -> list[Action]:

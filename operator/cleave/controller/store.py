@@ -9,7 +9,7 @@ has gone unseen.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -166,10 +166,15 @@ class Store:
     def _keep_node(self, manifest: Manifest) -> set[Key]:
         node = observed.node(manifest)
         # A node tells its heartbeat as a change; what is decided from it has not changed.
-        if self.nodes.get(node.name) == node:
+        known = self.nodes.get(node.name)
+        if known == node:
             return set()
         self.nodes[node.name] = node
-        return set(self._resources)
+        if known is None or replace(known, ready=node.ready, schedulable=node.schedulable) != node:
+            return set(self._resources)
+        # What there is to plan with is the same; it concerns whoever has pods there.
+        pools = (_owners(pod)[0] for pod in self._pods.values() if pod.node == node.name)
+        return self._there(pools)
 
     def _keep_pod(self, place: _Place, manifest: Manifest) -> set[Key]:
         labels = manifest["metadata"].get("labels", {})
