@@ -32,10 +32,9 @@ def nodes(cluster: Cluster):
 
 
 def test_the_api_server_takes_the_resource_definitions(cluster: Cluster) -> None:
-    cluster.kubectl("apply", "--server-side", "-f", str(CRDS))
+    # Only tried: in a cluster that is not ours they may belong to somebody.
     cluster.kubectl(
-        *("wait", "--for=condition=Established", "--timeout=20s"),
-        *("crd/llmdeployments.cleave.dev", "crd/instancepools.cleave.dev"),
+        "apply", "--server-side", "--dry-run=server", "--force-conflicts", "-f", str(CRDS)
     )
 
 

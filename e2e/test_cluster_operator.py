@@ -47,14 +47,15 @@ def installed(cluster: Cluster) -> Iterator[Cluster]:
             *("--wait", "--timeout", "120s", "--take-ownership"),
             timeout_s=150,
         )
+        yield cluster
     except CommandError as error:
         raise AssertionError(f"{error.text}\n{told(cluster)}") from error
-    yield cluster
-    cluster.helm("uninstall", "cleave", "-n", SYSTEM, "--wait")
-    if cluster.nodes is not None:
-        for name in ("node-a", "node-b"):
-            cluster.nodes.lose(name)
-            cluster.kubectl("delete", "node", name)
+    finally:
+        cluster.helm("uninstall", "cleave", "-n", SYSTEM, "--wait", "--ignore-not-found")
+        if cluster.nodes is not None:
+            for name in ("node-a", "node-b"):
+                cluster.nodes.lose(name)
+                cluster.kubectl("delete", "node", name)
 
 
 @pytest.fixture

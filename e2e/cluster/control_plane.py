@@ -28,8 +28,9 @@ from cluster.pki import Authority, Pair, new_key, private_pem
 from harness import free_port
 
 SERVICE_NETWORK = "10.78.0.0/16"
-NODE_LOST_S = 10
-"""After so long without a sign of life a node counts as lost."""
+NODE_LOST_S = 20
+"""After so long without a sign of life a node counts as lost: longer than tests keep the API server
+away."""
 EVICTION_S = 3
 """Pods are deleted from a lost node after this."""
 

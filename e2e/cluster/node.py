@@ -135,23 +135,34 @@ class Node:
         self._machine.give_back(runner.uid)
 
     async def _register(self) -> None:
+        try:
+            await self._api.post("/api/v1/nodes", self._manifest())
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            await self._be_ready()
+
+    async def _be_ready(self) -> None:
+        """Say that it is, if the cluster has come to believe otherwise."""
+        path = f"/api/v1/nodes/{self._shape.name}"
+        told = (await self._api.get(path))["status"].get("conditions") or []
+        if not any(each["type"] == "Ready" and each["status"] == "True" for each in told):
+            await self._api.patch(f"{path}/status", {"status": self._manifest()["status"]})
+
+    def _manifest(self) -> Manifest:
+        """The Node object as of now."""
         node = manifest(self._shape, self._address)
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         for condition in node["status"]["conditions"]:
             condition |= {"lastHeartbeatTime": now, "lastTransitionTime": now}
-        try:
-            await self._api.post("/api/v1/nodes", node)
-        except ApiError as error:
-            if error.status != 409:
-                raise
-            path = f"/api/v1/nodes/{self._shape.name}/status"
-            await self._api.patch(path, {"status": node["status"]})
+        return node
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             with contextlib.suppress(*_REFUSED):
                 await self._renew()
+                await self._be_ready()
 
     async def _renew(self, *, create: bool = False) -> None:
         spec = {
