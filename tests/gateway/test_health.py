@@ -28,7 +28,7 @@ def test_one_success_clears_an_instance() -> None:
     for _ in range(2 * FAILURES):
         breaker.fail("a", 0.0)
     breaker.succeed("a")
-    assert breaker.calm
+    assert not breaker.standing
     breaker.fail("a", 0.0)
     assert not breaker.doubted(0.0)
 
@@ -47,9 +47,9 @@ def test_what_was_long_ago_is_forgotten() -> None:
     breaker = Breaker()
     breaker.fail("a", 0.0)
     breaker.sweep(LAST_DOUBT_S - 1)
-    assert not breaker.calm
+    assert breaker.standing
     breaker.sweep(LAST_DOUBT_S + 1)
-    assert breaker.calm
+    assert not breaker.standing
 
 
 @given(st.lists(st.floats(0.05, 5.0), min_size=1, max_size=50))
@@ -72,6 +72,6 @@ def test_patience_follows_the_pauses_an_engine_makes() -> None:
 
 def test_idle_time_is_no_pause() -> None:
     pulse = Pulse(0.0)
-    pulse.start(1_000.0)
+    pulse.last = 1_000.0
     pulse.beat(1_000.2)
     assert pulse.patience_s() < 60

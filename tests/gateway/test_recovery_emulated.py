@@ -11,6 +11,7 @@ from aiohttp import web
 
 from cleave.gateway import health
 from cleave.perf import latency, model
+from cleave.rpc.v1 import agent_pb2
 from cleave_worker.emulator.api import Api
 from cleave_worker.emulator.config import EngineConfig, KvTransfer
 from cleave_worker.emulator.engine import Engine
@@ -224,7 +225,11 @@ async def test_a_stream_waits_for_an_instance_that_can_go_on(make_fleet) -> None
 async def test_it_does_not_wait_for_ever(make_fleet) -> None:
     stage, engines = await make_fleet({"x": "mixed"}, resume_s=0.5)
     engines["x"].engine.faults.drop = 7
-    response = await stage.ask(ask(CHAT), CHAT)
+    client = await stage.connect()
+    client.send(ask(CHAT), CHAT)
+    await stage.until(lambda: stage.context.metrics.retries["decode", "lost"] > 0, "it is lost")
+    stage.state(stage.engines["x"], engine_url=engines["x"].url, state=agent_pb2.STATE_DRAINING)
+    response = await client.read()
     error = json.loads(response.events[-1].removeprefix(b"data: "))["error"]
     assert "instance x closed the connection" in error["message"]
     await stage.until_idle()
@@ -240,7 +245,7 @@ async def test_an_engine_that_stops_moving_is_left(make_fleet, monkeypatch) -> N
     running = next(e for e in engines.values() if e.engine.num_requests)
     running.engine.faults.apply(b'{"hang": true}')
     for exchange in stage.context.exchanges:
-        exchange._attempt.pool.pulse.pause_s = 0.01
+        exchange._attempt.pulse.pause_s = 0.01
     pieces = []
     while piece := await client.read_chunk():
         pieces.append(piece)

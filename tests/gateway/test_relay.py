@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cleave.gateway.errors import fail_engine
 from cleave.gateway.handoff import HandoffError
-from cleave.gateway.relay import KEPT_PIECES, Relay, StreamLostError
+from cleave.gateway.relay import KEPT_MASK, Relay, StreamLostError
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 SECRET = b'data: {"text":"a","kv_transfer_params": {"remote_engine_id":"e"}}\n\n'
@@ -45,6 +45,12 @@ def test_a_hand_off_is_found_wherever_the_stream_is_cut(borders: list[int]) -> N
     with pytest.raises(HandoffError):
         stream.pass_on(last, False)
     assert b"remote_engine_id" not in passed
+
+
+@pytest.mark.parametrize("odd", [b": %b\n\n", b"data: {%b}  \n\n", b"%b\n\n"])
+def test_a_hand_off_is_found_in_what_is_no_event_of_ours(odd: bytes) -> None:
+    with pytest.raises(HandoffError):
+        relay().pass_on(odd % b'"kv_transfer_params": {"remote_engine_id": 1}', False)
 
 
 @given(borders, st.integers(0, 6))
@@ -98,11 +104,11 @@ def test_of_other_answers_nothing_is_known_and_all_passes() -> None:
 
 
 def test_the_prompts_ids_are_kept_from_the_client_but_not_lost() -> None:
-    first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5, 6,7],"token_ids":[8]}]}\n\n'
+    first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6,7],"token_ids":[8]}]}\n\n'
     stream = Relay(HEAD, False, 0.0, hides_ids=True)
     sent = stream.pass_on(first[:30], False) + stream.pass_on(first[30:], False)
-    assert sent == HEAD + first.replace(b"[5, 6,7]", b"null")
-    assert stream.prompt_ids == b"5, 6,7"
+    assert sent == HEAD + first.replace(b"[5,6,7]", b"null")
+    assert stream.prompt_ids == b"5,6,7"
 
 
 def test_a_client_that_asked_for_ids_gets_them() -> None:
@@ -119,10 +125,10 @@ def test_a_break_is_told_after_the_last_whole_event() -> None:
 
 def test_long_streams_are_kept_as_text() -> None:
     stream = relay()
-    for _ in range(3 * KEPT_PIECES):
+    for _ in range(3 * KEPT_MASK):
         stream.pass_on(event("ab", token_ids=[1]), False)
-    assert len(stream._kept) <= KEPT_PIECES
+    assert len(stream._kept) <= KEPT_MASK + 1
     seen = stream.read().choices[0]
-    assert seen.texts["text",] == "ab" * 3 * KEPT_PIECES
-    assert len(seen.ids) == 3 * KEPT_PIECES
+    assert seen.texts["text",] == "ab" * 3 * KEPT_MASK
+    assert len(seen.ids) == 3 * KEPT_MASK
     assert stream.pass_on(DONE, True) == DONE

@@ -13,6 +13,7 @@ from cleave.gateway.completion import Completion, build_decode, build_prefill, b
 from cleave.gateway.context import Context
 from cleave.gateway.engine import Call, EnginePool
 from cleave.gateway.handoff import HandoffError, read_handoff
+from cleave.gateway.health import Pulse
 from cleave.gateway.opening import Opening, judge_opening
 from cleave.gateway.recovery import Failure
 from cleave.router.instance import Target
@@ -59,6 +60,7 @@ class Attempt:
         "pick",
         "prefill",
         "prompt_tokens",
+        "pulse",
         "sent_at",
         "streaming",
     )
@@ -77,6 +79,8 @@ class Attempt:
         self._answer_bytes = 0
         self._opening = b""
         """Of a stream, while it cannot be told from a failure."""
+        self.pulse: Pulse
+        """Of the engine that works on it."""
         self.streaming = False
         """Whether the asker has heard `begin`."""
         self.pick = pick
@@ -93,11 +97,6 @@ class Attempt:
     def target(self) -> Target:
         """The instance that works on it now."""
         return self.prefill or self.pick.decode
-
-    @property
-    def pool(self) -> EnginePool:
-        """The connections to that instance."""
-        return self._context.find_pool(self.target)
 
     # --- what the exchange calls ---
 
@@ -152,6 +151,7 @@ class Attempt:
         self.sent_at = self._context.clock()
         self.deadline = self.sent_at + wait_s
         payload = head.build_engine_head(self._path, pool.host, self._id, len(body)) + body
+        self.pulse = pool.pulse
         self._call = pool.send(self, payload)
 
     def _hand_over(self, prefill: Target, body: bytes) -> None:

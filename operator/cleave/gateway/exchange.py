@@ -24,17 +24,15 @@ from cleave.gateway.errors import (
     lack_page,
 )
 from cleave.gateway.handoff import HandoffError, read_usage, strip_handoff
-from cleave.gateway.recovery import Failure, Recovery, choose
+from cleave.gateway.recovery import Failure, choose
 from cleave.gateway.relay import Relay, StreamLostError
-from cleave.gateway.resume import RESUMABLE, Ending, NotResumableError, plan
+from cleave.gateway.rescue import Rescue
+from cleave.gateway.resume import RESUMABLE, NotResumableError
 from cleave.gateway.splice import SpliceError
-from cleave.gateway.tally import Tally
+from cleave.gateway.tally import TIMED_MASK, count_end, count_stream
 from cleave.gateway.tenants import EVERYBODY, Tenant
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
 from cleave.router.router import Phase
-
-PARKED_S = 0.5
-"""Between two looks for an instance that can go on with a stream."""
 
 _LEAK = fail_engine(HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on")
 
@@ -70,6 +68,7 @@ class Exchange:
         request_id: bytes,
         body: Completion,
         tenant: Tenant = EVERYBODY,
+        session: bytes | None = None,
     ) -> None:
         self._context = context
         self._client = client
@@ -77,23 +76,18 @@ class Exchange:
         self._request_id = request_id
         self._completion = body
         self._tenant = tenant
+        self._session = session
         self._visit: Visit | None = None
         """At the door; None: it was open."""
-        self._tally = Tally(context.metrics, body.model)
-        self._work = path, body
-        """What engines are asked: the request, or the rest of it."""
-        self._recovery: Recovery | None = None
+        self._rescue: Rescue | None = None
+        """None: nothing has failed."""
         self._attempt: Attempt | None = None
         self._relay: Relay | None = None
         """The stream to the client, once it has begun."""
         self._progress = self._swept_progress = 0
-        self._lost_at = 0
-        """Events that had passed when an engine was lost in mid-stream."""
-        self._loss: ApiError | None = None
-        """Why the stream stands still, until another engine has gone on with it."""
-        self._how = ""
-        """How one does."""
-        self._parked_until = self._next_look = 0.0
+        self._gap_from = 0.0
+        """Seconds, when a piece came; 0: its gaps are not timed."""
+        self._prompt_tokens = self._output_tokens = 0
         self._started = context.clock()
 
     # --- what the client's connection and the sweeper call ---
@@ -133,12 +127,12 @@ class Exchange:
         """Keep the deadline, which moves with every piece of a stream."""
         attempt = self._attempt
         if attempt is None:
-            if self._loss is not None and now >= self._next_look:
-                self._look_again(now, self._loss)
+            if self._rescue is not None and self._rescue.looks(now):
+                self._try()
         elif self._progress != self._swept_progress:
             self._swept_progress = self._progress
             attempt.deadline = now + self._context.config.timeouts.idle_s
-            attempt.pool.pulse.beat(now)
+            attempt.pulse.beat(now)
         elif now > attempt.deadline:
             if self._client.blocked:
                 self._end("cancelled")
@@ -146,7 +140,7 @@ class Exchange:
             else:
                 self.fail(Failure.TIMEOUT, "took too long")
         elif attempt.streaming and not self._client.blocked:
-            pulse = attempt.pool.pulse
+            pulse = attempt.pulse
             if now - pulse.last > pulse.patience_s():
                 self.fail(Failure.STALL, "stopped in the middle of its streams")
 
@@ -157,21 +151,22 @@ class Exchange:
         attempt, client, context = self._attempt, self._client, self._context
         assert attempt is not None
         now = context.clock()
-        attempt.pool.pulse.start(now)
+        # What was before may have been an idle time, so it is no pause of the engine's.
+        attempt.pulse.last = now
         # The first byte has come, so the prompt is computed.
         context.router.release(attempt.pick, Phase.PREFILL)
-        if not context.breaker.calm:
+        if context.breaker.standing:
             context.breaker.succeed(attempt.target.instance)
-        self._loss = None
+        rescue = self._rescue
+        if rescue is not None:
+            rescue.loss = None
         if self._relay is not None:
-            context.metrics.recoveries[self._completion.model, self._how] += 1
+            assert rescue is not None
+            context.metrics.recoveries[self._completion.model, rescue.how] += 1
             attempt.hold(client.blocked)
             return
         context.unanswered -= 1
-        self._tally.prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
-        self._tally.begin("decode" if attempt.pick.prefill else "whole", attempt.sent_at, now)
-        if self._visit is not None:
-            context.door.observe(self._visit, now)
+        self._note_first(attempt, now)
         fields = head.pass_on(call.headers) + attempt.labels
         if not client.keep_alive:
             fields += head.CLOSE
@@ -180,8 +175,8 @@ class Exchange:
             first,
             client.chunked,
             now,
-            hides_ids=self._completion.numbered,
-            opaque=self._path not in RESUMABLE,
+            self._completion.numbered,
+            self._path not in RESUMABLE,
         )
 
     def pass_on(self, piece: bytes, complete: bool) -> None:
@@ -205,8 +200,8 @@ class Exchange:
             return
         if data:
             self._client.write(data)
-        if self._tally.timed:
-            self._tally.note_piece(self._context.clock())
+        if self._gap_from:
+            self._note_gap()
         if complete:
             self._finish(relay)
 
@@ -217,7 +212,7 @@ class Exchange:
         if self._relay is not None:
             self.fail(Failure.STATUS, "did not go on with the stream")
             return
-        if not self._context.breaker.calm:
+        if self._context.breaker.standing:
             self._context.breaker.succeed(attempt.target.instance)
         try:
             stripped = strip_handoff(body)
@@ -225,8 +220,8 @@ class Exchange:
             self._answer_error(_LEAK, "failed")
             return
         usage = read_usage(body)
-        self._tally.output_tokens = usage.completion_tokens or 0
-        self._tally.prompt_tokens = attempt.prompt_tokens or usage.prompt_tokens
+        self._output_tokens = usage.completion_tokens or 0
+        self._prompt_tokens = attempt.prompt_tokens or usage.prompt_tokens
         self._respond(call.status, head.pass_on(call.headers) + attempt.labels, stripped, "ok")
 
     def refuse(self, call: Call, body: bytes) -> None:
@@ -259,7 +254,8 @@ class Exchange:
         context = self._context
         context.metrics.retries[phase, failure.value] += 1
         context.breaker.fail(name, context.clock(), surely=failure is Failure.STALL)
-        if not self._note_failure(attempt, name, failure):
+        rescue = self._find_rescue()
+        if not rescue.note(attempt, failure, self._relay):
             self._give_up(error, "failed")
             return
         self._attempt = None
@@ -267,28 +263,7 @@ class Exchange:
         if self._relay is None:
             self._try()
         else:
-            self._resume(self._relay, error)
-
-    def _note_failure(self, attempt: Attempt, name: str, failure: Failure) -> bool:
-        """Whether another attempt is left."""
-        recovery, relay = self._find_recovery(), self._relay
-        if relay is not None and relay.events > self._lost_at:
-            self._lost_at = relay.events
-            if not recovery.renew():
-                return False
-        if attempt.prefill is None:
-            split = attempt.pick.prefill is not None
-            return recovery.note_decode(name, failure, split)
-        return recovery.note_prefill(name) or self._context.router.allows_whole(True)
-
-    def _name_instance(self) -> str:
-        assert self._attempt is not None
-        return self._attempt.target.instance
-
-    def _find_recovery(self) -> Recovery:
-        if self._recovery is None:
-            self._recovery = Recovery()
-        return self._recovery
+            self._resume(rescue, self._relay, error)
 
     # --- doing ---
 
@@ -307,10 +282,13 @@ class Exchange:
 
     def _try(self) -> None:
         """Pick instances and make an attempt there."""
-        context, (path, completion) = self._context, self._work
-        doubt = () if context.breaker.calm else context.breaker.doubted(context.clock())
+        context, rescue = self._context, self._rescue
+        path, completion, past = self._path, self._completion, None
+        if rescue is not None:
+            (path, completion), past = rescue.work, rescue.recovery
+        doubt = context.breaker.doubted(context.clock()) if context.breaker.standing else ()
         try:
-            pick = choose(context.router, completion, self._recovery, doubt)
+            pick = choose(context.router, completion, past, doubt, self._session)
         except RouterError as error:
             self._miss(error)
             return
@@ -323,49 +301,56 @@ class Exchange:
         context = self._context
         empty = isinstance(error, UnknownModel) and not context.router.directory.models
         missing = isinstance(error, NoInstance) or empty
-        wake_s = context.config.timeouts.wake_s
-        if missing and self._loss is None and wake_s > 0:
-            self._loss = from_router(error)
-            self._parked_until = context.clock() + wake_s
-        if missing and self._loss is not None:
-            self._next_look = context.clock() + PARKED_S
-        else:
-            self._give_up(from_router(error), "unavailable" if missing else "refused")
+        told = from_router(error)
+        if missing:
+            rescue = self._find_rescue()
+            if rescue.loss is None:
+                rescue.wait_for(told, context.config.timeouts.wake_s)
+            if rescue.park():
+                return
+            told = rescue.loss or told
+        self._give_up(told, "unavailable" if missing else "refused")
 
-    def _resume(self, relay: Relay, error: ApiError) -> None:
+    def _resume(self, rescue: Rescue, relay: Relay, error: ApiError) -> None:
         """Go on with a stream that lost its engine."""
-        context, completion = self._context, self._completion
-        if self._loss is None:
-            self._parked_until = context.clock() + context.config.timeouts.resume_s
-        self._loss = error
         try:
-            planned = plan(
-                self._path,
-                completion,
-                relay.read(),
-                relay.prompt_ids,
-                context.router.directory.find_max_model_len(completion.model),
-            )
+            ending = rescue.resume(relay, error)
         except NotResumableError as reason:
             error.message = f"{error.message}; {reason}"
             self._break_off(relay, error)
             return
-        if isinstance(planned, Ending):
-            self._client.write(relay.finish(planned.events))
-            self._finish(relay)
-            return
-        relay.splice(planned.splice)
-        self._work = planned.path, planned.completion
-        self._how = planned.how
-        self._try()
-
-    def _look_again(self, now: float, loss: ApiError) -> None:
-        """No instance could go on with the stream; perhaps one can now."""
-        if now > self._parked_until:
-            self._give_up(loss, "unavailable")
-        else:
-            self._find_recovery().forgive()
+        if ending is None:
             self._try()
+        else:
+            self._client.write(relay.finish(ending.events))
+            self._finish(relay)
+
+    def _find_rescue(self) -> Rescue:
+        if self._rescue is None:
+            self._rescue = Rescue(self._context, self._path, self._completion)
+        return self._rescue
+
+    def _name_instance(self) -> str:
+        assert self._attempt is not None
+        return self._attempt.target.instance
+
+    def _note_first(self, attempt: Attempt, now: float) -> None:
+        """The first bytes of a stream have come."""
+        metrics = self._context.metrics
+        self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
+        metrics.streams = number = metrics.streams + 1
+        if not number & TIMED_MASK:
+            self._gap_from = now
+        if attempt.pick.prefill is not None:
+            phases = metrics.models[self._completion.model].phases
+            phases["decode"].observe(now - attempt.sent_at)
+        if self._visit is not None:
+            self._context.door.observe(self._visit, now)
+
+    def _note_gap(self) -> None:
+        now = self._context.clock()
+        self._context.metrics.models[self._completion.model].itl.observe(now - self._gap_from)
+        self._gap_from = now
 
     def _give_up(self, error: ApiError, outcome: str) -> None:
         """Tell the client, in the way that is left."""
@@ -376,14 +361,14 @@ class Exchange:
 
     def _finish(self, relay: Relay) -> None:
         """A stream is complete."""
-        self._tally.end_stream(relay, self._started, self._context.clock(), complete=True)
+        self._count_stream(relay, complete=True)
         self._end("ok")
         self._client.end(reusable=True)
 
     def _break_off(self, relay: Relay, error: ApiError) -> None:
         """End a stream that has begun."""
         self._client.write(relay.break_off(error))
-        self._tally.end_stream(relay, self._started, self._context.clock(), complete=False)
+        self._count_stream(relay, complete=False)
         self._end("broken")
         self._client.end(reusable=False)
 
@@ -411,13 +396,23 @@ class Exchange:
             context.unanswered -= 1
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
+            if outcome == "ok" and self._path in RESUMABLE:
+                relay = self._relay
+                output = self._output_tokens if relay is None else relay.events
+                context.router.learn(attempt.pick, output)
             attempt.end()
         context.metrics.in_flight -= 1
+        if self._relay is not None:
+            self._output_tokens = self._relay.events
         model = self._completion.model
         known = model if model in context.router.directory.models else ""
-        if self._relay is not None:
-            self._tally.output_tokens = self._relay.events
-        self._tally.end(known, self._tenant.name, outcome)
+        tokens = self._prompt_tokens, self._output_tokens
+        count_end(context.metrics, known, self._tenant.name, outcome, *tokens)
         visit, self._visit = self._visit, None
         if visit is not None:
-            context.door.leave(visit, self._tally.output_tokens, context.clock())
+            context.door.leave(visit, self._output_tokens, context.clock())
+
+    def _count_stream(self, relay: Relay, complete: bool) -> None:
+        context = self._context
+        now, model = context.clock(), self._completion.model
+        count_stream(context.metrics, model, relay, self._started, now, complete)

@@ -23,7 +23,9 @@ FORGETTING = 0.999
 
 
 @dataclass(slots=True)
-class _Standing:
+class Standing:
+    """What one instance has done of late."""
+
     failures: int = 0
     doubt_s: float = 0.0
     until: float = 0.0
@@ -33,16 +35,12 @@ class Breaker:
     """Instances by name that let requests down."""
 
     def __init__(self) -> None:
-        self._standing: dict[str, _Standing] = {}
-
-    @property
-    def calm(self) -> bool:
-        """Whether there is nothing to note or to ask; so it is most of the time."""
-        return not self._standing
+        self.standing: dict[str, Standing] = {}
+        """Of instances that let requests down of late; mostly none, then there is nothing to do."""
 
     def fail(self, instance: str, now: float, *, surely: bool = False) -> None:
         """A request was let down there; `surely`: doubt it without waiting for more."""
-        standing = self._standing.setdefault(instance, _Standing())
+        standing = self.standing.setdefault(instance, Standing())
         standing.failures += 1
         if surely or standing.failures >= FAILURES:
             standing.doubt_s = min(max(2 * standing.doubt_s, FIRST_DOUBT_S), LAST_DOUBT_S)
@@ -50,17 +48,17 @@ class Breaker:
 
     def succeed(self, instance: str) -> None:
         """A request was answered there: all is forgotten."""
-        self._standing.pop(instance, None)
+        self.standing.pop(instance, None)
 
     def doubted(self, now: float) -> frozenset[str]:
         """Who comes last now. After its time an instance is tried like any other."""
-        return frozenset(name for name, one in self._standing.items() if one.until > now)
+        return frozenset(name for name, one in self.standing.items() if one.until > now)
 
     def sweep(self, now: float) -> None:
         """Forget who has not been heard of for long."""
-        for name, one in tuple(self._standing.items()):
+        for name, one in tuple(self.standing.items()):
             if now > one.until + LAST_DOUBT_S:
-                del self._standing[name]
+                del self.standing[name]
 
 
 @dataclass(slots=True)
@@ -68,7 +66,7 @@ class Pulse:
     """Whether one boot of an engine moves, over all streams that it sends here."""
 
     last: float
-    """Seconds, when any stream moved."""
+    """Seconds, when any stream moved or began."""
     pause_s: float = FIRST_PAUSE_S
     """The longest time of late in which none did."""
 
@@ -77,10 +75,6 @@ class Pulse:
         if now > self.last:
             self.pause_s = max(now - self.last, self.pause_s * FORGETTING)
             self.last = now
-
-    def start(self, now: float) -> None:
-        """A stream begins; the time before may have been idle, so it was no pause."""
-        self.last = max(self.last, now)
 
     def patience_s(self) -> float:
         """How long none may move before the engine counts as hung."""

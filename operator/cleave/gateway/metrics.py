@@ -27,7 +27,8 @@ TPOT_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
 
-PHASES = ("prefill", "decode", "whole")
+PHASES = ("prefill", "decode")
+"""Of split requests; for others the TTFT says all."""
 
 
 class Histogram:
@@ -64,7 +65,7 @@ class Slo:
 class ModelMetrics:
     """What is counted per model."""
 
-    __slots__ = ("itl", "output_tokens", "phases", "prompt_tokens", "streams", "tpot", "ttft")
+    __slots__ = ("itl", "output_tokens", "phases", "prompt_tokens", "tpot", "ttft")
 
     def __init__(self) -> None:
         self.ttft = Histogram(TTFT_BOUNDS_S)
@@ -72,7 +73,6 @@ class ModelMetrics:
         self.itl = Histogram(TPOT_BOUNDS_S)
         self.phases = {phase: Histogram(TTFT_BOUNDS_S) for phase in PHASES}
         """By what the instance was asked for, from sending it to its first bytes."""
-        self.streams = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
 
@@ -108,6 +108,8 @@ class Metrics:
         self.handoffs: dict[str, int] = defaultdict(int)
         """By result: used, none (nothing to hand over), refused (of another boot, unreadable)."""
         self.in_flight = 0
+        self.streams = 0
+        """Begun so far."""
 
 
 class Collector:
@@ -150,7 +152,7 @@ class Collector:
         tpot = _histogram("tpot", "Mean time between tokens of a stream", "model")
         itl = _histogram("itl", "Each gap between pieces of some streams", "model")
         phases = _histogram(
-            "phase", "An instance asked to its first bytes, by what for", "model", "phase"
+            "phase", "An instance asked to its first bytes, of split requests", "model", "phase"
         )
         for name, model in models:
             model.ttft.add_to(ttft, [name])

@@ -123,7 +123,8 @@ class Pages:
         tenant = EVERYBODY
         if not context.door.open:
             tenant = context.keys.find(request.headers.get(b"authorization")) or EVERYBODY
-        exchange = Exchange(context, client, request.path, request_id, completion, tenant)
+        session = request.headers.get(context.session_header)
+        exchange = Exchange(context, client, request.path, request_id, completion, tenant, session)
         client.run(exchange)
         exchange.start()
 

@@ -7,7 +7,6 @@ stream that ends for good has to end so that every client notices: with an error
 last chunk, and no `[DONE]`.
 """
 
-import re
 from typing import Protocol
 
 from cleave.gateway.errors import ApiError
@@ -16,14 +15,15 @@ from cleave.gateway.head import LAST_CHUNK, frame
 from cleave.gateway.opening import is_failure
 from cleave.gateway.transcript import BORDER, DONE, Transcript
 
-KEPT_PIECES = 1_024
-"""Kept as they came; with more, they are read, so that long answers stay small."""
+KEPT_MASK = 1_023
+"""Each 1,024 events those that were kept as they came are read, so that long answers stay small."""
 MAX_EVENT_BYTES = 32 << 20
 
 _EVENT_END = b"}\n\n"
+_KEY = b'"kv_transfer_params"'
 _FAILURE = b'data: {"error"'
 _GIVEN_UP = b'"finish_reason":"abort"'
-_PROMPT_IDS = re.compile(rb'"prompt_token_ids": ?\[([0-9, ]*)\]')
+_PROMPT_IDS = b'"prompt_token_ids":['
 
 
 class StreamLostError(Exception):
@@ -69,7 +69,6 @@ class Relay:
         head: bytes,
         chunked: bool,
         now: float,
-        *,
         hides_ids: bool = False,
         opaque: bool = False,
     ) -> None:
@@ -105,17 +104,20 @@ class Relay:
             piece = self._turn(piece)
         lost = ""
         if piece:
-            if leaks_handoff(piece):
+            if _KEY in piece and leaks_handoff(piece):
                 raise HandoffError("lies in the stream")
-            if (_FAILURE in piece or _GIVEN_UP in piece) and not self._opaque:
+            events = piece.count(_EVENT_END)
+            # A search through a piece costs as much as all else here: most hold one event.
+            failed = _FAILURE in piece if events > 1 else piece.startswith(_FAILURE)
+            if (failed or (events and _GIVEN_UP in piece)) and not self._opaque:
                 piece, lost = _cut_at_failure(piece)
+                events = piece.count(_EVENT_END)
         if piece:
             if not self.events and self.hides_ids:
                 piece = self._hide_prompt_ids(piece)
-            self.events += piece.count(_EVENT_END)
-            kept = self._kept
-            kept.append(piece)
-            if len(kept) > KEPT_PIECES:
+            self._kept.append(piece)
+            self.events = passed = self.events + events
+            if passed & KEPT_MASK < events:
                 self._read_kept()
             if self._chunked:
                 piece = frame(piece)
@@ -168,16 +170,19 @@ class Relay:
 
     def _hide_prompt_ids(self, events: bytes) -> bytes:
         """vLLM states them once, in its first event, as long as the prompt is."""
-        found = _PROMPT_IDS.search(events)
-        if found is None:
+        start = events.find(_PROMPT_IDS)
+        if start < 0:
             return events
-        self.prompt_ids = found[1]
-        return events[: found.start(1) - 1] + b"null" + events[found.end(1) + 1 :]
+        start += len(_PROMPT_IDS) - 1
+        end = events.find(b"]", start)
+        self.prompt_ids = events[start + 1 : end]
+        return b"%bnull%b" % (events[:start], events[end + 1 :])
 
     def _read_kept(self) -> None:
         if self._transcript is None:
             self._transcript = Transcript()
-        self._transcript.read(b"".join(self._kept))
+        if not self._opaque:
+            self._transcript.read(b"".join(self._kept))
         self._kept.clear()
 
     def _ends_with_done(self) -> bool:
