@@ -88,4 +88,4 @@ def _degraded(view: "PoolView", fleet: "Fleet", told: str) -> Condition:
         return Condition("Degraded", True, "Restarting", text)
     if 0 < fleet.ready < view.pool.spec.replicas and len(fleet.all) >= view.pool.spec.replicas:
         return Condition("Degraded", True, "TooFew", told)
-    return Condition("Degraded", False, "Whole")
+    return Condition("Degraded", False, "Whole", "no instance keeps failing")
