@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import yaml
@@ -39,15 +39,22 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def installed(cluster: Cluster) -> Iterator[Cluster]:
     """A cluster with the operator, installed in one command."""
+    with installation(cluster):
+        yield cluster
+
+
+@contextmanager
+def installation(cluster: Cluster, *args: str) -> Iterator[None]:
+    """The chart, with two nodes if they are ours; nothing of it is left afterwards."""
     if cluster.nodes is not None:
         cluster.nodes.add(gpu_node("node-a", clique="a"), gpu_node("node-b", clique="b"))
     try:
         cluster.helm(
             *("install", "cleave", str(CHART), "-n", SYSTEM, "--create-namespace"),
-            *("--wait", "--timeout", "120s", "--take-ownership"),
+            *("--wait", "--timeout", "120s", "--take-ownership", *args),
             timeout_s=150,
         )
-        yield cluster
+        yield
     except CommandError as error:
         raise AssertionError(f"{error.text}\n{told(cluster)}") from error
     finally:
