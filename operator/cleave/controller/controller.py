@@ -36,6 +36,9 @@ CALM_S = 600.0
 """How long an object is left alone of which nothing was heard and for which nothing was to do."""
 SETTLE_S = 0.05
 """Changes come in flocks: a pod that starts tells five of them."""
+_SHARE = 4.0
+_LONGEST_SETTLE_S = 2.0
+"""Large pools take long to look at; so they wait for more changes at a time."""
 _STALE_S = 0.2
 
 
@@ -63,6 +66,7 @@ class Controller:
         self._fleets: Fleets[Key] = fleets or Fleets(clock)
         self._faults: dict[Key, str] = {}
         self._calm: dict[Key, float] = {}
+        self._took: dict[Key, float] = {}
         self._inventory: tuple[object, Inventory] | None = None
 
     def seen(self, manifest: Manifest) -> None:
@@ -118,7 +122,8 @@ class Controller:
     def _look_at(self, keys: set[Key]) -> None:
         for key in keys:
             self._calm.pop(key, None)
-            self.queue.add_after(key, self._settle_s)
+            patience_s = min(_LONGEST_SETTLE_S, _SHARE * self._took.get(key, 0.0))
+            self.queue.add_after(key, max(self._settle_s, patience_s))
 
     async def _reconcile(self, key: Key, executor: Executor) -> None:
         began = self._clock()
@@ -129,10 +134,12 @@ class Controller:
             self._fleets.forget(key)
             self._faults.pop(key, None)
             self._calm.pop(key, None)
+            self._took.pop(key, None)
             self._metrics.reconciled(key.kind, "gone", 0.0)
             return
         try:
             actions = await self._decide(key, seen)
+            self._took[key] = self._clock() - began
             await executor.carry_out(actions)
         except NotLeadingError:
             outcome = "stale"

@@ -5,8 +5,9 @@ may be a moment old. Names of new pods follow from the pool and the names that a
 the same decision taken twice makes the same pods once; deletions name the very pod.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cleave.api.engine import DeletionPolicy
 from cleave.api.pool import InstancePool
@@ -27,11 +28,13 @@ _LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
 _SLACK_S = 60
 """How long after their grace pods may still be seen."""
 _AT_ONCE_S = 1
+_MOST_AT_ONCE = 500
+"""Instances made before the pool is looked at again: it may have changed meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PoolView:
-    """A pool and what belongs to it."""
+    """A pool and what belongs to it. What follows from it is worked out once."""
 
     pool: InstancePool
     """With the metadata that the API server wrote; without its status."""
@@ -50,10 +53,23 @@ class PoolView:
     """Why what was wanted last could not be made."""
     settings: Settings = Settings()  # noqa: RUF009 - a frozen value
 
-    @property
+    @cached_property
     def instances(self) -> list[ObservedPod]:
         """One per instance, those that are going included."""
         return observed.instances(self.pods, self.pool.spec.nodes)
+
+    @cached_property
+    def template(self) -> str:
+        """Digest of what the pool's pods are made from now."""
+        return wanted.template(self.pool)
+
+    @cached_property
+    def parts(self) -> Mapping[str, Sequence[ObservedPod]]:
+        """The pods of each instance, by its name."""
+        found: dict[str, list[ObservedPod]] = {}
+        for pod in self.pods:
+            found.setdefault(pod.instance or pod.name, []).append(pod)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +130,12 @@ def _fixed(view: PoolView) -> list[Manifest]:
 
 
 def _fleet(view: PoolView) -> Fleet:
-    there = [pod for pod in view.instances if not (pod.deleting or pod.is_over)]
-    return Fleet(
-        tuple(pod for pod in there if _is_new(pod, view)),
-        tuple(pod for pod in there if not _is_new(pod, view)),
-    )
+    new: list[ObservedPod] = []
+    old: list[ObservedPod] = []
+    for pod in view.instances:
+        if not (pod.deleting or pod.is_over):
+            (new if _is_new(pod, view) else old).append(pod)
+    return Fleet(tuple(new), tuple(old))
 
 
 def _is_new(pod: ObservedPod, view: PoolView) -> bool:
@@ -130,7 +147,7 @@ def _is_new(pod: ObservedPod, view: PoolView) -> bool:
     spec = view.pool.spec
     if spec.rollout is not None:
         return pod.revision == spec.revision
-    return pod.template == wanted.template(view.pool)
+    return pod.template == view.template
 
 
 def _target(view: PoolView, fleet: Fleet) -> Step:
@@ -157,7 +174,7 @@ def _resized(view: PoolView, fleet: Fleet, target: Step, limited: Limit) -> Iter
     stay = tuple(pod for pod in fleet.new if pod.name not in given_up)
     most = target.new if limited.most is None else min(target.new, limited.most)
     yield from pool_pods.completed(view, stay)
-    yield from pool_pods.created(view, fleet, max(0, most - len(stay)))
+    yield from pool_pods.created(view, fleet, min(_MOST_AT_ONCE, max(0, most - len(stay))))
     victims = [*limited.give_up, *choose_victims(stay, len(stay) - target.new)]
     for pods, keep in _older(fleet.old, target):
         victims += choose_victims(pods, len(pods) - keep)
@@ -180,8 +197,8 @@ def _deleted(view: PoolView, instance: ObservedPod, grace_s: int | None = None) 
     if instance.set_name:
         yield Delete(Reference("LeaderWorkerSet", instance.namespace, instance.set_name))
         return
-    for pod in view.pods:
-        if (pod.instance or pod.name) == (instance.instance or instance.name) and not pod.deleting:
+    for pod in view.parts[instance.instance or instance.name]:
+        if not pod.deleting:
             yield Delete(_reference(pod), grace_s)
 
 

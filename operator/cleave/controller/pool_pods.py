@@ -55,7 +55,7 @@ def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Cr
         return
     there = {pod.name for pod in view.pods}
     for instance in instances:
-        if instance.set_name or instance.template != wanted.template(pool):
+        if instance.set_name or instance.template != view.template:
             continue
         leader = _leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
@@ -64,7 +64,7 @@ def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Cr
             pool, leader, device=settings.device, image_prefix=settings.image_prefix
         ):
             if follower["metadata"]["name"] not in there:
-                yield Create(wanted.with_template(follower, pool))
+                yield Create(wanted.with_template(follower, view.template))
 
 
 def _set(view: "PoolView", name: str, cell: int | None) -> Manifest:
@@ -75,7 +75,7 @@ def _set(view: "PoolView", name: str, cell: int | None) -> Manifest:
     )
     group = manifest["spec"]["leaderWorkerTemplate"]
     for part in ("leaderTemplate", "workerTemplate"):
-        group[part] = wanted.with_template(group[part], view.pool)
+        group[part] = wanted.with_template(group[part], view.template)
     return manifest
 
 
@@ -84,4 +84,4 @@ def _leader(view: "PoolView", name: str, cell: int | None) -> Manifest:
     manifest = worker_pod(
         view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
     )
-    return wanted.with_template(manifest, view.pool)
+    return wanted.with_template(manifest, view.template)

@@ -75,9 +75,9 @@ def template(pool: InstancePool) -> str:
     return digest({"spec": spec, "image": pool.spec.engine.image or image("worker")})
 
 
-def with_template(manifest: Manifest, pool: InstancePool) -> Manifest:
+def with_template(manifest: Manifest, template_digest: str) -> Manifest:
     """A worker pod with the digest of what it was made from."""
-    return annotated(manifest, TEMPLATE, template(pool))
+    return annotated(manifest, TEMPLATE, template_digest)
 
 
 def digest(value: object) -> str:
