@@ -18,6 +18,7 @@ from cleave.controller.actions import Action, Ask, Delete, Reference, Requeue
 from cleave.controller.deployment import DeploymentView
 from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
 from cleave.controller.fleets import Fleets
+from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
 from cleave.controller.kube import ApiError
 from cleave.controller.metrics import Metrics
@@ -139,7 +140,6 @@ class Controller:
             return
         try:
             actions = await self._decide(key, seen)
-            self._took[key] = self._clock() - began
             await executor.carry_out(actions)
         except NotLeadingError:
             outcome = "stale"
@@ -215,7 +215,7 @@ class Controller:
             fault=self._faults.get(key, ""),
             settings=self.settings,
         )
-        return deployment.reconcile(view)
+        return self._timed(key, lambda: deployment.reconcile(view))
 
     def _instances(
         self, pools: list[Seen], pods: tuple[observed.ObservedPod, ...]
@@ -238,11 +238,24 @@ class Controller:
     async def _decide_pool(self, key: Key, seen: Seen, resource: InstancePool) -> list[Action]:
         owner = Key(DEPLOYMENTS, key.namespace, resource.spec.deployment)
         known = self._fleets.last(owner)
-        actions = pool.reconcile(self._pool_view(key, seen, resource, known))
+        actions = self._decide_with(key, seen, resource, known)
         if any(isinstance(action, Delete) and action.grace_s is None for action in actions):
             # The emptiest instances go, so it is worth knowing which those are now.
             known = await self._fleets.fresh(owner, self.store.gateways(owner))
-            actions = pool.reconcile(self._pool_view(key, seen, resource, known))
+            actions = self._decide_with(key, seen, resource, known)
+        return actions
+
+    def _decide_with(
+        self, key: Key, seen: Seen, resource: InstancePool, known: Mapping[str, Instance]
+    ) -> list[Action]:
+        view = self._pool_view(key, seen, resource, known)
+        return self._timed(key, lambda: pool.reconcile(view))
+
+    def _timed(self, key: Key, decide: Callable[[], list[Action]]) -> list[Action]:
+        """What is decided; how long it took is remembered."""
+        began = self._clock()
+        actions = decide()
+        self._took[key] = self._clock() - began
         return actions
 
     def _pool_view(
@@ -250,7 +263,7 @@ class Controller:
         key: Key,
         seen: Seen,
         resource: InstancePool,
-        known: Mapping[str, instances.Instance],
+        known: Mapping[str, Instance],
     ) -> PoolView:
         pods = tuple(
             replace(pod, load=float(instances.count_requests(known[pod.name])))
