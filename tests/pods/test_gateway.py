@@ -1,5 +1,9 @@
 """The gateway's pod, and its Deployment and Service in a cluster."""
 
+from itertools import pairwise
+
+from cleave.api.deployment import LLMDeploymentStatus
+from cleave.api.planned import SelectedPlan
 from cleave.pods.gateway import LEAVE_S, gateway_deployment, gateway_pod, gateway_service, url
 from cleave.pods.worker import worker_pod
 
@@ -108,3 +112,13 @@ def test_the_image_is_the_stated_one_or_cleaves_own_from_where_the_operator_says
 
     assert image(image="mine:1") == "mine:1"
     assert image().startswith("registry.example/cleave-gateway:")
+
+
+def test_the_gateway_is_told_which_prompts_decode_instances_may_compute(deployment) -> None:
+    plan = SelectedPlan(revision="r", reason="planned", gpus=2, whole_below_tokens=256)
+    alone = container(gateway_pod(deployment(), plan=plan))["command"]
+    assert ("--whole-below", "256") in pairwise(alone)
+    chat = deployment().model_copy(update={"status": LLMDeploymentStatus(plan=plan)})
+    pod = gateway_deployment(chat)["spec"]["template"]
+    assert ("--whole-below", "256") in pairwise(container(pod)["command"])
+    assert "--whole-below" not in container(gateway_pod(deployment()))["command"]

@@ -307,3 +307,50 @@ def test_a_faulty_engine_is_refused_in_one_line(change: dict[str, object], fault
 def test_a_faulty_fleet_is_refused_in_one_line(fleet: Fleet, fault: str) -> None:
     with pytest.raises(SimulationError, match=fault):
         prepare(fleet)
+
+
+def test_best_fit_uses_as_few_instances_as_keep_the_target() -> None:
+    trace = draw_trace(400, 8)
+    fleets = {
+        dispatch: Fleet(decode=(Pool(ENGINE, 12),), dispatch=dispatch, packing=PACKING)
+        for dispatch in (Dispatch.LEAST_PENDING, Dispatch.BEST_FIT)
+    }
+    used = {
+        dispatch: len(set(simulate(fleet, trace).decode_instance))
+        for dispatch, fleet in fleets.items()
+    }
+    assert used[Dispatch.LEAST_PENDING] == 12
+    assert used[Dispatch.BEST_FIT] < 8
+    tight = dataclasses.replace(PACKING, tpot_ms=20.0)
+    strict = dataclasses.replace(fleets[Dispatch.BEST_FIT], packing=tight)
+    assert len(set(simulate(strict, trace).decode_instance)) > used[Dispatch.BEST_FIT]
+
+
+def test_short_prompts_are_computed_where_they_decode_while_prefill_is_busy() -> None:
+    trace = draw_trace(400, 12)
+    split = disaggregated(1, 3)
+    short = dataclasses.replace(split, whole_below_tokens=200)
+    before, after = simulate(split, trace), simulate(short, trace)
+    whole = after.prefill_instance == after.decode_instance
+    assert not (before.prefill_instance == before.decode_instance).any()
+    assert 0 < whole.sum() < 400
+    assert trace.prompt_tokens[whole].max() <= 200
+    assert not np.isnan(after.end_ms).any()
+    assert after.ttft_ms.mean() < before.ttft_ms.mean()
+
+
+def test_outputs_are_taken_as_predicted_until_they_end() -> None:
+    trace = draw_trace(300, 12)
+    same = dataclasses.replace(trace, predicted_tokens=trace.output_tokens)
+    wrong = dataclasses.replace(trace, predicted_tokens=trace.output_tokens[::-1].copy())
+    fleet = disaggregated(2, 3)
+    ends = [simulate(fleet, each).end_ms for each in (trace, same, wrong)]
+    assert (ends[0] == ends[1]).all()
+    assert (ends[0] != ends[2]).any()
+
+
+@pytest.mark.parametrize("predicted", [[1, 2], [0]])
+def test_predictions_that_are_none_are_refused(predicted: list[int]) -> None:
+    trace = dataclasses.replace(one_request(5, 5), predicted_tokens=np.array(predicted))
+    with pytest.raises(SimulationError, match="predicted"):
+        simulate(disaggregated(), trace)

@@ -116,6 +116,9 @@ class SelectedPlan(Shape):
     """Digest of what was planned from: as long as it stays, the plan does."""
     verdict: str | None = None
     """Disaggregate or Colocate; absent: not planned."""
+    whole_below_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Prompts up to so many tokens are computed by the instance that decodes them while all prefill
+    instances are busy; absent: none."""
     predicted: Predicted | None = None
     """What it is expected to do; absent: nothing was predicted."""
     alternatives: list[PlanOption] = Field(default_factory=list, max_length=3)

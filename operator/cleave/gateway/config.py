@@ -54,7 +54,7 @@ class GatewayConfig:
     session_header: str = ""
     """Prompts of requests with the same value in it keep to one instance; empty: none do."""
     whole_below_tokens: int = 0
-    """Prompts up to so long are computed by a decode instance; 0: none."""
+    """Prompts up to so long are computed where they are decoded while prefill is busy; 0: none."""
     ttft_slo_ms: float = 0.0
     """Target of the deployment; 0: none, and then nothing is measured against it."""
     tpot_slo_ms: float = 0.0

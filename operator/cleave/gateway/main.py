@@ -167,7 +167,8 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         type=int,
         default=default.whole_below_tokens,
         metavar="TOKENS",
-        help="prompts up to so long are computed where they are decoded; 0: none",
+        help="prompts up to so long are computed where they are decoded while prefill instances "
+        "are busy; 0: none",
     )
     add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
     add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")

@@ -55,14 +55,16 @@ def plan_job(
         for pool in pools(deployment, placement)
         for ordinal in range(pool.spec.replicas)
     ]
+    plan = selected_plan(deployment, placement)
+    gateway = gateway_pod(deployment, host=HOST_IP, port=port, plan=plan)
     return Job(
         deployment=deployment.name,
         model=deployment.spec.model.name,
         port=port,
         node=node,
-        pods=(*workers, _on_host(gateway_pod(deployment, host=HOST_IP, port=port))),
+        pods=(*workers, _on_host(gateway)),
         allow_shared_cores=allow_shared_cores,
-        plan=selected_plan(deployment, placement).model_dump(mode="json", exclude_none=True),
+        plan=plan.model_dump(mode="json", exclude_none=True),
     )
 
 

@@ -85,6 +85,8 @@ class Plan:
     """The objective: goodput per GPU, per price of an hour, or per watt."""
     is_gpu_chosen: bool = False
     """Whether there were several kinds of GPU to choose from, so that labels name them."""
+    whole_below_tokens: int = 0
+    """Prompts up to so long may be computed where they are decoded; 0: none."""
 
     @property
     def gpus(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cleave.api.planning import Objective
 from cleave.perf.trust import Basis, Trust
-from cleave.planner import goodput
+from cleave.planner import goodput, short_prompts
 from cleave.planner.draft import Draft, cell_fleet, planned_pools
 from cleave.planner.goodput import Goodput
 from cleave.planner.plan import Percentiles, Plan, Prediction
@@ -57,14 +57,15 @@ def predict(
     seeds = _SEEDS if span.counted < _LONG else _FEW_SEEDS
     found = goodput.confirm(trials, fleet, targets, Goodput(rate, 0.0), seeds)
     served = found.rate * draft.copies
+    trace = trials.trace(span.total, rate)
     plan = Plan(
         pools=planned_pools(draft),
         prediction=_prediction(draft, outcome, span, targets, found),
         algorithm=algorithm,
         score=score(draft, served, problem.rate, problem.planning.objective),
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
+        whole_below_tokens=short_prompts.find(problem, draft, outcome, trace),
     )
-    trace = trials.trace(span.total, rate)
     return Finalist(draft, plan, found.is_monotone, outcome, trace, span)
 
 

@@ -4,6 +4,7 @@ Called by `cleave.local` and the controller.
 """
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.planned import SelectedPlan
 from cleave.pods import spread
 from cleave.pods.container import addresses, container_security, image, pod_defaults, scratch
 from cleave.pods.labels import (
@@ -27,9 +28,13 @@ _KEYS = "/etc/cleave/keys"
 
 
 def gateway_pod(
-    deployment: LLMDeployment, *, host: str = "$(POD_IP)", port: int = GATEWAY_PORT
+    deployment: LLMDeployment,
+    *,
+    host: str = "$(POD_IP)",
+    port: int = GATEWAY_PORT,
+    plan: SelectedPlan | None = None,
 ) -> Manifest:
-    """Pod of a deployment's gateway, listening on host:port."""
+    """Pod of a deployment's gateway, listening on host:port; `plan`: the one in force."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -38,7 +43,7 @@ def gateway_pod(
             "namespace": deployment.namespace,
             "labels": component_labels(deployment.name, GATEWAY),
         },
-        "spec": _pod_spec(deployment, _container(deployment, host, port)),
+        "spec": _pod_spec(deployment, _container(deployment, host, port, plan=plan)),
     }
 
 
@@ -109,7 +114,8 @@ def _pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
 
 def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     """The container behind a Service: it leaves politely, and tells the operator what it knows."""
-    alone = _container(deployment, "$(POD_IP)", GATEWAY_PORT, image_prefix)
+    plan = deployment.status.plan if deployment.status else None
+    alone = _container(deployment, "$(POD_IP)", GATEWAY_PORT, image_prefix, plan)
     more = ["--internal-port", str(INTERNAL_PORT), "--leave-delay", str(LEAVE_S)]
     return {
         **alone,
@@ -126,8 +132,15 @@ def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     }
 
 
-def _container(deployment: LLMDeployment, host: str, port: int, image_prefix: str = "") -> Manifest:
+def _container(
+    deployment: LLMDeployment,
+    host: str,
+    port: int,
+    image_prefix: str = "",
+    plan: SelectedPlan | None = None,
+) -> Manifest:
     stated, routing = deployment.spec.gateway, deployment.spec.routing
+    whole_below = plan.whole_below_tokens if plan else None
     mounts = [scratch("tmp", "/tmp")[1]]  # noqa: S108
     if stated.keys_secret:
         mounts.append({"name": "keys", "mountPath": _KEYS, "readOnly": True})
@@ -141,6 +154,7 @@ def _container(deployment: LLMDeployment, host: str, port: int, image_prefix: st
             *("--fallback", str(routing.fallback)),
             *("--policy", str(routing.policy)),
             *(("--session-header", routing.session_header) if routing.session_header else ()),
+            *(("--whole-below", str(whole_below)) if whole_below else ()),
             *("--queue-limit", str(routing.queue_limit)),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
             *(("--api-keys", f"{_KEYS}/keys") if stated.keys_secret else ()),

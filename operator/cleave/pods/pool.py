@@ -59,6 +59,7 @@ def selected_plan(deployment: LLMDeployment, placement: Placement) -> SelectedPl
         pools=instances(placement.pools),
         algorithm=chosen.algorithm if chosen else "",
         verdict=str(answer.verdict) if answer else None,
+        whole_below_tokens=(chosen.whole_below_tokens or None) if chosen else None,
         predicted=predicted(chosen) if chosen else None,
         alternatives=[option(plan) for plan in answer.alternatives[:3]] if answer else [],
     )

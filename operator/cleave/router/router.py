@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from cleave.policy.dispatch import (
     HEAVY_OUTPUT_TOKENS,
     NONE,
-    RECENCY,
     STALE,
     Policy,
     Scores,
@@ -26,12 +25,13 @@ from cleave.policy.dispatch import (
 from cleave.policy.lengths import ConditionalMean, Predictor
 from cleave.policy.packing import GAMMA, weigh_context
 from cleave.router.board import Board
+from cleave.router.boards import count_todo, find_slots, is_busy
 from cleave.router.chooser import Chooser, Wish, close
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance, UnknownModel
 from cleave.router.instance import Contact, Instance, Ledger, Target
+from cleave.router.obstacles import explain
 from cleave.router.passes import Passes
-from cleave.rpc.v1 import agent_pb2
 
 UNKNOWN_OUTPUT_TOKENS = 256
 """Predicted before any answer has been seen."""
@@ -42,8 +42,8 @@ class Rules:
     """What the planner knows and a router goes by."""
 
     whole_below_tokens: int = 0
-    """Prompts up to so many tokens that are not cached go to a decode instance undivided, as
-    `policy.splitting` finds it; 0: none do."""
+    """Prompts up to so many tokens that are not cached go to a decode instance undivided, while
+    every prefill instance has more to do; `policy.splitting` finds it; 0: none do."""
     ttft_ms: float = math.inf
     """Targets, which BestFit keeps to."""
     tpot_ms: float = math.inf
@@ -54,14 +54,6 @@ _FORGET_EVERY = 4096
 
 _FIRST_ANSWERS = 1024
 _LEARNT_EVERY = 8
-
-RESIDENT_WEIGHT = 0.1
-"""What a token in a decode instance weighs beside one that waits for prefill, between revisions.
-
-The latter is computed; the former is read once for each token that the newcomer puts out, some
-hundred times for a thousandth of the work. A new revision's empty decode side thus draws requests,
-but not so many that its prompts queue.
-"""
 
 
 class Fallback(enum.Enum):
@@ -255,7 +247,7 @@ class Router:
     def _place_short(
         self, known: Model, wish: Wish, avoids: list[Collection[str]]
     ) -> Placed | None:
-        """A prompt so short, or cached so far, that splitting it costs more than it saves."""
+        """A prompt so short, or cached so far, that it need not wait for a prefill instance."""
         limit = self._rules.whole_below_tokens
         if not limit or (wish.prompt_tokens > limit and not wish.hashes):
             return None
@@ -263,7 +255,7 @@ class Router:
         if found is None or found.contact is Contact.STALE:
             return None
         todo = wish.prompt_tokens - self._chooser.count_cached(found, wish)
-        if todo + found.ledger.prompt.pending > limit:
+        if todo + found.ledger.prompt.pending > limit or not is_busy(known, todo):
             return None
         return None, found, "short-prompt"
 
@@ -285,7 +277,7 @@ class Router:
         """
         best: tuple[float, Board, int, int] | None = None
         for board in known.boards:
-            closed = _find_slots(board, avoid)
+            closed = find_slots(board, avoid)
             uses = close(board, closed) if closed else board
             first, second = self._chooser.choose_pair(board, uses, wish)
             if second == NONE:
@@ -293,7 +285,7 @@ class Router:
             if len(known.boards) == 1:
                 best = 0.0, board, first, second
                 break
-            todo = _count_todo(board, second if first == NONE else first, second)
+            todo = count_todo(board, second if first == NONE else first, second)
             if first != NONE and uses.decode[second] >= STALE:
                 todo += STALE
             if best is None or todo < best[0]:
@@ -322,7 +314,7 @@ class Router:
             found = self._find_whole(known, "spare", wish, avoids)
             if found is not None:
                 return None, found, "no-decode"
-        raise NoInstance(_explain(model, known, single, avoids[-1]))
+        raise NoInstance(explain(model, known, single, avoids[-1]))
 
     def _find_whole(
         self, known: Model, use: str, wish: Wish, avoids: list[Collection[str]]
@@ -332,7 +324,7 @@ class Router:
             best: tuple[float, Instance] | None = None
             for board in known.boards:
                 scores: Scores = getattr(board, use)
-                closed = _find_slots(board, avoid)
+                closed = find_slots(board, avoid)
                 if closed:
                     scores = close_slots(scores, closed)
                 slot = self._chooser.find_for_whole(board, scores, wish, True)
@@ -382,33 +374,3 @@ class Router:
     def _refresh(self, instance: Instance, ledger: Ledger) -> None:
         if instance.ledger is ledger:
             self.directory.refresh(instance)
-
-
-def _count_todo(board: Board, first: int, second: int) -> float:
-    """What waits before a request on these slots, in prompt tokens; ties by their last turn."""
-    resident = board.instances[second].ledger.resident.pending
-    turn = board.instances[first].last_turn * RECENCY
-    return float(board.pending_prompt[first]) + RESIDENT_WEIGHT * resident + turn
-
-
-def _find_slots(board: Board, names: Collection[str]) -> list[int]:
-    return [s for s, i in enumerate(board.instances) if i.name in names] if names else []
-
-
-def _explain(model: str, known: Model, single: bool, avoid: Collection[str]) -> str:
-    """One sentence that says which instances there are and why none of them will do."""
-    parts: list[str] = []
-    for instance in known.instances:
-        stated = instance.registration
-        state = agent_pb2.State.Name(stated.state).removeprefix("STATE_").lower()
-        if instance.contact in (Contact.SILENT, Contact.LOST):
-            state = instance.contact.value
-        elif instance.name in avoid:
-            state = "failed this request"
-        elif instance.selectable and not stated.kv_path.verified:
-            state = "KV path not verified"
-        role = agent_pb2.Role.Name(stated.role).removeprefix("ROLE_").lower()
-        parts.append(f"{instance.name} ({role}): {state}")
-    kind = "a whole request" if single else "a request"
-    listed = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
-    return f"no instance of {model!r} can take {kind} now: {listed}"

@@ -72,6 +72,9 @@ def choose_short(state: State, r: int) -> int:
     if i == NONE or not fits(state, i, r):
         return NONE
     tokens = instance_at(state, i).prompt_book + request_at(state, r).prompt
+    first = find_least(scores(state, 0, count))
+    if first != NONE and score_at(state, 3 * count + first).value < request_at(state, r).prompt:
+        return NONE
     return i if tokens <= state.whole_below else NONE
 
 

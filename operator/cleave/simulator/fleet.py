@@ -129,7 +129,8 @@ class Fleet:
     packing: Packing | None = None
     """What BEST_FIT promises; needed by it alone."""
     whole_below_tokens: int = 0
-    """Prompts up to so long are computed by the decode instance itself; 0: none."""
+    """Prompts up to so long are computed by the decode instance itself while every prefill instance
+    has more to do; 0: none."""
     first_token_by_decode: bool = True
     """True: the client's first token comes from the decode instance, after the pull and one decode
     pass, as in vLLM and Cleave. False: from the prefill instance, as the DistServe paper counts."""

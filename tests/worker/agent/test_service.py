@@ -129,3 +129,26 @@ async def test_a_taken_port_is_refused(served: Served, config: AgentConfig) -> N
     with pytest.raises(OSError, match=str(config.port)):
         await second.server.start()
     await second.channel.close()
+
+
+async def test_routers_learn_how_many_they_are_and_which(served: Served) -> None:
+    def follow(router: str):
+        return served.stub.Watch(agent_pb2.WatchRequest(interval_ms=10, router=router))
+
+    async def until(call, told: tuple[int, int]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while True:
+                load = (await call.read()).load
+                if (load.num_routers, load.router_rank) == told:
+                    return
+
+    first, other = follow("a"), follow("")
+    await until(first, (1, 0))
+    await until(other, (0, 0))
+    second = follow("b")
+    await until(second, (2, 1))
+    await until(first, (2, 0))
+    first.cancel()
+    await until(second, (1, 0))
+    second.cancel()
+    other.cancel()

@@ -1,0 +1,40 @@
+"""Up to which length prompts had better be computed where they are decoded. For every split plan.
+
+Called when a plan is predicted; gateways get the number. What is hard: how full a decode instance
+usually is decides it, so the batch comes from the plan's own simulation.
+"""
+
+import numpy as np
+
+from cleave.api.role import Role
+from cleave.planner.draft import Draft, transfer
+from cleave.planner.problem import Problem
+from cleave.policy.splitting import find_whole_below_tokens
+from cleave.simulator.outcome import Outcome
+from cleave.simulator.trace import Trace
+
+
+def find(problem: Problem, draft: Draft, outcome: Outcome, trace: Trace) -> int:
+    """Tokens, rounded down to a power of two so that little changes change nothing; 0: none.
+
+    `outcome`: of one cell of `draft` serving `trace`.
+    """
+    engines = {group.role: group.instance.engine for group in draft.groups}
+    if Role.PREFILL not in engines or Role.DECODE not in engines:
+        return 0
+    mean = outcome.instances.mean_batch[outcome.instances.decode_passes > 0]
+    if not len(mean):
+        return 0
+    batch = max(round(float(np.mean(mean))), 1)
+    context = float(np.mean(trace.prompt_tokens + trace.output_tokens / 2))
+    moved = transfer(problem, draft)
+    found = find_whole_below_tokens(
+        engines[Role.PREFILL].timing,
+        engines[Role.DECODE].timing,
+        moved.latency_ms,
+        moved.token_ms,
+        batch,
+        round(batch * context),
+        problem.slo.tpot_ms,
+    )
+    return 1 << found.bit_length() >> 1
