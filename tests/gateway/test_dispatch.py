@@ -1,0 +1,46 @@
+"""What of a request reaches the dispatch policy."""
+
+from collections import Counter
+
+from cleave.policy.dispatch import Policy
+
+FLEET = {"p1": "prefill", "p2": "prefill", "d": "decode"}
+
+
+async def prefills(stage, bodies: list[dict], **headers: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for body in bodies:
+        response = await stage.ask({"model": "m", **body}, **headers)
+        assert response.status == 200
+        found[response.headers["x-cleave-prefill"]] += 1
+        await stage.until_idle()
+    return found
+
+
+async def test_a_session_keeps_its_prefill_instance(make_stage) -> None:
+    stage = await make_stage(FLEET, session_header="X-Session")
+    bodies = [{"prompt": "hello"}] * 4
+    assert await prefills(stage, bodies) == {"p1": 2, "p2": 2}
+    for name in ("one", "two", "three"):
+        assert len(await prefills(stage, bodies, **{"x-session": name})) == 1
+
+
+async def test_headers_of_other_names_are_no_sessions(make_stage) -> None:
+    stage = await make_stage(FLEET, session_header="X-Session")
+    kept = await prefills(stage, [{"prompt": "hello"}] * 4, **{"x-sessioN-id": "one"})
+    assert kept == {"p1": 2, "p2": 2}
+
+
+async def test_a_conversation_goes_back_to_where_its_beginning_was_computed(make_stage) -> None:
+    stage = await make_stage(FLEET, policy=Policy.PREFIX_AWARE)
+    for start in ("a", "b", "c"):
+        turns = [{"prompt": start * 2_000 + "next" * n} for n in range(4)]
+        assert len(await prefills(stage, turns)) == 1
+
+
+async def test_answers_teach_the_router_how_long_answers_are(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"})
+    before = stage.context.router.lengths.predict(2)
+    for _ in range(20):
+        await stage.ask({"model": "m", "prompt": "hello", "stream": True})
+    assert stage.context.router.lengths.predict(2) < before / 2
