@@ -95,7 +95,7 @@ def rollouts(actions: list[Action]) -> dict[str, dict[str, int] | None]:
 
 
 def test_first_of_all_a_deployment_is_kept_from_going_without_a_drain() -> None:
-    (action,) = reconcile(view(deployment(finalizers=())))
+    action, *_ = reconcile(view(deployment(finalizers=())))
     assert isinstance(action, SetFinalizers)
     assert action.finalizers == ("cleave.dev/drain",)
 

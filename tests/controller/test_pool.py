@@ -70,7 +70,7 @@ def pods_only(actions: list[Action]) -> list[tuple[str, str]]:
 
 
 def test_first_of_all_a_pool_is_kept_from_going_without_a_drain() -> None:
-    (action,) = reconcile(view(pool(finalizers=("other",))))
+    action, *_ = reconcile(view(pool(finalizers=("other",))))
     assert isinstance(action, SetFinalizers)
     assert action.finalizers == ("other", "cleave.dev/drain")
     assert action.version == "7"

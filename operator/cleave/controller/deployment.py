@@ -68,16 +68,17 @@ def reconcile(view: DeploymentView) -> list[Action]:
     deployment = view.deployment
     if deployment.metadata.deletion_timestamp is not None:
         return list(_deleting(view))
+    actions: list[Action] = []
     if FINALIZER not in deployment.metadata.finalizers:
-        names = (*deployment.metadata.finalizers, FINALIZER)
-        return [_finalizers(deployment, names)]
+        actions.append(_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
     there = {pool.spec.role: pool for pool in view.pools}
     if deployment.spec.paused:
-        return list(told.report(view, placing.kept(view.status), there))
+        return [*actions, *told.report(view, placing.kept(view.status), there)]
     decision = placing.decide(
         deployment, view.status, view.inventory, view.outcome, is_limited=_is_limited(view)
     )
-    actions: list[Action] = [] if decision.question is None else [Ask(decision.question)]
+    if decision.question is not None:
+        actions.append(Ask(decision.question))
     goals: Mapping[Role, InstancePool] = there
     if decision.placement is not None:
         asked = pools(deployment, decision.placement, view.inventory.machines)

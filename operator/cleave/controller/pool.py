@@ -96,8 +96,9 @@ def reconcile(view: PoolView) -> list[Action]:
     pool = view.pool
     if pool.metadata.deletion_timestamp is not None:
         return list(_deleting(view))
+    actions: list[Action] = []
     if FINALIZER not in pool.metadata.finalizers:
-        return [_finalizers(pool, (*pool.metadata.finalizers, FINALIZER))]
+        actions.append(_finalizers(pool, (*pool.metadata.finalizers, FINALIZER)))
     fleet = _fleet(view)
     target = _target(view, fleet)
     limited = limit(
@@ -110,7 +111,7 @@ def reconcile(view: PoolView) -> list[Action]:
         last=pool_status.trial(view.status),
     )
     # Told first: whatever cannot be made, people learn what there is.
-    actions: list[Action] = list(pool_status.report(view, fleet, target, limited))
+    actions += pool_status.report(view, fleet, target, limited)
     actions += wanted.changed(_fixed(view), pool, view.children)
     actions += _buried(view)
     actions += _resized(view, fleet, target, limited)
