@@ -24,7 +24,10 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class Asker(Protocol):
-    """Who wants the answer. Hears of exactly one: answer, refuse, fail, or begin and pass_on."""
+    """Who wants the answer. Hears of exactly one: answer, refuse, fail, or begin.
+
+    From `begin` on it hears of the call itself: `receive`, first with what began it, and `lose`.
+    """
 
     def answer(self, call: Call, body: bytes) -> None:
         """The whole answer."""
@@ -33,10 +36,13 @@ class Asker(Protocol):
         """An engine found fault with the request."""
 
     def begin(self, call: Call) -> None:
-        """A stream begins; pieces follow."""
+        """A stream begins."""
 
-    def pass_on(self, piece: bytes, complete: bool) -> None:
+    def receive(self, call: Call, piece: bytes, complete: bool) -> None:
         """Some of the stream."""
+
+    def lose(self, call: Call, reason: str) -> None:
+        """The stream broke; the reason continues `instance NAME ...`."""
 
     def fail(self, failure: Failure, reason: str) -> None:
         """An engine let it down; the reason continues `instance NAME ...`."""
@@ -104,12 +110,12 @@ class Attempt:
         """Send the first call."""
         pick, context = self.pick, self._context
         pool = context.find_pool(pick.decode)
-        self.labels = b"x-cleave-decode: %b\r\n" % pool.name
+        self.labels = pool.decode_label
         if self.prefill is None:
             self._send(pool, build_whole(self._completion))
             return
         prefill = context.find_pool(self.prefill)
-        self.labels = b"x-cleave-prefill: %b\r\n%b" % (prefill.name, self.labels)
+        self.labels = prefill.prefill_label + self.labels
         self._send(prefill, build_prefill(self._completion))
 
     def hold(self, blocked: bool) -> None:
@@ -130,9 +136,7 @@ class Attempt:
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
         """Bytes of an engine's answer."""
-        if self.streaming:
-            self._asker.pass_on(piece, complete)
-        elif self.prefill is None and call.status == HTTPStatus.OK and _is_stream(call):
+        if self.prefill is None and call.status == HTTPStatus.OK and _is_stream(call):
             self._open_stream(call, piece, complete)
         else:
             self._gather(call, piece, complete)
@@ -204,8 +208,11 @@ class Attempt:
             self._asker.fail(Failure.STATUS, "answered with an error in its stream")
         elif verdict is Opening.BEGIN or complete:
             self.streaming, self._opening = True, b""
+            if not complete:
+                # One call less for each token.
+                call.owner = self._asker
             self._asker.begin(call)
-            self._asker.pass_on(opening, complete)
+            self._asker.receive(call, opening, complete)
         else:
             self._opening = opening
 

@@ -7,6 +7,7 @@ the client has gone.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from cleave.gateway import head
@@ -44,6 +45,8 @@ class ClientConnection(asyncio.Protocol):
     """One client."""
 
     transport: asyncio.Transport
+    write: Callable[[bytes], None]
+    """Send bytes of the response; the transport's own, for it is called for each token."""
 
     def __init__(self, context: Context, handler: Handler) -> None:
         self._context = context
@@ -67,6 +70,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up by the event loop."""
         self.transport = cast("asyncio.Transport", transport)
+        self.write = self.transport.write
         set_nodelay(self.transport)
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._wait(self._context.config.timeouts.keep_alive_s)
@@ -111,10 +115,6 @@ class ClientConnection(asyncio.Protocol):
     def run(self, running: Running) -> None:
         """Say what works on the present request, so that it hears of the client."""
         self._running = running
-
-    def write(self, data: bytes) -> None:
-        """Send bytes of the response."""
-        self.transport.write(data)
 
     def respond(self, status: int, fields: bytes, body: bytes, request_id: bytes) -> None:
         """A whole response."""

@@ -205,8 +205,10 @@ class EnginePool:
         self, target: Target, limit: int, connect_s: float, clock: Callable[[], float]
     ) -> None:
         self.host = f"{target.host}:{target.port}".encode()
-        self.name = make_safe(target.instance)
-        """Header-safe name of the instance."""
+        name = make_safe(target.instance)
+        self.prefill_label = b"x-cleave-prefill: %b\r\n" % name
+        self.decode_label = b"x-cleave-decode: %b\r\n" % name
+        """Header lines that name the instance."""
         self.pulse = Pulse(clock())
         """Whether its streams move."""
         self._target = target

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cleave.gateway.head import JSON
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
 
 
@@ -34,6 +35,13 @@ class ApiError(Exception):
                 }
             }
         )
+
+
+def build_error_fields(error: ApiError) -> bytes:
+    """The header lines of an error's response."""
+    if error.retry_after_s is None:
+        return JSON
+    return b"%bretry-after: %d\r\n" % (JSON, error.retry_after_s)
 
 
 def refuse(message: str, param: str | None = None, code: str | None = None) -> ApiError:

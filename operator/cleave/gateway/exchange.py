@@ -8,16 +8,17 @@ books and connections are released exactly once.
 """
 
 from http import HTTPStatus
-from typing import Protocol
 
 from cleave.gateway import head
 from cleave.gateway.attempt import Attempt
+from cleave.gateway.audience import Client
 from cleave.gateway.completion import Completion
 from cleave.gateway.context import Context
 from cleave.gateway.door import Visit
 from cleave.gateway.engine import Call
 from cleave.gateway.errors import (
     ApiError,
+    build_error_fields,
     fail_engine,
     from_router,
     is_missing_page,
@@ -29,32 +30,12 @@ from cleave.gateway.relay import Relay, StreamLostError
 from cleave.gateway.rescue import Rescue
 from cleave.gateway.resume import RESUMABLE, NotResumableError
 from cleave.gateway.splice import SpliceError
-from cleave.gateway.tally import TIMED_MASK, count_end, count_stream
+from cleave.gateway.tally import TIMED_MASK, count
 from cleave.gateway.tenants import EVERYBODY, Tenant
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
 from cleave.router.router import Phase
 
 _LEAK = fail_engine(HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on")
-
-
-class Client(Protocol):
-    """Where the answer goes."""
-
-    chunked: bool
-    """Whether it understands chunked bodies (HTTP/1.1)."""
-    keep_alive: bool
-    """Whether it may send another request over its connection."""
-    blocked: bool
-    """Whether it takes bytes more slowly than they come."""
-
-    def write(self, data: bytes) -> None:
-        """Send bytes of the response."""
-
-    def end(self, reusable: bool) -> None:
-        """The response is complete; not reusable: close the connection after it."""
-
-    def drop(self) -> None:
-        """Close the connection at once."""
 
 
 class Exchange:
@@ -179,8 +160,9 @@ class Exchange:
             self._path not in RESUMABLE,
         )
 
-    def pass_on(self, piece: bytes, complete: bool) -> None:
+    def receive(self, call: Call, piece: bytes, complete: bool) -> None:
         """Some of the stream."""
+        del call
         relay = self._relay
         assert relay is not None
         self._progress += 1
@@ -203,7 +185,12 @@ class Exchange:
         if self._gap_from:
             self._note_gap()
         if complete:
-            self._finish(relay)
+            self._finish()
+
+    def lose(self, call: Call, reason: str) -> None:
+        """The stream broke."""
+        del call
+        self.fail(Failure.LOST, reason)
 
     def answer(self, call: Call, body: bytes) -> None:
         """An answer that is not streamed."""
@@ -323,7 +310,7 @@ class Exchange:
             self._try()
         else:
             self._client.write(relay.finish(ending.events))
-            self._finish(relay)
+            self._finish()
 
     def _find_rescue(self) -> Rescue:
         if self._rescue is None:
@@ -359,24 +346,19 @@ class Exchange:
         else:
             self._answer_error(error, outcome)
 
-    def _finish(self, relay: Relay) -> None:
+    def _finish(self) -> None:
         """A stream is complete."""
-        self._count_stream(relay, complete=True)
         self._end("ok")
         self._client.end(reusable=True)
 
     def _break_off(self, relay: Relay, error: ApiError) -> None:
         """End a stream that has begun."""
         self._client.write(relay.break_off(error))
-        self._count_stream(relay, complete=False)
         self._end("broken")
         self._client.end(reusable=False)
 
     def _answer_error(self, error: ApiError, outcome: str) -> None:
-        fields = head.JSON
-        if error.retry_after_s is not None:
-            fields += b"retry-after: %d\r\n" % error.retry_after_s
-        self._respond(error.status, fields, error.to_json(), outcome)
+        self._respond(error.status, build_error_fields(error), error.to_json(), outcome)
 
     def _respond(self, status: int, fields: bytes, body: bytes, outcome: str) -> None:
         reusable = self._client.keep_alive and not self._context.draining
@@ -392,27 +374,30 @@ class Exchange:
         if self not in context.exchanges:
             return
         context.exchanges.discard(self)
-        if self._relay is None:
+        attempt, relay, stream_s = self._attempt, self._relay, None
+        if relay is None:
             context.unanswered -= 1
-        attempt, self._attempt = self._attempt, None
+        else:
+            self._output_tokens = relay.events
+            if outcome != "cancelled":
+                began = relay.began_at
+                stream_s = began - self._started, context.clock() - began
         if attempt is not None:
+            self._attempt = None
             if outcome == "ok" and self._path in RESUMABLE:
-                relay = self._relay
-                output = self._output_tokens if relay is None else relay.events
-                context.router.learn(attempt.pick, output)
+                context.router.learn(attempt.pick, self._output_tokens)
             attempt.end()
-        context.metrics.in_flight -= 1
-        if self._relay is not None:
-            self._output_tokens = self._relay.events
-        model = self._completion.model
-        known = model if model in context.router.directory.models else ""
-        tokens = self._prompt_tokens, self._output_tokens
-        count_end(context.metrics, known, self._tenant.name, outcome, *tokens)
+        metrics, model = context.metrics, self._completion.model
+        metrics.in_flight -= 1
+        count(
+            metrics,
+            model if model in context.router.directory.models else "",
+            self._tenant.name,
+            outcome,
+            self._prompt_tokens,
+            self._output_tokens,
+            stream_s,
+        )
         visit, self._visit = self._visit, None
         if visit is not None:
             context.door.leave(visit, self._output_tokens, context.clock())
-
-    def _count_stream(self, relay: Relay, complete: bool) -> None:
-        context = self._context
-        now, model = context.clock(), self._completion.model
-        count_stream(context.metrics, model, relay, self._started, now, complete)

@@ -120,15 +120,17 @@ class Relay:
             if passed & KEPT_MASK < events:
                 self._read_kept()
             if self._chunked:
-                piece = frame(piece)
+                piece = b"%x\r\n%b\r\n" % (len(piece), piece)
         if complete and not lost:
             if self._rest or not (self._opaque or self._ends_with_done()):
                 lost = "ended its stream early"
             elif self._chunked:
                 piece += LAST_CHUNK
+        if self._head:
+            piece = self._prepend_head(piece)
         if lost:
-            raise StreamLostError(self._prepend_head(piece), lost)
-        return self._prepend_head(piece)
+            raise StreamLostError(piece, lost)
+        return piece
 
     def read(self) -> Transcript:
         """What the client has seen."""
@@ -189,10 +191,7 @@ class Relay:
         return self._kept[-1].endswith(DONE) if self._kept else self.read().done
 
     def _prepend_head(self, data: bytes) -> bytes:
-        head = self._head
-        if not head:
-            return data
-        self._head = b""
+        head, self._head = self._head, b""
         return head + data
 
 

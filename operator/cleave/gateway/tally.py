@@ -5,7 +5,6 @@ no answer counts as one that missed its targets; only what clients broke off or 
 """
 
 from cleave.gateway.metrics import Metrics
-from cleave.gateway.relay import Relay
 
 TIMED_MASK = 7
 """One stream in eight has each of its gaps timed: all of them would cost 4 % of a token."""
@@ -13,40 +12,41 @@ TIMED_MASK = 7
 _UNSERVED = frozenset(("shed", "unavailable", "failed", "broken"))
 
 
-def count_stream(
-    metrics: Metrics, model: str, relay: Relay, started: float, now: float, complete: bool
-) -> None:
-    """A stream is over. Times in seconds."""
-    counted = metrics.models[model]
-    ttft_s, events = relay.began_at - started, relay.events
-    counted.ttft.observe(ttft_s)
-    tpot_s = 0.0
-    if events > 1:
-        tpot_s = (now - relay.began_at) / (events - 1)
-        counted.tpot.observe(tpot_s)
-    slo = metrics.slo
-    if slo is not None and complete:
-        late, slow = ttft_s > slo.ttft_s, 0 < slo.tpot_s < tpot_s
-        missed = ("ttft_and_tpot" if slow else "ttft") if late else "tpot" if slow else ""
-        metrics.attained[model, missed] += 1
-
-
-def count_end(
+def count(
     metrics: Metrics,
     model: str,
     tenant: str,
     outcome: str,
     prompt_tokens: int,
     output_tokens: int,
+    stream_s: tuple[float, float] | None,
 ) -> None:
-    """All is over; `model` is empty when clients made it up, `tenant` where there are none."""
+    """All is over.
+
+    `model` is empty when clients made it up, `tenant` where there are none. `stream_s`: seconds to
+    the first byte of a stream that came to an end, and from there to the end.
+    """
     metrics.requests[model, outcome] += 1
     if tenant:
         metrics.tenants[tenant, outcome] += 1
         metrics.tenant_tokens[tenant] += prompt_tokens + output_tokens
-    if model:
-        counted = metrics.models[model]
-        counted.prompt_tokens += prompt_tokens
-        counted.output_tokens += output_tokens
-        if metrics.slo is not None and outcome in _UNSERVED:
-            metrics.attained[model, "unserved"] += 1
+    if not model:
+        return
+    counted = metrics.models[model]
+    counted.prompt_tokens += prompt_tokens
+    counted.output_tokens += output_tokens
+    tpot_s = 0.0
+    if stream_s is not None:
+        counted.ttft.observe(stream_s[0])
+        if output_tokens > 1:
+            tpot_s = stream_s[1] / (output_tokens - 1)
+            counted.tpot.observe(tpot_s)
+    slo = metrics.slo
+    if slo is None:
+        return
+    if outcome in _UNSERVED:
+        metrics.attained[model, "unserved"] += 1
+    elif stream_s is not None:
+        late, slow = stream_s[0] > slo.ttft_s, 0 < slo.tpot_s < tpot_s
+        missed = ("ttft_and_tpot" if slow else "ttft") if late else "tpot" if slow else ""
+        metrics.attained[model, missed] += 1
