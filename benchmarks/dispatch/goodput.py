@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import traces
+from workers import Worker
 
 from cleave.policy.packing import Packing
 from cleave.simulator.fleet import Batching, Dispatch, Fleet, Pool
 from cleave.simulator.run import prepare, simulate
 from cleave.simulator.trace import Trace
-
-from fleets import Worker
 
 MOST_TOKENS = 4096
 """Longest context of the models here."""

@@ -20,10 +20,9 @@ import traces
 from queueing import Way
 from rich.console import Console
 from rich.table import Table
+from workers import worker
 
 from cleave.policy.dispatch import Policy
-
-from fleets import worker
 
 WIDTH = 150
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)

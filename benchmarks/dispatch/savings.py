@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import traces
 from goodput import MOST_TOKENS
+from workers import Worker
 
 from cleave.policy.packing import Packing
 from cleave.simulator.fleet import Dispatch, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
-
-from fleets import Worker
 
 COMPARED = (
     Dispatch.LEAST_REQUESTS,
