@@ -23,13 +23,16 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
             "fallback": "OnPrefillLoss",
             "policy": "PrefixAware",
             "sessionHeader": "x-session",
+            "late": "Refuse",
             "queueLimit": 7,
-        }
+        },
+        slo={"ttftMs": 400, "tpotMs": 40.5},
     )
     assert container(gateway_pod(chat))["command"] == [
         *("python", "-m", "cleave.gateway.main", "--host", "$(POD_IP)", "--port", "8080"),
         *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss"),
-        *("--policy", "PrefixAware", "--session-header", "x-session", "--queue-limit", "7"),
+        *("--policy", "PrefixAware", "--session-header", "x-session"),
+        *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
         *("--drain-timeout", "600"),
     ]
 

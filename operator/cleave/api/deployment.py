@@ -101,6 +101,13 @@ class DispatchPolicy(StrEnum):
     PREFIX_AWARE = "PrefixAware"
 
 
+class Late(StrEnum):
+    """What becomes of requests that cannot meet their TTFT target any more."""
+
+    SERVE = "Serve"
+    REFUSE = "Refuse"
+
+
 class Routing(Shape):
     """How the gateway sends requests to instances."""
 
@@ -119,6 +126,9 @@ class Routing(Shape):
     fallback: Annotated[Fallback, Field(strict=False)] = Fallback.ALWAYS
     """When a decode instance also computes the prompt. Always: whenever no prefill instance can.
     OnPrefillLoss: only after a prefill instance failed the request. Never: answer 503 instead."""
+    late: Annotated[Late, Field(strict=False)] = Late.SERVE
+    """A request whose first token cannot come within slo.ttftMs any more, because of what waits
+    before it. Serve: it waits. Refuse: 429 at once with Retry-After. A tenant may say otherwise."""
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Requests that wait for their first byte in one gateway; more are answered with 429."""
 

@@ -165,14 +165,13 @@ class Collector:
     def _collect_attainment(self) -> Iterable[Metric]:
         """Goodput is the rate of those that missed nothing."""
         counted = self._metrics
-        if counted.slo is None:
-            return
         yield _count("slo", "Answers by what they missed", ["model", "missed"], counted.attained)
         target = GaugeMetricFamily(
             "cleave_gateway_slo_target_seconds", "What answers are measured against", labels=["slo"]
         )
-        target.add_metric(["ttft"], counted.slo.ttft_s)
-        target.add_metric(["tpot"], counted.slo.tpot_s)
+        if counted.slo is not None:
+            target.add_metric(["ttft"], counted.slo.ttft_s)
+            target.add_metric(["tpot"], counted.slo.tpot_s)
         yield target
 
 

@@ -139,7 +139,7 @@ def _container(
     image_prefix: str = "",
     plan: SelectedPlan | None = None,
 ) -> Manifest:
-    stated, routing = deployment.spec.gateway, deployment.spec.routing
+    stated, routing, slo = deployment.spec.gateway, deployment.spec.routing, deployment.spec.slo
     whole_below = plan.whole_below_tokens if plan else None
     mounts = [scratch("tmp", "/tmp")[1]]  # noqa: S108
     if stated.keys_secret:
@@ -155,6 +155,8 @@ def _container(
             *("--policy", str(routing.policy)),
             *(("--session-header", routing.session_header) if routing.session_header else ()),
             *(("--whole-below", str(whole_below)) if whole_below else ()),
+            *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
+            *("--late", str(routing.late)),
             *("--queue-limit", str(routing.queue_limit)),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
             *(("--api-keys", f"{_KEYS}/keys") if stated.keys_secret else ()),
