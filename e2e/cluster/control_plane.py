@@ -58,8 +58,6 @@ class ControlPlane:
             self._write_pki()
             self._start_etcd()
             self.start_api_server()
-            self._start_controller_manager()
-            self._start_scheduler()
         except BaseException:
             self.stop()
             raise
@@ -92,7 +90,10 @@ class ControlPlane:
         return self.kubeconfig(f"system:serviceaccount:{namespace}:{name}", groups)
 
     def start_api_server(self) -> None:
-        """Start the API server and wait until it is ready."""
+        """Start the API server, wait until it is ready, and start what works on its objects.
+
+        Controllers that were there before would wait for half a minute before they look again.
+        """
         pki = self._folder / "pki"
         self._start(
             "kube-apiserver",
@@ -116,12 +117,15 @@ class ControlPlane:
             f"--default-unreachable-toleration-seconds={EVICTION_S}",
         )
         self._until_ready("kube-apiserver", self._api_server_ready)
+        self._start_controller_manager()
+        self._start_scheduler()
 
     def kill_api_server(self) -> None:
-        """SIGKILL; `start_api_server` brings it back."""
-        process = self._processes.pop("kube-apiserver")
-        process.kill()
-        process.wait()
+        """SIGKILL it, and the controllers with it; `start_api_server` brings them back."""
+        for part in ("kube-scheduler", "kube-controller-manager", "kube-apiserver"):
+            process = self._processes.pop(part)
+            process.kill()
+            process.wait()
 
     def _start_etcd(self) -> None:
         peer = f"http://127.0.0.1:{free_port()}"
