@@ -21,6 +21,7 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
     def __init__(self, registration: agent_pb2.WatchEvent) -> None:
         self.registration = registration
         self.silent = False
+        self.routers: set[str] = set()
         self.port = 0
         self._server: grpc.aio.Server | None = None
 
@@ -35,6 +36,7 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
 
     async def Watch(self, request, context):  # noqa: N802
         stated = None
+        self.routers.add(request.router)
         while True:
             if self.registration is not stated:
                 stated = self.registration
@@ -128,3 +130,13 @@ async def test_a_new_registration_is_taken_over(directory, stated) -> None:
 async def test_a_malformed_source_is_refused_at_once(directory) -> None:
     with pytest.raises(DiscoveryError):
         await Fleet("nowhere", directory, time.monotonic).start()
+
+
+async def test_every_fleet_follows_under_a_name_of_its_own(directory, stated) -> None:
+    agent = FakeAgent(stated("d", "decode"))
+    await agent.start()
+    source = f"127.0.0.1:{agent.port}"
+    async with following(source, directory), following(source, Directory()):
+        await until(lambda: len(agent.routers) == 2, "both are counted")
+        assert "" not in agent.routers
+    await agent.stop()
