@@ -91,6 +91,23 @@ def test_a_killed_worker_is_restarted_and_the_others_serve_meanwhile(
     wait_until(chat.is_ready, READY_S, "it is back")
 
 
+def test_a_killed_gateway_takes_its_own_requests_along_and_no_others(
+    chat: Chat, nodes: Nodes
+) -> None:
+    """Nobody can finish what it served; what comes later goes elsewhere until it is back."""
+    victim = sorted(names(gateways(chat)))[0]
+    with Load(chat.address, "chat") as load:
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        nodes.kill(victim)
+        wait_until(
+            lambda: chat.is_ready() and len(ready(gateways(chat))) >= 2, 60, "it is restarted"
+        )
+        failed, after = len(load.failures), load.answered
+        wait_until(lambda: load.answered > after + 50, 30, "both answer")
+    assert len(load.failures) == failed
+    assert failed <= 20, "its own, and what was sent to it until its node said that it is gone"
+
+
 def test_the_kv_path_is_told_as_it_was_measured(chat: Chat) -> None:
     wait_until(lambda: condition(chat.deployment, "KVPathVerified") == "True", 60, "it is verified")
     told = message(chat.deployment, "KVPathVerified")

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
+import psutil
 from subject import Operator, Reading
 
 from cluster.client import Client, Manifest
@@ -51,6 +52,8 @@ class Outcome:
     peak_mib: float
     rest: Reading
     """Of the operator, over a time in which nothing changed but a resync came."""
+    others_cores: float
+    """Cores that processes of no part in it took meanwhile: with them the waits are longer."""
 
 
 class Sightings:
@@ -97,13 +100,14 @@ async def run_trial(api: Client, operator: Operator, case: Case, rest_s: float) 
     """Apply, watch, wait until all is at rest, then wait `rest_s` more. Raises TimeoutError."""
     seen = Sightings()
     watch = asyncio.create_task(api.follow(WORKERS, seen.listed, seen.saw))
-    before, began = operator.read(), time.monotonic()
+    before, began, foreign_s = operator.read(), time.monotonic(), count_foreign_s()
     try:
         async with asyncio.timeout(case.limit_s):
             applied = await apply_all(api, case)
             await seen.all_ready(case.pods)
             settled = await rest(operator)
         work = settled - before
+        foreign_s = count_foreign_s() - foreign_s
         await asyncio.sleep(rest_s)
         idle = operator.read() - settled
     finally:
@@ -121,6 +125,7 @@ async def run_trial(api: Client, operator: Operator, case: Case, rest_s: float) 
         cpu_us_per_event=1e6 * work.cpu_s / max(work.events, 1),
         peak_mib=operator.peak_mib,
         rest=idle,
+        others_cores=foreign_s / work.at_s,
     )
 
 
@@ -168,6 +173,15 @@ def manifest(name: str, case: Case) -> Manifest:
             },
         },
     }
+
+
+def count_foreign_s() -> float:
+    """CPU seconds of this machine since its start, less those of this process and its children."""
+    total = psutil.cpu_times()
+    own = psutil.Process()
+    family = [own.cpu_times(), *(child.cpu_times() for child in own.children(recursive=True))]
+    busy = total.user + total.nice + total.system + total.irq + total.softirq
+    return busy - sum(times.user + times.system for times in family)
 
 
 def is_ready(pod: Manifest) -> bool:
