@@ -1,6 +1,8 @@
 """The operator on a real control plane: installed as users do, with exactly its own rights."""
 
 import json
+import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +54,7 @@ def installation(cluster: Cluster, *args: str) -> Iterator[None]:
         cluster.helm(
             *("install", "cleave", str(CHART), "-n", SYSTEM, "--create-namespace"),
             *("--wait", "--timeout", "120s", "--take-ownership", *args),
+            *shlex.split(os.environ.get("HELM_ARGS", "")),
             timeout_s=150,
         )
         yield
