@@ -57,6 +57,16 @@ def fail_engine(status: http.HTTPStatus, message: str) -> ApiError:
     return ApiError(status, message, "server_error", code=code)
 
 
+LEAK = fail_engine(http.HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on")
+"""It holds a hand-off that cannot be taken out."""
+
+
+def hide_refusal(status: int) -> ApiError:
+    """An engine's refusal of which clients must not see the words, for they quote a hand-off."""
+    refused = http.HTTPStatus(status)
+    return ApiError(refused, "the engine refused the request", "invalid_request_error")
+
+
 def is_missing_page(status: int, body: bytes) -> bool:
     """Whether an engine has no such page; its own API's errors have another form."""
     return status in (404, 405) and (not body.startswith(b"{") or body.startswith(b'{"detail"'))

@@ -17,10 +17,12 @@ from cleave.gateway.context import Context
 from cleave.gateway.door import Visit
 from cleave.gateway.engine import Call
 from cleave.gateway.errors import (
+    LEAK,
     ApiError,
     build_error_fields,
     fail_engine,
     from_router,
+    hide_refusal,
     is_missing_page,
     lack_page,
 )
@@ -34,8 +36,6 @@ from cleave.gateway.tally import TIMED_MASK, count
 from cleave.gateway.tenants import EVERYBODY, Tenant
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
 from cleave.router.router import Phase
-
-_LEAK = fail_engine(HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on")
 
 
 class Exchange:
@@ -169,7 +169,7 @@ class Exchange:
         try:
             data = relay.pass_on(piece, complete)
         except HandoffError:
-            self._break_off(relay, _LEAK)
+            self._break_off(relay, LEAK)
             return
         except StreamLostError as lost:
             if lost.data:
@@ -204,7 +204,7 @@ class Exchange:
         try:
             stripped = strip_handoff(body)
         except HandoffError:
-            self._answer_error(_LEAK, "failed")
+            self._answer_error(LEAK, "failed")
             return
         usage = read_usage(body)
         self._output_tokens = usage.completion_tokens or 0
@@ -222,10 +222,7 @@ class Exchange:
             self._answer_error(lack_page(self._path, self._completion.model), "refused")
             return
         if b"remote_engine_id" in body and attempt.prefill is None:
-            refusal = ApiError(
-                HTTPStatus(call.status), "the engine refused the request", "invalid_request_error"
-            )
-            self._answer_error(refusal, "refused")
+            self._answer_error(hide_refusal(call.status), "refused")
             return
         self._respond(call.status, head.pass_on(call.headers), body, "refused")
 
