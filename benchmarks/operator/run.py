@@ -30,7 +30,7 @@ from cluster.client import Client  # noqa: E402
 from cluster.control_plane import ControlPlane  # noqa: E402
 
 NODES = 100
-WIDTH = 124
+WIDTH = 130
 CASES = (
     Case("1", deployments=1, prefill=1, decode=1, limit_s=120),
     Case("100", deployments=100, prefill=1, decode=1, limit_s=300),
@@ -82,7 +82,7 @@ def world(kubeconfig: Path, folder: Path):
 
 def build_table(outcomes: Sequence[Outcome]) -> Table:
     table = Table(title="From apply to pods")
-    table.add_column("deployments", justify="right")
+    table.add_column("deployments", justify="right", no_wrap=True)
     for column in (
         "pods", "p50 s", "p99 s", "all s", "ready s", "events", "CPU s", "us/event", "MiB",
         "writes at rest", "CPU", "others",
