@@ -22,8 +22,6 @@ from typing import Self
 import yaml
 from cryptography.hazmat.primitives import serialization
 
-from cleave.local import launch
-
 from cluster.pki import Authority, Pair, new_key, private_pem
 from harness import free_port
 
@@ -36,6 +34,12 @@ EVICTION_S = 3
 
 _ISSUER = "https://kubernetes.default.svc"
 _START_TIMEOUT_S = 90
+_TIED = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # SIGKILL when the parent dies
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 _ADMIN = ("admin", ("system:masters",))
 
 
@@ -168,8 +172,7 @@ class ControlPlane:
 
     def _start(self, program: str, *flags: str) -> None:
         log = (self._folder / "logs" / f"{program}.log").open("ab")
-        # The launcher ties the part to this process: it gets SIGTERM when this one dies.
-        tied = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), ""]
+        tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())]
         with log:
             self._processes[program] = subprocess.Popen(
                 [*tied, str(self._tools / program), *flags],
