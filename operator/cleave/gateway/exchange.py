@@ -147,7 +147,16 @@ class Exchange:
             attempt.hold(client.blocked)
             return
         context.unanswered -= 1
-        self._note_first(attempt, now)
+        self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
+        metrics = context.metrics
+        metrics.streams = number = metrics.streams + 1
+        if not number & TIMED_MASK:
+            self._gap_from = now
+        if attempt.pick.prefill is not None:
+            phases = metrics.models[self._completion.model].phases
+            phases["decode"].observe(now - attempt.sent_at)
+        if self._visit is not None:
+            context.door.observe(self._visit, now)
         fields = head.pass_on(call.headers) + attempt.labels
         if not client.keep_alive:
             fields += head.CLOSE
@@ -317,19 +326,6 @@ class Exchange:
     def _name_instance(self) -> str:
         assert self._attempt is not None
         return self._attempt.target.instance
-
-    def _note_first(self, attempt: Attempt, now: float) -> None:
-        """The first bytes of a stream have come."""
-        metrics = self._context.metrics
-        self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
-        metrics.streams = number = metrics.streams + 1
-        if not number & TIMED_MASK:
-            self._gap_from = now
-        if attempt.pick.prefill is not None:
-            phases = metrics.models[self._completion.model].phases
-            phases["decode"].observe(now - attempt.sent_at)
-        if self._visit is not None:
-            self._context.door.observe(self._visit, now)
 
     def _note_gap(self) -> None:
         now = self._context.clock()

@@ -27,7 +27,7 @@ class Keys:
 
     def accept(self, authorization: bytes | None) -> bool:
         """Whether the value of an Authorization header carries one of the keys."""
-        return self.find(authorization) is not None
+        return self._tenants is None or self.find(authorization) is not None
 
     def find(self, authorization: bytes | None) -> Tenant | None:
         """Whose key the value of an Authorization header carries; None: nobody's."""

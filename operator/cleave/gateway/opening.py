@@ -14,6 +14,8 @@ MAX_HELD_BYTES = 8 << 20
 """What is longer is no opening; it passes as it is. An opening may name every token of a prompt."""
 
 _ERROR = b'data: {"error"'
+_USUAL = b'data: {"i'
+"""Of an event that is no error; its first key is `id`."""
 _DATA = len(b"data: ")
 _ROLE = b'"delta":{"role":'
 _NOTHING_SAID = b'"content":""'
@@ -42,6 +44,8 @@ _decode_error = msgspec.json.Decoder(_ErrorEvent).decode
 
 def judge_opening(opening: bytes) -> Opening:
     """What a stream that has begun with these bytes is."""
+    if opening.startswith(_USUAL) and _ROLE not in opening:
+        return Opening.BEGIN
     if len(opening) > MAX_HELD_BYTES:
         return Opening.BEGIN
     while True:

@@ -97,7 +97,7 @@ class Pages:
         """Answer a request, now or, for a completion, when the engines have."""
         context = self._context
         request_id = request.headers.get(b"x-request-id", b"")
-        if not head.is_sane_id(request_id):
+        if not request_id or not head.is_sane_id(request_id):
             request_id = context.make_id()
         error = self.check(request)
         if error is None:

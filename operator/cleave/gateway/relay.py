@@ -113,7 +113,7 @@ class Relay:
                 piece, lost = _cut_at_failure(piece)
                 events = piece.count(_EVENT_END)
         if piece:
-            if not self.events and self.hides_ids:
+            if not self.events and self.hides_ids and _PROMPT_IDS in piece:
                 piece = self._hide_prompt_ids(piece)
             self._kept.append(piece)
             self.events = passed = self.events + events
@@ -172,10 +172,7 @@ class Relay:
 
     def _hide_prompt_ids(self, events: bytes) -> bytes:
         """vLLM states them once, in its first event, as long as the prompt is."""
-        start = events.find(_PROMPT_IDS)
-        if start < 0:
-            return events
-        start += len(_PROMPT_IDS) - 1
+        start = events.index(_PROMPT_IDS) + len(_PROMPT_IDS) - 1
         end = events.find(b"]", start)
         self.prompt_ids = events[start + 1 : end]
         return b"%bnull%b" % (events[:start], events[end + 1 :])
