@@ -58,6 +58,11 @@ def test_the_command_line_is_the_agents(pool) -> None:
     ]
 
 
+def test_the_agent_is_told_the_cell_of_its_pod_if_it_has_one(pool) -> None:
+    assert option(container(worker_pod(pool(), 0, cell=0))["command"], "--cell") == "0"
+    assert "--cell" not in container(worker_pod(pool(), 0))["command"]
+
+
 def test_a_model_with_all_its_settings_reaches_agent_and_engine(pool) -> None:
     model = {
         "source": "hf://org/model",

@@ -13,7 +13,9 @@ from cleave.policy.dispatch import (
     find_least,
     find_lightest,
     find_sampled,
+    stay_in_cell,
     weigh,
+    weigh_cells,
 )
 
 INF = np.inf
@@ -136,3 +138,53 @@ def test_only_instances_with_room_are_drawn_while_there_are_any() -> None:
     for seed in range(1, 60):
         assert find_lightest(scores(1, 2, 3), room, heaviness, 500, seed)[0] == 1
         assert find_lightest(scores(1, 2, 3), room, heaviness, 5_000, seed)[0] == 0
+
+
+PAIRS = np.array([0, 0, 1, 1])
+"""Two cells, each with a prefill and a decode instance."""
+
+
+def pair(prefill, decode, weight: float = 0.1, crossing: float = 100) -> tuple[int, int]:
+    first = find_least(weigh_cells(prefill, decode, PAIRS, weight, crossing))
+    return first, find_least(stay_in_cell(decode, PAIRS, first)) if first != NONE else NONE
+
+
+def test_a_pair_stays_in_its_cell_whoever_is_idle_elsewhere() -> None:
+    assert pair(scores(10, INF, 20, INF), scores(INF, 50, INF, 0)) == (0, 1)
+
+
+def test_a_cell_whose_decode_side_is_full_gets_less() -> None:
+    assert pair(scores(10, INF, 20, INF), scores(INF, 500, INF, 0)) == (2, 3)
+
+
+def test_a_prompt_leaves_its_cell_only_where_that_lacks_decode_and_waiting_costs_more() -> None:
+    decode = scores(INF, INF, INF, 500)
+    assert pair(scores(0, INF, 99, INF), decode) == (2, 3)
+    assert pair(scores(0, INF, 101, INF), decode) == (0, 3)
+    assert pair(scores(0, INF, INF, INF), decode) == (0, 3)
+
+
+def test_decode_instances_in_doubt_count_as_gone_while_others_are_heard() -> None:
+    decode = scores(INF, STALE, INF, 500)
+    assert pair(scores(0, INF, 99, INF), decode) == (2, 3)
+    assert pair(scores(0, INF, INF, INF), decode) == (0, 3)
+    assert pair(scores(0, INF, INF, INF), scores(INF, STALE + 9, INF, STALE)) == (0, 1)
+
+
+@given(
+    st.lists(tokens, min_size=4, max_size=4),
+    st.lists(tokens, min_size=4, max_size=4),
+    st.lists(st.integers(0, 3), min_size=4, max_size=4),
+)
+def test_with_cells_whatever_is_open_is_found_and_cells_are_left_only_where_they_lack_decode(
+    prefill: list[float], decode: list[float], cells: list[int]
+) -> None:
+    weighed = weigh_cells(scores(*prefill), scores(*decode), np.array(cells), 0.1, 100)
+    if min(decode) == INF:
+        assert find_least(weighed) == NONE
+        return
+    assert np.array_equal(np.isfinite(weighed), np.isfinite(scores(*prefill)))
+    for slot in range(4):
+        second = find_least(stay_in_cell(scores(*decode), np.array(cells), slot))
+        own = [d for d, cell in zip(decode, cells, strict=True) if cell == cells[slot]]
+        assert decode[second] == (min(own) if min(own) < INF else min(decode))

@@ -10,6 +10,7 @@ from cleave.policy.prefixes import BLOCK_BYTES, TOKENS_PER_BLOCK
 from cleave.router.directory import Directory
 from cleave.router.errors import NoInstance
 from cleave.router.router import Phase, Router, Rules
+from cleave.rpc.v1 import agent_pb2
 
 
 class Clock:
@@ -221,8 +222,6 @@ def test_predictions_come_from_answers_not_from_limits(routed) -> None:
 
 
 def follow(router: Router, num_routers: int, rank: int, **pending: int) -> None:
-    from cleave.rpc.v1 import agent_pb2
-
     for name in FOUR:
         load = agent_pb2.LoadReport(
             boot_id=f"{name}-boot",
@@ -254,3 +253,93 @@ def test_a_router_left_alone_has_all_instances(routed) -> None:
         router.release(pick := router.pick("m", 100))
         picks.append(names(pick))
     assert picks == [("p1", "d1"), ("p2", "d2")] * 2
+
+
+@pytest.fixture
+def celled(routed, stated):
+    """Like `routed`, with the instances of FOUR in two cells, and what else is stated of them."""
+
+    def make(policy: Policy, rules: Rules | None = None, **told: dict[str, object]) -> Router:
+        router = routed(policy, rules, **FOUR)
+        for name, role in FOUR.items():
+            fields = {"cell": name[-1], **told.get(name, {})}
+            router.directory.hear(name, stated(name, role, **fields), 0.0)
+        return router
+
+    return make
+
+
+DRAINS = {"state": agent_pb2.STATE_DRAINING}
+
+
+@pytest.mark.parametrize("session", [None, b"s"])
+@pytest.mark.parametrize("policy", list(Policy))
+def test_under_every_policy_pairs_stay_in_their_cell(celled, policy: Policy, session) -> None:
+    rng = random.Random(3)
+    router = celled(policy, Rules(ttft_ms=2_000, tpot_ms=50))
+    seen, running = Counter(), []
+    for _ in range(200):
+        running.append(
+            router.pick("m", rng.randint(1, 2_000), rng.randint(1, 500), session=session)
+        )
+        seen[names(running[-1])] += 1
+        assert running[-1].reason == "disaggregated"
+        if len(running) > 10:
+            router.release(running.pop(rng.randrange(len(running))))
+    assert set(seen) == {("p1", "d1"), ("p2", "d2")}
+
+
+def test_routers_that_share_a_fleet_keep_pairs_in_their_cell(celled) -> None:
+    router = celled(Policy.SHORTEST_WAIT)
+    follow(router, 2, 1)
+    picks = {names(router.pick("m", 100)) for _ in range(20)}
+    assert picks == {("p1", "d1"), ("p2", "d2")}
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_hand_offs_leave_a_cell_that_has_no_decode_instance_and_are_told_apart(
+    celled, policy: Policy
+) -> None:
+    router = celled(policy, d1=DRAINS, p2=DRAINS)
+    pick = router.pick("m", 100)
+    assert (names(pick), pick.reason) == (("p1", "d2"), "cross-cell")
+
+
+def test_a_decode_instance_without_a_verified_path_is_none_for_its_cell(celled) -> None:
+    router = celled(Policy.SHORTEST_WAIT, d1={"verified": False}, p2=DRAINS)
+    assert names(router.pick("m", 100)) == ("p1", "d2")
+    router = celled(Policy.SHORTEST_WAIT, d1=DRAINS, d2={"verified": False})
+    assert router.pick("m", 100).reason == "no-prefill"
+
+
+@pytest.mark.parametrize("policy", [Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS])
+def test_whole_cells_go_first_until_their_queue_is_longer_than_the_prompt(celled, policy) -> None:
+    router = celled(policy, d1=DRAINS)
+    picks = [router.pick("m", tokens) for tokens in (500, 1_000, 1_000)]
+    assert [names(pick) for pick in picks] == [("p2", "d2"), ("p2", "d2"), ("p1", "d2")]
+    assert [pick.reason for pick in picks] == ["disaggregated", "disaggregated", "cross-cell"]
+
+
+def test_a_request_that_lost_its_decode_instance_may_leave_the_cell(celled) -> None:
+    router = celled(Policy.SHORTEST_WAIT, p2=DRAINS)
+    assert names(router.pick("m", 100)) == ("p1", "d1")
+    assert names(router.pick("m", 100, avoid={"d1"})) == ("p1", "d2")
+
+
+def test_cells_share_requests_by_what_their_decode_instances_hold(celled, loaded) -> None:
+    router = celled(Policy.SHORTEST_WAIT)
+    router.directory.hear("d1", loaded("d1", blocks_used=900), 0.0)
+    picks = []
+    for _ in range(10):
+        picks.append(pick := router.pick("m", 100))
+        router.release(pick, Phase.PREFILL)
+    assert {names(pick) for pick in picks} == {("p2", "d2")}
+
+
+def test_cells_of_a_fleet_that_states_none_do_not_matter(routed) -> None:
+    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    assert all(board.cells is None for board in router.directory.models["m"].boards)
+    router.directory.instances["d1"].ledger.resident.enter(9_000)
+    router.directory.refresh(router.directory.instances["d1"])
+    pick = router.pick("m", 100)
+    assert (names(pick), pick.reason) == (("p1", "d2"), "disaggregated")

@@ -49,7 +49,7 @@ def worker_pod(
         "spec": {
             **worker_spec(pool, labels, device),
             **_host_name(pool, instance),
-            "containers": [_container(pool, instance, device, image_prefix)],
+            "containers": [_container(pool, instance, device, cell, image_prefix)],
         },
     }
 
@@ -65,11 +65,13 @@ def worker_spec(pool: InstancePool, labels: dict[str, str], device: Device) -> M
     }
 
 
-def _container(pool: InstancePool, instance: str, device: Device, image_prefix: str) -> Manifest:
+def _container(
+    pool: InstancePool, instance: str, device: Device, cell: int | None, image_prefix: str
+) -> Manifest:
     spec = pool.spec
     return {
         **container(spec, device, image_prefix),
-        "command": command(pool, instance),
+        "command": command(pool, instance, cell),
         "env": environment(pool),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}],
         **_probes(),
@@ -89,11 +91,13 @@ def container(spec: InstancePoolSpec, device: Device, image_prefix: str) -> Mani
     }
 
 
-def command(pool: InstancePool, name: str) -> list[str]:
+def command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]:
     """Command line of the agent; what stands behind `--` goes to the engine."""
     spec = pool.spec
     line = ["python", "-m", "cleave_worker.agent.main"]
     line += ["--name", name, "--deployment", spec.deployment, "--revision", spec.revision]
+    if cell is not None:
+        line += ["--cell", str(cell)]
     line += ["--role", str(spec.role), *engine_flags(spec)]
     line += ["--engine", spec.engine.type.lower()]
     line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT)]

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 
 Scores = NDArray[np.float64]
 
+Cells = NDArray[np.int64]
+"""The cell of each slot, below the number of slots."""
+
 NONE = -1
 """No slot."""
 
@@ -169,6 +172,37 @@ def serves_whole(queue: float, decode: float, queue_whole: float) -> bool:
     as well when a half of the split is in doubt (STALE in its scores) and the mixed one is not.
     """
     return queue_whole < queue - 1.0 or queue_whole < STALE <= decode
+
+
+def weigh_cells(
+    prefill: Scores, decode: Scores, cells: Cells, weight: float, crossing: float
+) -> Scores:
+    """`prefill` with what a prompt meets in its cell, for hand-offs that had better stay there.
+
+    Added is `weight` of the score of the cell's least decode instance; where hand-offs must leave
+    the cell (`stay_in_cell`), that of the least of all, and `crossing`.
+    """
+    least = np.full(cells.size, np.inf)
+    np.minimum.at(least, cells, decode)
+    of_all = least.min()
+    leaves = ~(least < _highest(of_all))
+    ahead = np.where(leaves, weight * of_all + crossing, weight * least)
+    total: Scores = prefill + ahead[cells]
+    return total
+
+
+def stay_in_cell(decode: Scores, cells: Cells, slot: int) -> Scores:
+    """`decode` for hand-offs of the prefill instance at `slot`: closed outside its cell.
+
+    Not when the cell's own are all closed, or all in doubt while others are not.
+    """
+    own: Scores = np.where(cells == cells[slot], decode, np.inf)
+    return own if own.min() < _highest(decode.min()) else decode
+
+
+def _highest(least: float) -> float:
+    """What scores are below if they will do, given the least of all."""
+    return STALE if least < STALE else math.inf
 
 
 def close_slots(scores: Scores, slots: list[int]) -> Scores:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cleave.policy.affinity import to_key
 from cleave.policy.books import predict_end_ms
-from cleave.policy.dispatch import RECENCY, STALE, Policy, Scores, weigh
+from cleave.policy.dispatch import RECENCY, STALE, Cells, Policy, Scores, weigh
 from cleave.router.instance import Contact, Instance
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
@@ -36,6 +36,7 @@ class Board:
         "away",
         "batch",
         "boots",
+        "cells",
         "context",
         "decode",
         "heaviness",
@@ -79,6 +80,8 @@ class Board:
         """Instances that are home to another router: all that follow them share them out."""
         self.is_shared = False
         """Whether any is away."""
+        self.cells = _number_cells(instances)
+        """Which cell each is in; None: nobody states one."""
         self._places = _count_off(instances)
         self.boots = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot of each boot of an engine."""
@@ -156,6 +159,15 @@ def _count_off(instances: list[Instance]) -> list[int]:
         places.append(counts[role])
         counts[role] += 1
     return places
+
+
+def _number_cells(instances: list[Instance]) -> Cells | None:
+    """Numbers for the names of cells; those without one are together in one more."""
+    names = [instance.registration.cell for instance in instances]
+    if not any(names):
+        return None
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.array([numbers[name] for name in names], np.int64)
 
 
 def _closed(size: int) -> Scores:

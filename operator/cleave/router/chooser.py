@@ -15,6 +15,7 @@ from cleave.policy.affinity import find_kept, to_key
 from cleave.policy.dispatch import (
     NONE,
     STALE,
+    Cells,
     Policy,
     Scores,
     choose_pair,
@@ -24,6 +25,8 @@ from cleave.policy.dispatch import (
     find_lightest,
     find_sampled,
     serves_whole,
+    stay_in_cell,
+    weigh_cells,
 )
 from cleave.policy.packing import (
     Packing,
@@ -37,6 +40,7 @@ from cleave.policy.packing import (
 )
 from cleave.policy.prefixes import TOKENS_PER_BLOCK, PrefixIndex, find_cached, hash_blocks
 from cleave.router.board import Board
+from cleave.router.boards import RESIDENT_WEIGHT
 from cleave.router.instance import Instance
 from cleave.router.passes import Passes
 
@@ -106,10 +110,16 @@ class Chooser:
 
     def choose_pair(self, board: Board, uses: "Board | Uses", wish: Wish) -> tuple[int, int]:
         """(prefill slot, decode slot), or (NONE, slot): both phases there."""
-        if self._is_by_score and wish.session is None and not board.is_shared:
+        cells = board.cells
+        if self._is_by_score and wish.session is None and not board.is_shared and cells is None:
             return choose_pair(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
-        first = self.find_for_prompt(board, uses.prefill, wish)
-        second = self.find_for_whole(board, uses.decode, wish, False) if first != NONE else NONE
+        prefill, decode = uses.prefill, uses.decode
+        if cells is not None and prefill.size and decode.size:
+            prefill = self._weigh_cells(board, cells, uses, wish)
+        first = self.find_for_prompt(board, prefill, wish)
+        if cells is not None and first != NONE and decode.size:
+            decode = stay_in_cell(decode, cells, first)
+        second = self.find_for_whole(board, decode, wish, False) if first != NONE else NONE
         whole = self.find_for_whole(board, uses.mixed, wish, True)
         if second == NONE or whole == NONE:
             return (first, second) if second != NONE else (NONE, whole)
@@ -152,6 +162,17 @@ class Chooser:
         if policy in _DRAWN:
             return self._draw(scores)
         return self._find_least(board, scores, wish.prompt_tokens + wish.output_tokens)
+
+    def _weigh_cells(self, board: Board, cells: Cells, uses: "Board | Uses", wish: Wish) -> Scores:
+        """Leaving a cell counts as much as computing the prompt, or as one turn or request."""
+        prefill = uses.prefill
+        crossing = float(wish.prompt_tokens) if self._policy not in _IN_TURNS else 1.0
+        unit = 1.0
+        if self._policy is Policy.SHORTEST_WAIT:
+            unit = board.instances[find_least(prefill)].ledger.queue.token_ms
+            # What is idle scores nothing: counted from now, all have to wait for what is added.
+            prefill = np.maximum(prefill, self._clock() * 1000)
+        return weigh_cells(prefill, uses.decode, cells, RESIDENT_WEIGHT * unit, crossing * unit)
 
     def _find_least(self, board: Board, scores: Scores, worth: float) -> int:
         if board.is_shared and self._policy in _IN_TOKENS:
@@ -238,5 +259,6 @@ def close(board: Board, slots: list[int]) -> Uses:
 
 
 _BY_SCORE = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
+_IN_TURNS = (Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
 _IN_TOKENS = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS)
 _DRAWN = (Policy.RANDOM, Policy.POWER_OF_TWO)

@@ -2,7 +2,8 @@
 every request, the gRPC service offers it to other gateways.
 
 What is hard: prefill and decode are picked together, from one deployment and revision, and only
-between instances whose KV path was tested; what is left when that fails depends on the fallback.
+between instances whose KV path was tested; within a cell, if they have any, as long as it decodes;
+what is left when that fails depends on the fallback.
 A prefill instance serves a whole request only as the last resort of `Always`: every engine can, and
 a slow answer beats none, but it delays the prompts of all others.
 """
@@ -295,7 +296,10 @@ class Router:
         _, board, first, second = best
         if first == NONE:
             return None, board.instances[second], "mixed"
-        return board.instances[first], board.instances[second], "disaggregated"
+        cells = board.cells
+        crosses = cells is not None and cells[first] != cells[second]
+        reason = "cross-cell" if crosses else "disaggregated"
+        return board.instances[first], board.instances[second], reason
 
     def _place_whole(
         self,

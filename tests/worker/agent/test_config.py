@@ -24,6 +24,12 @@ def test_a_pod_tells_name_address_and_peers_through_its_environment() -> None:
     )  # fmt: skip
 
 
+def test_a_cell_is_stated_only_when_one_is_given() -> None:
+    own = [*REQUIRED, "--name", "w", "--host", "h"]
+    assert parse(own, {}).cell == ""
+    assert parse([*own, "--cell", "0"], {}).cell == "0"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

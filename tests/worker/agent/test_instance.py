@@ -1,6 +1,7 @@
 """The one state of a worker."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ async def test_the_way_to_ready_leads_through_verifying(instance: Instance) -> N
     assert seen == [agent_pb2.STATE_STARTING, agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY]
     told = instance.registration()
     assert (told.reason, told.kv_path.verified, told.kv_blocks_total) == ("", True, 9)
+
+
+def test_the_registration_names_the_cell(config: AgentConfig) -> None:
+    assert Instance(config).registration().cell == ""
+    assert Instance(replace(config, cell="0")).registration().cell == "0"
 
 
 async def test_reports_carry_the_load_page(instance: Instance) -> None:

@@ -75,6 +75,8 @@ class AgentConfig:
     """0: a free one for every start of the engine."""
     peers: str = ""
     """Source for cleave.rpc.discovery; empty: none."""
+    cell: str = ""
+    """Hand-offs had better stay within it; empty: none."""
     cores: str = "auto"
     allow_shared_cores: bool = False
     tensor_parallel_size: int = 1
@@ -118,6 +120,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         port=options.port,
         engine_port=options.engine_port,
         peers=options.peers,
+        cell=options.cell,
         cores=options.cores,
         allow_shared_cores=options.allow_shared_cores,
         tensor_parallel_size=options.tensor_parallel_size,
@@ -155,6 +158,7 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--port", type=_port, default=9000)
     parser.add_argument("--engine-port", type=_port, default=0, help="0: a free one")
     parser.add_argument("--peers", metavar="SOURCE", default=env.get(AGENTS_ENV, ""))
+    parser.add_argument("--cell", default="", help="instances that KV moves fast between")
     parser.add_argument("--cores", default="auto", help="auto, none or a list: 0,2-3")
     parser.add_argument(
         "--allow-shared-cores",

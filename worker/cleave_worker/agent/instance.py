@@ -44,6 +44,7 @@ class Instance:
             deployment=config.deployment,
             model=config.served_model_name,
             revision=config.revision,
+            cell=config.cell,
             role=config.role,
             # 0 is what a message without an epoch carries; it must never pass for a valid one.
             epoch=1,
