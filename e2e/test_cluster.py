@@ -96,6 +96,22 @@ def test_a_pod_reads_secrets_config_maps_and_the_api_server(
     assert nodes.log("reader").startswith("hush told\n")
 
 
+def test_a_pod_with_a_read_only_root_writes_to_its_volumes_alone(
+    cluster: Cluster, nodes, namespace: str
+) -> None:
+    script = (
+        "echo here > /var/own/file; cat /var/own/file; echo > /etc/new || echo refused; sleep 60"
+    )
+    pod = process("writer", ["sh", "-c", script])
+    container = pod["spec"]["containers"][0]
+    container["securityContext"] = {"readOnlyRootFilesystem": True}
+    container["volumeMounts"] = [{"name": "own", "mountPath": "/var/own"}]
+    pod["spec"]["volumes"] = [{"name": "own", "emptyDir": {}}]
+    cluster.apply(pod, namespace=namespace)
+    wait_until(lambda: "refused" in nodes.log("writer"), 20, "the root is read-only")
+    assert nodes.log("writer").startswith("here\n")
+
+
 def test_a_service_leads_to_its_ready_pods(cluster: Cluster, nodes, namespace: str) -> None:
     pod = process("web", ["python", "-m", "http.server", "--bind", "$(IP)", "8000"])
     pod["metadata"]["labels"] = {"app": "web"}

@@ -24,7 +24,7 @@ def main(plan: str, argv: list[str]) -> None:
     """Mount what `plan` says and become `argv`.
 
     `plan` is JSON: `volumes`, a list of {source, target, readOnly} where no source means memory,
-    and `keep`, paths that must stay reachable.
+    `keep`, paths that must stay reachable, and `readOnlyRoot`.
     """
     wanted = json.loads(plan)
     volumes = sorted(wanted["volumes"], key=lambda volume: volume["target"])
@@ -46,6 +46,8 @@ def main(plan: str, argv: list[str]) -> None:
             if folder is not None and Path(path).is_relative_to(target):
                 _exist(path, is_folder=True)
                 _bind(folder, path)
+    if wanted["readOnlyRoot"]:
+        _mount(None, "/", None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
     os.execvp(argv[0], argv)
 
 

@@ -124,7 +124,12 @@ class Runner:
         own = environment.resolve(await volumes.env(self._api, self._pod), known, {})
         env = self._base_env(spec) | own
         sources = await volumes.folders(self._api, self._pod, place.folder)
-        plan = {"volumes": volumes.mounts(self._pod, sources), "keep": _REACHABLE}
+        security = self._pod["spec"]["containers"][0].get("securityContext") or {}
+        plan = {
+            "volumes": volumes.mounts(self._pod, sources),
+            "keep": _REACHABLE,
+            "readOnlyRoot": bool(security.get("readOnlyRootFilesystem")),
+        }
         mounter = [sys.executable, "-I", "-S", mounts.__file__, json.dumps(plan)]
         return Command([*mounter, *environment.command_line(spec.command, own)], env, place.log)
 
