@@ -100,6 +100,8 @@ async def run_trial(api: Client, operator: Operator, case: Case, rest_s: float) 
     """Apply, watch, wait until all is at rest, then wait `rest_s` more. Raises TimeoutError."""
     seen = Sightings()
     watch = asyncio.create_task(api.follow(WORKERS, seen.listed, seen.saw))
+    # Its watches come up in the seconds after it begins to lead.
+    await rest(operator)
     before, began, foreign_s = operator.read(), time.monotonic(), count_foreign_s()
     try:
         async with asyncio.timeout(case.limit_s):
