@@ -26,14 +26,15 @@ from cleave.simulator.fleet import Engine, Fleet, Transfer
 
 CASES = (Case(mixed=1), Case(prefill=1, decode=1))
 """The profile is measured on the first."""
-SHAPE = tiny_model.Shape(layers=4, hidden=768, heads=12, kv_heads=4, mlp=1536)
-"""Passes of some 5 to 200 ms, as real models have them on GPUs. With the smallest model fronts have
-thousands of tokens a second to send, and are what limits the fleet."""
+SHAPE = tiny_model.Shape(layers=4, hidden=512, heads=8, kv_heads=4, mlp=1024)
+"""Passes of some 5 to 100 ms, as real models have them on GPUs. With the smallest model fronts have
+thousands of tokens a second to send, and are what limits the fleet; with larger ones the kernels of
+two engines do not fit 24 GB."""
 BLOCK_SIZE = 128
 """vLLM's on CPU."""
 MAX_BATCHED_TOKENS = 4096
 MAX_NUM_SEQS = 64
-WARM_TOKENS = 1200
+WARM_TOKENS = 1000
 """Hardly any of the scaled prompts is longer."""
 KERNELS = 65536
 """Compiled kernels that oneDNN keeps; its 1,024 are too few for passes of all lengths."""
