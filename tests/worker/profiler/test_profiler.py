@@ -127,6 +127,8 @@ def test_the_clock_of_a_cpu_gives_as_many_times_as_asked() -> None:
     assert min(taken) > 0
 
 
+# Tests of the agent kill every child of this process, multiprocessing's own helper too.
+@pytest.mark.filterwarnings("ignore:resource_tracker")
 def test_collectives_run_between_processes() -> None:
     reduced, sent = collectives.measure(2, [1024, 4096], repeats=2, on_gpu=False)
     assert set(reduced) == set(sent) == {1024, 4096}
