@@ -21,7 +21,7 @@ from cleave.pods.spread import CLIQUE, Machines
 from cleave.pods.worker import worker_pod
 
 from cluster.cluster import CRDS, Cluster, CommandError, wait_until
-from resource_cases import REFUSED, UNUSUAL, Case, manifest
+from resource_cases import REFUSED, UNUSUAL, Case, manifest, said
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,17 +46,6 @@ def tried(
     args = ("--dry-run=server", "--warnings-as-errors", "-n", namespace, "-o", "json", "-f", "-")
     found = json.loads(server.kubectl("apply", *args, input=text))
     return found["items"] if found["kind"] == "List" else [found]
-
-
-def said(value: Any) -> Any:
-    """Without what differs by form only: empty parts, and quantities as text."""
-    if isinstance(value, dict):
-        parts = {name: said(part) for name, part in value.items()}
-        for amounts in (parts.get("requests"), parts.get("limits")):
-            if amounts:
-                amounts.update({name: str(amount) for name, amount in amounts.items()})
-        return {name: part for name, part in parts.items() if part not in ({}, [], None)}
-    return [said(part) for part in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)

@@ -44,6 +44,20 @@ def manifest(kind: str = "LLMDeployment", name: str = "", **spec: object) -> dic
     }
 
 
+def said(value: Any) -> Any:
+    """Without what differs by form only.
+
+    Python fills empty lists and objects in and makes text of quantities; the API server does not.
+    """
+    if isinstance(value, dict):
+        parts = {name: said(part) for name, part in value.items()}
+        for amounts in (parts.get("requests"), parts.get("limits")):
+            if amounts:
+                amounts.update({name: str(amount) for name, amount in amounts.items()})
+        return {name: part for name, part in parts.items() if part not in ({}, [], None)}
+    return [said(part) for part in value] if isinstance(value, list) else value
+
+
 def _read(file: str) -> list[Case]:
     return [_case(**written) for written in yaml.safe_load((_FOLDER / file).read_text())]
 

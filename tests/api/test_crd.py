@@ -17,7 +17,7 @@ from cleave.api.manifest import load
 from cleave.api.pool import InstancePool
 from cleave.api.shape import Rule, Shape
 
-from resource_cases import REFUSED, UNUSUAL, Case
+from resource_cases import REFUSED, UNUSUAL, Case, said
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(
@@ -60,20 +60,6 @@ def defaulted(schema: Schema, value: Any) -> Any:
         if name in filled:
             filled[name] = defaulted(child, filled[name])
     return filled
-
-
-def said(value: Any) -> Any:
-    """Without what differs by form only.
-
-    Python fills empty lists and objects in and makes text of quantities; the API server does not.
-    """
-    if isinstance(value, dict):
-        parts = {name: said(part) for name, part in value.items()}
-        for amounts in (parts.get("requests"), parts.get("limits")):
-            if amounts:
-                amounts.update({name: str(amount) for name, amount in amounts.items()})
-        return {name: part for name, part in parts.items() if part not in ({}, [], None)}
-    return [said(part) for part in value] if isinstance(value, list) else value
 
 
 @by_name

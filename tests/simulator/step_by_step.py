@@ -14,7 +14,7 @@ from cleave.policy.dispatch import RECENCY
 from cleave.simulator.fleet import Admission, Batching, Dispatch, Fleet, Order
 from cleave.simulator.trace import Trace
 
-from step_state import Instance, Request, Slot
+from step_state import Instance, Request, Slot, find_peak
 
 ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(5)
 
@@ -500,11 +500,3 @@ class Reference:
             self.leave(i, request)
         else:
             slot.members.append(request)
-
-
-def find_peak(requests: list[tuple[int, int]]) -> int:
-    """The most tokens held at any step, by making every step; the last token is never written."""
-    peak = 0
-    for step in range(max(left for _, left in requests)):
-        peak = max(peak, sum(held + step for held, left in requests if step < left))
-    return peak

@@ -104,3 +104,11 @@ class Instance:
         self.free += request.blocks
         request.blocks = 0
         self.keep(request, 0, now)
+
+
+def find_peak(requests: list[tuple[int, int]]) -> int:
+    """The most tokens held at any step, by making every step; the last token is never written."""
+    peak = 0
+    for step in range(max(left for _, left in requests)):
+        peak = max(peak, sum(held + step for held, left in requests if step < left))
+    return peak
