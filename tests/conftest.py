@@ -1,6 +1,7 @@
 """Answers of the planner made by hand, for all that shows or applies them."""
 
 import math
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -18,12 +19,25 @@ from cleave.planner.plan import (
     Verdict,
 )
 
+from doubles import Answering, Clock
+
 # A busy machine is slow, not wrong.
 settings.register_profile("cleave", deadline=None)
 settings.load_profile("cleave")
 
 TRUST = Trust(Basis.FITTED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041)
 A100 = "A100-SXM-80GB"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Answering]:
+    async with Answering() as start:
+        yield start
 
 
 def pool(role: Role, replicas: int, tensor: int = 1, pipeline: int = 1) -> PlannedPool:

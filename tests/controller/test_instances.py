@@ -1,76 +1,49 @@
 """What the operator makes of what the gateways say."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-
 import msgspec
 import pytest
 
 from cleave.controller.instances import ask, count_requests, merge, summarize_kv_paths
 from cleave.rpc.fleet_page import FleetPage, Instance, KvPath
 
-Serve = Callable[[bytes], Awaitable[str]]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Start a gateway that answers with this body, or never (status 0); returns its URL."""
-    servers: list[asyncio.Server] = []
-    served: set[asyncio.Task[None] | None] = set()
-
-    async def start(body: bytes, status: int = 200) -> str:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            served.add(asyncio.current_task())
-            asked = await reader.readuntil(b"\r\n\r\n")
-            assert asked.startswith(b"GET /fleet HTTP/1.1\r\n")
-            head = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(body))
-            if status:
-                writer.write(head + body)
-                await writer.drain()
-            await reader.read()
-            writer.close()
-
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        servers.append(server)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    yield start
-    for server in servers:
-        server.close()
-    await asyncio.gather(*filter(None, served))
-    await asyncio.sleep(0)
+from doubles import Answering
 
 
 def page(*instances: Instance) -> bytes:
     return msgspec.json.encode(FleetPage(instances))
 
 
-async def test_what_the_replicas_say_becomes_one_view(serve: Serve) -> None:
+def told(body: bytes, status: int = 200) -> bytes:
+    return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
+
+
+async def test_what_the_replicas_say_becomes_one_view(serve: Answering) -> None:
     one = Instance("d-0", contact="heard", num_running=3, report_age_s=0.5, requests_in_flight=2)
     two = Instance("d-0", contact="heard", num_running=4, report_age_s=0.1, requests_in_flight=1)
-    urls = [await serve(page(one)), await serve(page(two, Instance("p-0")))]
-    told = await ask(urls)
-    assert list(told) == ["d-0", "p-0"]
-    assert (told["d-0"].num_running, told["d-0"].requests_in_flight) == (4, 3)
+    urls = [await serve(told(page(one))), await serve(told(page(two, Instance("p-0"))))]
+    seen = await ask(urls)
+    assert all(head.startswith(b"GET /fleet HTTP/1.1\r\n") for head in serve.asked)
+    assert list(seen) == ["d-0", "p-0"]
+    assert (seen["d-0"].num_running, seen["d-0"].requests_in_flight) == (4, 3)
 
 
-async def test_gateways_that_say_nothing_useful_are_as_good_as_none(serve: Serve) -> None:
+async def test_gateways_that_say_nothing_useful_are_as_good_as_none(serve: Answering) -> None:
     urls = [
         "http://127.0.0.1:1",
-        await serve(b"", 0),
-        await serve(b"{"),
-        await serve(b'{"instances": [{}]}'),
-        await serve(b'{"instances": 7}'),
-        await serve(page(Instance("x")), 503),
-        await serve(page(Instance("p-0"))),
+        await serve(stay=True),
+        await serve(told(b"{")),
+        await serve(told(b'{"instances": [{}]}')),
+        await serve(told(b'{"instances": 7}')),
+        await serve(told(page(Instance("x")), 503)),
+        await serve(told(page(Instance("p-0")))),
     ]
     assert list(await ask(urls, timeout_s=0.5)) == ["p-0"]
     assert await ask(urls[:5], timeout_s=0.5) == {}
     assert await ask([]) == {}
 
 
-async def test_fields_that_are_new_or_no_longer_sent_do_no_harm(serve: Serve) -> None:
-    url = await serve(b'{"instances": [{"name": "p-0", "colour": "red"}], "more": 1}')
+async def test_fields_that_are_new_or_no_longer_sent_do_no_harm(serve: Answering) -> None:
+    url = await serve(told(b'{"instances": [{"name": "p-0", "colour": "red"}], "more": 1}'))
     assert await ask([url]) == {"p-0": Instance("p-0")}
 
 

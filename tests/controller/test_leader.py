@@ -9,6 +9,8 @@ from cleave.controller.kube import ApiError
 from cleave.controller.leader import Leader
 from cleave.pods.labels import Manifest
 
+from doubles import Clock
+
 
 class Leases:
     """The API server as far as one Lease goes."""
@@ -40,22 +42,9 @@ class Leases:
             raise ApiError(0, "Unreachable", "down")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def leases() -> Leases:
     return Leases()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def candidate(name: str, leases: Leases, clock: Clock) -> Leader:

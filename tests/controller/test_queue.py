@@ -6,22 +6,12 @@ import pytest
 
 from cleave.controller.queue import LONGEST_DELAY_S, WorkQueue
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+from doubles import Clock
 
 
 @pytest.fixture
 def queue(clock: Clock) -> WorkQueue[str]:
+    clock.now_s = 0
     return WorkQueue(clock)
 
 

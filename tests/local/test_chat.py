@@ -1,38 +1,13 @@
-import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from cleave.local.chat import ask
 from cleave.local.errors import ChatError
 
-Serve = Callable[[bytes], Awaitable[str]]
+from doubles import Answering
+
 BODY = {"model": "m", "messages": []}
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Starts servers that give one answer to everything; returns their URL."""
-    servers: list[asyncio.Server] = []
-
-    async def start(answer: bytes) -> str:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-            await reader.readexactly(length)
-            writer.write(answer)
-            await writer.drain()
-            writer.close()
-
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        servers.append(server)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    yield start
-    for server in servers:
-        server.close()
-        await server.wait_closed()
 
 
 def stream(*events: object) -> bytes:
@@ -48,7 +23,7 @@ def piece(text: str | None) -> dict[str, object]:
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
 
 
-async def test_pieces_are_shown_as_they_come_and_counted_by_the_engine(serve: Serve) -> None:
+async def test_pieces_are_shown_as_they_come_and_counted_by_the_engine(serve: Answering) -> None:
     shown: list[str] = []
     url = await serve(stream(piece(""), piece("Hel"), piece("lo"), USAGE, "[DONE]"))
     answer = await ask(url, BODY, shown.append)
@@ -71,7 +46,7 @@ async def test_pieces_are_shown_as_they_come_and_counted_by_the_engine(serve: Se
     ],
 )
 async def test_an_answer_that_is_none_is_said_so(
-    serve: Serve, answer: bytes, complaint: str
+    serve: Answering, answer: bytes, complaint: str
 ) -> None:
     with pytest.raises(ChatError, match=complaint):
         await ask(await serve(answer), BODY, lambda _: None)

@@ -12,18 +12,7 @@ from cleave.router.errors import NoInstance
 from cleave.router.router import Phase, Router, Rules
 from cleave.rpc.v1 import agent_pb2
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+from doubles import Clock
 
 
 @pytest.fixture

@@ -1,45 +1,12 @@
 """The small HTTP client."""
 
-import asyncio
-import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from cleave.rpc import http
 
-Serve = Callable[..., Awaitable[str]]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Start a server that sends these pieces and closes, unless told to stay; returns its URL."""
-    servers: list[asyncio.Server] = []
-    served: set[asyncio.Task[None] | None] = set()
-
-    async def start(*pieces: bytes, stay: bool = False) -> str:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            served.add(asyncio.current_task())
-            with contextlib.suppress(ConnectionError, EOFError):
-                await reader.readuntil(b"\r\n\r\n")
-                for piece in pieces:
-                    writer.write(piece)
-                    await writer.drain()
-                    await asyncio.sleep(0.01)
-                if stay:
-                    await reader.read()
-            writer.transport.abort()
-
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        servers.append(server)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    yield start
-    for server in servers:
-        server.close()
-    await asyncio.gather(*filter(None, served))
-    await asyncio.sleep(0)
+from doubles import Answering
 
 
 async def lines_of(url: str, limit: int = 1_000) -> list[bytes]:
@@ -47,13 +14,13 @@ async def lines_of(url: str, limit: int = 1_000) -> list[bytes]:
         return [line async for line in answer.lines(limit)]
 
 
-async def test_lines_come_whole_however_they_are_cut(serve: Serve) -> None:
+async def test_lines_come_whole_however_they_are_cut(serve: Answering) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     url = await serve(head, b"2\r\n", b"a", b"b\r\n", b"6\r\nc\nde\nf", b"\r\n1\r\n\n\r\n0\r\n\r\n")
     assert await lines_of(url) == [b"abc", b"de", b"f"]
 
 
-async def test_a_stream_that_breaks_off_is_an_error_after_what_came(serve: Serve) -> None:
+async def test_a_stream_that_breaks_off_is_an_error_after_what_came(serve: Answering) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     url = await serve(head, b"2\r\na\n\r\n", b"9\r\nb")
     seen: list[bytes] = []
@@ -68,13 +35,13 @@ async def test_a_stream_that_breaks_off_is_an_error_after_what_came(serve: Serve
     assert seen == [b"a"]
 
 
-async def test_a_line_without_end_is_refused(serve: Serve) -> None:
+async def test_a_line_without_end_is_refused(serve: Answering) -> None:
     url = await serve(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", b"x" * 2_000, stay=True)
     with pytest.raises(http.HttpError, match="too long"):
         await lines_of(url, 1_000)
 
 
-async def test_a_page_is_read_within_its_limits(serve: Serve) -> None:
+async def test_a_page_is_read_within_its_limits(serve: Answering) -> None:
     good = await serve(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
     assert await http.get(good, seconds=10) == b"hello"
     with pytest.raises(http.HttpError, match="too large"):
@@ -100,12 +67,12 @@ async def test_a_page_is_read_within_its_limits(serve: Serve) -> None:
         b"HTTP/1.1 200 OK\r\nX: " + b"y" * (1 << 17),
     ],
 )
-async def test_what_is_not_http_is_an_error(serve: Serve, head: bytes) -> None:
+async def test_what_is_not_http_is_an_error(serve: Answering, head: bytes) -> None:
     with pytest.raises(http.HttpError):
         await http.get(await serve(head), seconds=10)
 
 
-async def test_a_server_without_tls_is_an_error_to_one_who_wants_it(serve: Serve) -> None:
+async def test_a_server_without_tls_is_an_error_to_one_who_wants_it(serve: Answering) -> None:
     url = (await serve(b"HTTP/1.1 200 OK\r\n\r\n")).replace("http:", "https:")
     with pytest.raises(http.HttpError):
         async with http.open_response("GET", url, seconds=10, tls=ssl.create_default_context()):

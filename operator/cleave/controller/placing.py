@@ -10,14 +10,13 @@ from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
-from cleave.api.planned import ManualPool, SelectedPlan
+from cleave.api.planned import SelectedPlan
 from cleave.api.planning import Mode
 from cleave.controller.actions import PlanOutcome
 from cleave.controller.conditions import PLANNING, Condition
 from cleave.controller.inventory import Inventory
 from cleave.controller.wanted import digest
-from cleave.planner.placement import Placement, PlanError, plan
-from cleave.planner.plan import PlannedPool
+from cleave.planner.placement import Placement, PlanError, plan, to_planned
 from cleave.pods.labels import Manifest
 from cleave.pods.pool import selected_plan
 
@@ -101,7 +100,7 @@ def inputs(deployment: LLMDeployment, there: Inventory) -> str:
 def placed(written: Manifest) -> Placement:
     """The placement that a `status.plan` tells of. Raises ValueError when it is not readable."""
     told = SelectedPlan.model_validate(written, by_alias=True)
-    return Placement(tuple(_pool(pool) for pool in told.pools), told.reason)
+    return Placement(tuple(map(to_planned, told.pools)), told.reason)
 
 
 def _unplanned(deployment: LLMDeployment, status: Manifest) -> Decision:
@@ -203,18 +202,6 @@ def _not_ready(reason: str, message: str) -> tuple[Condition, ...]:
     return (
         Condition(PLAN_READY, False, reason, message),
         Condition(PLAN_FEASIBLE, None, reason),
-    )
-
-
-def _pool(pool: ManualPool) -> PlannedPool:
-    return PlannedPool(
-        pool.role,
-        pool.replicas,
-        pool.parallelism,
-        gpu=pool.gpu,
-        max_num_seqs=pool.max_num_seqs,
-        max_num_batched_tokens=pool.max_num_batched_tokens,
-        per_cell=pool.per_cell,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Engine, EngineType
+from cleave.api.planned import ManualPool
 from cleave.api.role import Role
 from cleave.perf import latency
 from cleave.planner.plan import Answer, PlannedPool
@@ -63,19 +64,21 @@ def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
         )
     order = list(Role)
     return Placement(
-        pools=tuple(
-            PlannedPool(
-                pool.role,
-                pool.replicas,
-                pool.parallelism,
-                gpu=pool.gpu,
-                max_num_seqs=pool.max_num_seqs,
-                max_num_batched_tokens=pool.max_num_batched_tokens,
-                per_cell=pool.per_cell,
-            )
-            for pool in sorted(stated.manual, key=lambda pool: order.index(pool.role))
-        ),
+        pools=tuple(map(to_planned, sorted(stated.manual, key=lambda p: order.index(p.role)))),
         reason="stated by hand in spec.placement.manual",
+    )
+
+
+def to_planned(pool: ManualPool) -> PlannedPool:
+    """The pool that a manifest or a status tells of, as the planner has it."""
+    return PlannedPool(
+        pool.role,
+        pool.replicas,
+        pool.parallelism,
+        gpu=pool.gpu,
+        max_num_seqs=pool.max_num_seqs,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        per_cell=pool.per_cell,
     )
 
 

@@ -1,37 +1,10 @@
 """The small HTTP client."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-
 import pytest
 
 from cleave_worker.agent import http
 
-Serve = Callable[[bytes], Awaitable[str]]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Start a server that gives one fixed answer; returns its URL."""
-    servers: list[asyncio.Server] = []
-
-    async def start(answer: bytes) -> str:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
-            if not answer.endswith(b"..."):
-                writer.close()
-            await reader.read(-1)
-            writer.close()
-
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        servers.append(server)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    yield start
-    for server in servers:
-        server.close()
-        await server.wait_closed()
+from doubles import Answering
 
 
 @pytest.mark.parametrize(
@@ -42,7 +15,7 @@ async def serve() -> AsyncIterator[Serve]:
         b"HTTP/1.0 200 OK\r\n\r\nhello",
     ],
 )
-async def test_a_body_comes_in_three_framings(serve: Serve, answer: bytes) -> None:
+async def test_a_body_comes_in_three_framings(serve: Answering, answer: bytes) -> None:
     told = await http.request("GET", await serve(answer), seconds=10)
     assert (told.status, told.body) == (200, b"hello")
 
@@ -57,13 +30,13 @@ async def test_a_body_comes_in_three_framings(serve: Serve, answer: bytes) -> No
         b"nonsense\r\n\r\n",
     ],
 )
-async def test_a_broken_answer_is_an_error(serve: Serve, answer: bytes) -> None:
+async def test_a_broken_answer_is_an_error(serve: Answering, answer: bytes) -> None:
     with pytest.raises(http.HttpError):
         await http.request("GET", await serve(answer), seconds=10)
 
 
-async def test_silence_is_an_error_after_the_time_out(serve: Serve) -> None:
-    url = await serve(b"HTTP/1.1 200 OK\r\n...")
+async def test_silence_is_an_error_after_the_time_out(serve: Answering) -> None:
+    url = await serve(b"HTTP/1.1 200 OK\r\n...", stay=True)
     with pytest.raises(http.HttpError, match="within"):
         await http.request("GET", url, seconds=0.1)
 
