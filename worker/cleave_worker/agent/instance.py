@@ -46,6 +46,7 @@ class Instance:
             revision=config.revision,
             cell=config.cell,
             role=config.role,
+            home=config.role,
             # 0 is what a message without an epoch carries; it must never pass for a valid one.
             epoch=1,
             state=agent_pb2.STATE_STARTING,

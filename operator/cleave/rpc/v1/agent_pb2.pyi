@@ -137,6 +137,7 @@ class Registration(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     KV_PATH_FIELD_NUMBER: _builtins.int
     CELL_FIELD_NUMBER: _builtins.int
+    HOME_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
     deployment: _builtins.str
@@ -168,6 +169,8 @@ class Registration(_message.Message):
     """why not ready, one sentence; empty when ready"""
     cell: _builtins.str
     """KV moves fast within it (pods: one node or NVLink domain); empty: none"""
+    home: Global___Role.ValueType
+    """what it was made for: flips change role, never this"""
     @_builtins.property
     def kv_path(self) -> Global___KvPath:
         """result of the self-test"""
@@ -194,10 +197,11 @@ class Registration(_message.Message):
         reason: _builtins.str = ...,
         kv_path: Global___KvPath | None = ...,
         cell: _builtins.str = ...,
+        home: Global___Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
