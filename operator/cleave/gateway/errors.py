@@ -22,6 +22,8 @@ class ApiError(Exception):
     code: str | None = None
     param: str | None = None
     retry_after_s: int | None = None
+    fields: bytes = b""
+    """Header lines beside the usual ones."""
 
     def to_json(self) -> bytes:
         """The body of the response, also the data of an error event in a stream."""
@@ -39,15 +41,26 @@ class ApiError(Exception):
 
 def build_error_fields(error: ApiError) -> bytes:
     """The header lines of an error's response."""
+    fields = JSON + error.fields
     if error.retry_after_s is None:
-        return JSON
-    return b"%bretry-after: %d\r\n" % (JSON, error.retry_after_s)
+        return fields
+    return b"%bretry-after: %d\r\n" % (fields, error.retry_after_s)
 
 
 def refuse(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the request itself is wrong."""
     return ApiError(
         http.HTTPStatus.BAD_REQUEST, message, "invalid_request_error", code=code, param=param
+    )
+
+
+def refuse_size(limit_bytes: int) -> ApiError:
+    """413: the body is too large."""
+    return ApiError(
+        http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"the body is larger than {limit_bytes} bytes",
+        "invalid_request_error",
+        code="body_too_large",
     )
 
 

@@ -43,15 +43,15 @@ class KeysFile:
     def __init__(self, path: Path | None) -> None:
         """Raises KeysError when the keys cannot be read."""
         self._path = path
-        self._stamp = _stamp(path)
+        self._stamp = stamp(path)
         self.keys = read_keys(path)
 
     def refresh(self) -> None:
         """Read the file again if it has changed; called every few seconds."""
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        found = stamp(self._path)
+        if found == self._stamp:
             return
-        self._stamp = stamp
+        self._stamp = found
         try:
             self.keys = read_keys(self._path)
         except KeysError as error:
@@ -65,7 +65,7 @@ def read_keys(path: Path | None) -> Keys:
     return Keys(read_tenants(path) if path is not None else None)
 
 
-def _stamp(path: Path | None) -> tuple[int, int, int] | None:
+def stamp(path: Path | None) -> tuple[int, int, int] | None:
     """What differs between two states of a file, or of what a link leads to."""
     try:
         found = path.stat() if path is not None else None
