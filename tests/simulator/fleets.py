@@ -1,6 +1,7 @@
 """Fleets and traces that many tests use."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from cleave.simulator.fleet import (
     Fleet,
     Order,
     Pool,
+    Terms,
     Transfer,
 )
 from cleave.simulator.trace import Trace
@@ -78,6 +80,9 @@ def draw_case(seed: int) -> tuple[Fleet, Trace]:
         np.array([draw.randint(1, 60) for _ in range(count)]),
         np.array([draw.randint(1, 40) for _ in range(count)]),
     )
+    if fleet.dispatch is not Dispatch.LATE and draw.random() < 0.5:
+        terms = Terms(draw.uniform(1.0, 40.0), draw.uniform(0.1, 0.9), 0.0, 900.0, 3_000.0)
+        return replace(fleet, flipping=terms), trace
     return fleet, trace
 
 

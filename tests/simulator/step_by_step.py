@@ -14,9 +14,9 @@ from cleave.policy.dispatch import RECENCY
 from cleave.simulator.fleet import Admission, Batching, Dispatch, Fleet, Order
 from cleave.simulator.trace import Trace
 
-from step_state import Instance, Request, Slot, find_peak
+from step_state import Instance, Manager, Request, Slot, find_peak
 
-ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(5)
+LOOK, ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(6)
 
 
 class Reference:
@@ -48,25 +48,23 @@ class Reference:
         self.prompts: deque[Request] = deque()
         self.hand_offs: deque[Request] = deque()
         self.now = 0.0
+        self.manager = Manager(self.instances, fleet.flipping) if fleet.flipping else None
 
     def run(self) -> "Reference":
         for request in self.requests:
             self.at(request.arrival, ARRIVE, request)
+        if self.manager:
+            self.at(1_000.0, LOOK, None)
+        kinds = self.look, self.arrive, self.deliver, self.offer, self.arrived, self.step
         while self.events:
-            now, kind, _, what = heapq.heappop(self.events)
-            self.now = now
-            if kind == ARRIVE:
-                self.arrive(what)
-            elif kind == DELIVER:
-                self.deliver(what)
-            elif kind == HAND_OFF:
-                self.offer(what)
-            elif kind == PULLED:
-                self.pulled(what)
-                self.alert(what.decode)
-            else:
-                self.step(what)
+            self.now, kind, _, what = heapq.heappop(self.events)
+            kinds[kind](what)
         return self
+
+    def look(self, _: None) -> None:
+        if self.events:
+            self.manager.look(self.now)
+            self.at(self.now + 1_000.0, LOOK, None)
 
     def at(self, time: float, kind: int, what: object) -> None:
         self.sequence += 1
@@ -208,6 +206,10 @@ class Reference:
         else:
             self.pulled(request)
 
+    def arrived(self, request: Request) -> None:
+        self.pulled(request)
+        self.alert(request.decode)
+
     def pulled(self, request: Request) -> None:
         request.transfer_end = self.now
         request.remote = False
@@ -258,11 +260,12 @@ class Reference:
         request = queue.popleft()
         if queue is i.waiting:
             i.sorted = max(i.sorted - 1, 0)
+            return request
         if i.role == "prefill":
             request.prefill = i
         else:
             request.decode = i
-        if queue is not i.waiting and queue:
+        if queue:
             self.announce(queue is self.hand_offs)
         return request
 
@@ -395,7 +398,7 @@ class Reference:
     def has_room(self, i: Instance, slot: Slot, request: Request, tokens: int) -> bool:
         if i.count(tokens) > i.free:
             return False
-        if i.role == "prefill":
+        if request.prefill is i:
             return True
         if i.engine.batching is Batching.LIGHTLLM:
             others = [(r.todo, r.left) for r in slot.members + slot.prompts]
@@ -477,7 +480,7 @@ class Reference:
             request.prefill_end = self.now
             if self.fleet.dispatch is not Dispatch.LATE:
                 self.answer(i, request.prompt)
-        if i.role == "prefill":
+        if request.prefill is i:
             by_decode = self.of("decode", "mixed") and self.fleet.first_token_by_decode
             if not by_decode:
                 request.made = 1
@@ -494,7 +497,7 @@ class Reference:
         request.made += 1
         if math.isnan(request.first_token):
             request.first_token = self.now
-        if i.role == "mixed" and math.isnan(request.transfer_start):
+        if not request.prefill and math.isnan(request.transfer_start):
             request.transfer_start = request.transfer_end = self.now
         if request.made == request.output:
             self.leave(i, request)

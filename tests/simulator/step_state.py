@@ -4,7 +4,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from cleave.simulator.fleet import Batching, Engine
+from cleave.policy import pooling
+from cleave.simulator.fleet import Batching, Engine, Terms
 
 NAN = math.nan
 
@@ -104,6 +105,30 @@ class Instance:
         self.free += request.blocks
         request.blocks = 0
         self.keep(request, 0, now)
+
+
+class Manager:
+    """Changes the roles of instances, as the policy decides."""
+
+    ROLES = ("prefill", "decode", "mixed")
+
+    def __init__(self, instances: list[Instance], terms: Terms) -> None:
+        self.instances, self.terms, self.flips = instances, terms, 0
+        self.members, self.watch = pooling.make_members(len(instances)), pooling.make_watch()
+        self.members["home"] = [self.ROLES.index(i.role) for i in instances]
+        self.members["role"], self.members["is_open"] = self.members["home"], 1
+
+    def look(self, now: float) -> None:
+        for member, i in zip(self.members, self.instances, strict=True):
+            worked = now - i.since if i.prompt_book else 0.0
+            wait = i.prompt_book * (i.learnt_ms / i.learnt_tokens) - worked
+            member["wait_ms"] = max(wait, 0.0)
+            member["use"] = i.resident_book / (i.total * i.size)
+        slot, role = pooling.decide(self.members, self.watch, self.terms, now)
+        if slot != pooling.NONE:
+            pooling.take(self.members, slot, role, now)
+            self.instances[slot].role = self.ROLES[role]
+            self.flips += 1
 
 
 def find_peak(requests: list[tuple[int, int]]) -> int:

@@ -60,6 +60,7 @@ def compare(seed: int) -> None:
         np.testing.assert_allclose(
             getattr(fast.instances, field), expected, 1e-9, 1e-4, err_msg=f"seed {seed}, {field}"
         )
+    assert fast.num_flips == (slow.manager.flips if slow.manager else 0), f"seed {seed}"
     check_passes(slow)
     check_tokens(slow, fast)
 

@@ -2,7 +2,7 @@
 
 from cleave.policy.admission import Admission, find_peak, may_join
 from cleave.simulator.fleet import Batching
-from cleave.simulator.layout import NONE, PREFILL, State
+from cleave.simulator.layout import NONE, State
 from cleave.simulator.lists import has_waiting
 from cleave.simulator.memory import count_blocks
 from cleave.simulator.rows import instance_at, key_at, request_at, scratch, slot_at
@@ -13,7 +13,7 @@ def has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
     inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
     if count_blocks(inst, tokens) > inst.free:
         return False
-    if inst.role == PREFILL:
+    if request.prefill == i:
         return True
     held = request.prompt + request.made
     left = request.output - request.made

@@ -58,6 +58,8 @@ def check_fleet(fleet: Fleet) -> None:
     """Refuse negative times and counts, and best fit without what it promises."""
     if fleet.dispatch is Dispatch.BEST_FIT and fleet.packing is None:
         raise SimulationError("dispatch is BEST_FIT without packing; state the fleet's packing")
+    if fleet.dispatch is Dispatch.LATE and fleet.flipping is not None:
+        raise SimulationError("dispatch is LATE with flipping; choose another, or no flipping")
     for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed):
         if pool.replicas < 0:
             raise SimulationError(f"replicas is {pool.replicas}; it must be at least 0")

@@ -2,7 +2,7 @@
 
 import math
 
-from cleave.simulator.layout import NONE, PREFILL, State
+from cleave.simulator.layout import NONE, State
 from cleave.simulator.lists import add_member, heap_remove, push, remove_member
 from cleave.simulator.memory import count_blocks, count_growth, hold
 from cleave.simulator.passes import cut_leap, find_busy_ms, keep_last_pass, sum_passes
@@ -86,7 +86,7 @@ def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
     if math.isnan(request.prefill_end):
         request.prefill_end = now
         close_prompt(state, r)
-    if inst.role == PREFILL:
+    if request.prefill == i:
         inst.running -= 1
         _end_prefill(state, i, r, now)
         return

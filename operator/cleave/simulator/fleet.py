@@ -7,6 +7,7 @@ from cleave.perf.timing import Timing
 from cleave.policy.admission import Admission as Admission
 from cleave.policy.ordering import Order as Order
 from cleave.policy.packing import Packing as Packing
+from cleave.policy.pooling import Terms as Terms
 
 
 class Batching(IntEnum):
@@ -131,6 +132,8 @@ class Fleet:
     whole_below_tokens: int = 0
     """Prompts up to so long are computed by the decode instance itself while every prefill instance
     has more to do; 0: none."""
+    flipping: Terms | None = None
+    """What the pool manager goes by, which looks once a second; None: roles stay as they are."""
     first_token_by_decode: bool = True
     """True: the client's first token comes from the decode instance, after the pull and one decode
     pass, as in vLLM and Cleave. False: from the prefill instance, as the DistServe paper counts."""

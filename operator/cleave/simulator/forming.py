@@ -161,11 +161,13 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
 def _pop(state: State, i: int, queue: int) -> None:
     """Instance `i` takes the first request of a queue."""
     request = request_at(state, pop(state, queue))
+    if queue < 2 * state.num_instances:
+        return
     if instance_at(state, i).role == PREFILL:
         request.prefill = i
     else:
         request.decode = i
-    if queue > 2 * state.num_instances and queue_at(state, queue).size > 0:
+    if queue_at(state, queue).size > 0:
         # The next one may have room where this one had none.
         state.offered = queue
 

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.policy.pooling import DECODE as DECODE
+from cleave.policy.pooling import MEMBER as MEMBER
+from cleave.policy.pooling import MIXED as MIXED
+from cleave.policy.pooling import PREFILL as PREFILL
+from cleave.policy.pooling import WATCH as WATCH
+
 NONE = -1
 """No row."""
-
-PREFILL, DECODE, MIXED = 0, 1, 2
-"""Roles, as numbers."""
 
 Record = Any
 """A row of one of the arrays below; compiled code reads and writes its fields."""
@@ -83,11 +86,13 @@ NUMBER = _dtype("", "value")
 TIME = _dtype("value", "")
 
 STATE = _dtype(
-    "dispatch_ms latency token overlapped_token now k1 c1 k2 c2 c3 ttft tpot gamma theta",
+    # look: when the pool manager looks next; inf: there is none; wait to idle: its terms.
+    "dispatch_ms latency token overlapped_token now k1 c1 k2 c2 c3 ttft tpot gamma theta "
+    "look wait full rise calm idle",
     "whole_below dispatch overlap_from is_shared first_by_decode has_prefill has_decode random "
     "turn entry decoder num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
-    "max_stages "
+    "max_stages min_prefill min_decode num_flips "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
     # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,
     # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,
@@ -96,7 +101,9 @@ STATE = _dtype(
     # what policy.dispatch compares: prefill, decode, mixed, pending prompt, room, heaviness. tree:
     # tournament over the instances' next events, the winner at 1, instance i at num_leaves + i.
     # scratch: two numbers for each request and one more.
-    "requests instances slots queues heaps phases stages tables scores tree pulls scratch",
+    # members, watch: what policy.pooling looks at.
+    "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
+    "watch",
 )
 """Everything that a simulation reads and writes."""
 

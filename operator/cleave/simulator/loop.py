@@ -10,6 +10,7 @@ import math
 
 from cleave.simulator.completing import complete, end_request, interrupt
 from cleave.simulator.fleet import Dispatch
+from cleave.simulator.flipping import look
 from cleave.simulator.forming import form
 from cleave.simulator.layout import DECODE, NONE, PREFILL, Records, State
 from cleave.simulator.lists import has_waiting, pop, push
@@ -40,6 +41,11 @@ def run_events(rows: Records) -> None:
         winner = node_at(state, 1).value
         passes = instance_at(state, winner).next
         now = min(min(arrival, delivery), min(hand_off, pull))
+        if state.look <= min(now, passes) < math.inf:
+            look(state, state.look)
+            # Time alone does not thrash.
+            state.events -= 1
+            continue
         if passes < now:
             if instance_at(state, winner).stages > 1 and spin(state, winner, now):
                 set_next(state, winner)

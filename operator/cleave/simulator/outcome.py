@@ -38,6 +38,8 @@ class Outcome:
     fate: Counts
     """A `Fate` each: why a request that never ended did not."""
     instances: "Instances"
+    num_flips: int = 0
+    """How often an instance changed its role."""
 
     @property
     def ttft_ms(self) -> Times:

@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.policy.books import NOMINAL_TOKEN_MS, NOMINAL_TOKENS
+from cleave.policy.pooling import make_members
 from cleave.simulator import layout
 from cleave.simulator.checks import check_engine, check_fleet
 from cleave.simulator.errors import SimulationError
 from cleave.simulator.fleet import Batching, Engine, Fleet
+from cleave.simulator.flipping import PERIOD_MS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +31,7 @@ class Prepared:
     tables: NDArray[np.float64]
     scores: NDArray[np.float64]
     tree: NDArray[np.int64]
+    members: layout.Records
 
 
 def prepare(fleet: Fleet) -> Prepared:
@@ -61,6 +64,7 @@ def prepare(fleet: Fleet) -> Prepared:
         np.array(tables.points),
         _lay_out_scores(instances),
         _lay_out_tree(len(instances)),
+        _lay_out_members(instances["role"]),
     )
 
 
@@ -138,6 +142,12 @@ def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
         "max_block": instances["block"].max(),
         "max_stages": instances["stages"].max(),
     }
+    values["look"] = math.inf
+    if fleet.flipping is not None:
+        terms = fleet.flipping
+        values |= {"look": PERIOD_MS, "wait": terms.wait_ms, "full": terms.full}
+        values |= {"rise": terms.rise_ms, "calm": terms.calm_ms, "idle": terms.idle_ms}
+        values |= {"min_prefill": terms.min_prefill, "min_decode": terms.min_decode}
     if fleet.packing is not None:
         packing = fleet.packing
         for name in ("k1", "c1", "k2", "c2", "c3"):
@@ -157,6 +167,13 @@ def _lay_out_scores(instances: layout.Records) -> NDArray[np.float64]:
     scores[1, role == layout.PREFILL] = np.inf
     scores[2, role != layout.MIXED] = np.inf
     return scores
+
+
+def _lay_out_members(roles: NDArray[np.int64]) -> layout.Records:
+    members = make_members(len(roles))
+    members["home"] = members["role"] = roles
+    members["is_open"] = 1
+    return members
 
 
 def _count_leaves(count: int) -> int:

@@ -107,14 +107,14 @@ def _enter(state: State, r: int) -> None:
         inst.turn = state.turn
         if request.prefill != NONE:
             inst.requests += 1
-        _score(state, i)
+        score(state, i)
     if request.decode != NONE:
         inst = instance_at(state, request.decode)
         inst.resident_book += request.prompt + request.predicted
         inst.turn = state.turn
         inst.requests += 1
         _book(state, r)
-        _score(state, request.decode)
+        score(state, request.decode)
 
 
 def _book(state: State, r: int) -> None:
@@ -145,7 +145,7 @@ def close_prompt(state: State, r: int) -> None:
     inst.since = state.now
     if request.prefill != NONE:
         inst.requests -= 1
-    _score(state, i)
+    score(state, i)
 
 
 def close_resident(state: State, r: int) -> None:
@@ -166,10 +166,10 @@ def close_resident(state: State, r: int) -> None:
         inst.booked_first = request.later
     if request.later != NONE:
         request_at(state, request.later).earlier = request.earlier
-    _score(state, request.decode)
+    score(state, request.decode)
 
 
-def _score(state: State, i: int) -> None:
+def score(state: State, i: int) -> None:
     """What the router's board shows of an instance."""
     inst = instance_at(state, i)
     count = state.num_instances

@@ -81,8 +81,19 @@ def scratch(state: State, start: int, count: int) -> NDArray[np.int64]:
     raise NotImplementedError
 
 
+def members(state: State, start: int, count: int) -> NDArray[np.void]:
+    """`count` of what the pool manager knows of instances."""
+    raise NotImplementedError
+
+
+def watch(state: State, start: int, count: int) -> NDArray[np.void]:
+    """`count` of what it has seen of prompts and decoding."""
+    raise NotImplementedError
+
+
 def build_intrinsics() -> dict[Any, Any]:
     """What numba compiles in place of the functions above."""
+    import numba
     from numba import types
 
     return {
@@ -99,6 +110,8 @@ def build_intrinsics() -> dict[Any, Any]:
         points: _slices_of("tables", types.float64),
         scores: _slices_of("scores", types.float64),
         scratch: _slices_of("scratch", types.int64),
+        members: _slices_of("members", numba.from_dtype(layout.MEMBER), layout.MEMBER.itemsize),
+        watch: _slices_of("watch", numba.from_dtype(layout.WATCH), layout.WATCH.itemsize),
     }
 
 
@@ -122,7 +135,7 @@ def _rows_of(name: str, dtype: Any) -> Any:
     return row_at
 
 
-def _slices_of(name: str, item: Any) -> Any:
+def _slices_of(name: str, item: Any, itemsize: int = 8) -> Any:
     """(state, start, count) -> an array of those items of the array with its address in `name`."""
     from numba import types
     from numba.extending import intrinsic
@@ -134,10 +147,10 @@ def _slices_of(name: str, item: Any) -> Any:
     def slice_at(typing: Any, state: Any, start: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             pointer, start, count = values
-            size = context.get_constant(types.intp, 8)
-            target = context.get_value_type(item).as_pointer()
+            size = context.get_constant(types.intp, itemsize)
+            target = context.get_data_type(item).as_pointer()
             array = make_array(array_type)(context, builder)
-            data = _point(context, builder, pointer, start, name, 8, target)
+            data = _point(context, builder, pointer, start, name, itemsize, target)
             populate_array(array, data, [count], [size], size, None)
             return array._getvalue()
 

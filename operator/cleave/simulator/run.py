@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.policy.pooling import make_watch
 from cleave.simulator import layout
 from cleave.simulator.checks import check_trace
 from cleave.simulator.fleet import Fleet
@@ -88,6 +89,8 @@ def _run(
         "tree": prepared.tree.copy(),
         "pulls": np.empty(len(trace), layout.PULL),
         "scratch": np.empty(2 * (len(trace) + 1), np.int64),
+        "members": prepared.members.copy(),
+        "watch": make_watch(),
     }
     state = prepared.state.copy()
     tokens = int(trace.prompt_tokens.sum() + trace.output_tokens.sum())
@@ -161,4 +164,5 @@ def _to_outcome(
             num_preemptions=column("preemptions", instances),
             duration_ms=end,
         ),
+        num_flips=int(state["num_flips"][0]),
     )

@@ -1,0 +1,222 @@
+"""The pool manager: lets pools lend each other instances. Run by the gateway.
+
+Once a second it fills in what `policy.pooling` looks at, for the instances of each deployment and
+revision, and carries out what that decides through their agents. What is hard: there are several
+gateways and only one may decide. Agents tell every router its place among those that follow them;
+the one that comes first at most of its instances manages, and should two ever think so, the epoch
+lets only one order through.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+import grpc
+
+from cleave.policy import pooling
+from cleave.policy.pooling import NONE, Terms
+from cleave.router.directory import Directory
+from cleave.router.instance import Instance
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+Role: TypeAlias = "agent_pb2.Role.ValueType"
+
+_ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
+"""In the order of the policy's numbers."""
+
+PERIOD_S = 1.0
+ORDER_TIMEOUT_S = 2.0
+REST_S = 10.0
+"""After an order that an agent refused or did not hear, until the next one to the same fleet."""
+
+
+class Flipping(Enum):
+    """Whether instances change roles as traffic does."""
+
+    OFF = "Off"
+    ADVISORY = "Advisory"
+    """What would be done is told and counted, and not done."""
+    AUTO = "Auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """One instance gets another role."""
+
+    instance: str
+    model: str
+    agent: str
+    boot_id: str
+    epoch: int
+    """The new one."""
+    origin: Role
+    role: Role
+    prompts: float
+    """Pressure."""
+    decodes: float
+
+    def describe(self) -> str:
+        """In a sentence, for people."""
+        return (
+            f"{self.instance}: {_name(self.origin)} -> {_name(self.role)}; "
+            f"pressure of prompts {self.prompts:.2f}, of decoding {self.decodes:.2f}"
+        )
+
+
+class Pools:
+    """The pools of one deployment and revision: what is kept from one look to the next."""
+
+    def __init__(self) -> None:
+        self.rest_until_s = 0.0
+        self.advised: Flip | None = None
+        self._names: list[str] = []
+        self._members = pooling.make_members(0)
+        self._watch = pooling.make_watch()
+
+    def look(self, instances: list[Instance], terms: Terms, now_s: float) -> Flip | None:
+        """What should be done now."""
+        now_ms = now_s * 1000
+        self._follow([instance.name for instance in instances])
+        for member, instance in zip(self._members, instances, strict=True):
+            _measure(member, instance, now_ms)
+        slot, role = pooling.decide(self._members, self._watch, terms, now_ms)
+        if slot == NONE:
+            return None
+        instance, stated = instances[slot], instances[slot].registration
+        return Flip(
+            instance.name,
+            stated.model,
+            instance.agent,
+            stated.boot_id,
+            stated.epoch + 1,
+            stated.role,
+            _ROLES[role],
+            self._find_pressure(0, terms),
+            self._find_pressure(1, terms),
+        )
+
+    def take(self, flip: Flip, now_s: float) -> None:
+        """It was done."""
+        slot = self._names.index(flip.instance)
+        pooling.take(self._members, slot, _to_number(flip.role), now_s * 1000)
+
+    def _find_pressure(self, side: int, terms: Terms) -> float:
+        return pooling.find_pressure(self._members, side, terms, True)
+
+    def _follow(self, names: list[str]) -> None:
+        """Keep what is known of those that are still there."""
+        if names == self._names:
+            return
+        members = pooling.make_members(len(names))
+        for slot, name in enumerate(names):
+            if name in self._names:
+                members[slot] = self._members[self._names.index(name)]
+        self._names, self._members = names, members
+
+
+class PoolManager:
+    """Looks at all pools of all models that a directory knows."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        flipping: Flipping,
+        terms: Terms,
+        clock: Callable[[], float],
+        note: Callable[[Flip], None],
+        order: Callable[[Flip], Awaitable[None]] | None = None,
+    ) -> None:
+        """`note` hears of each flip; `order` carries one out and raises AioRpcError."""
+        self._directory = directory
+        self._flipping = flipping
+        self._terms = terms
+        self._clock = clock
+        self._note = note
+        self._order = order or send
+        self._pools: dict[tuple[str, str], Pools] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """One look at everything; at most one flip for each deployment and revision."""
+        seen = set()
+        for known in tuple(self._directory.models.values()):
+            for board in known.boards:
+                stated = board.instances[0].registration
+                key = stated.deployment, stated.revision
+                seen.add(key)
+                if _is_manager(board.instances):
+                    await self._tend(self._pools.setdefault(key, Pools()), board.instances)
+        for key in self._pools.keys() - seen:
+            del self._pools[key]
+
+    async def _tend(self, pools: Pools, instances: list[Instance]) -> None:
+        now = self._clock()
+        flip = pools.look(instances, self._terms, now)
+        if flip is None:
+            pools.advised = None
+        elif self._flipping is Flipping.ADVISORY:
+            if pools.advised is None or pools.advised.instance != flip.instance:
+                log.info("would flip %s", flip.describe())
+                self._note(flip)
+            pools.advised = flip
+        elif now >= pools.rest_until_s:
+            await self._carry_out(pools, flip, now)
+
+    async def _carry_out(self, pools: Pools, flip: Flip, now: float) -> None:
+        try:
+            await self._order(flip)
+        except grpc.aio.AioRpcError as error:
+            pools.rest_until_s = now + REST_S
+            log.warning("not flipped: %s; %s", flip.describe(), error.details())
+            return
+        log.info("flipped %s", flip.describe())
+        pools.take(flip, now)
+        self._note(flip)
+
+
+async def send(flip: Flip) -> None:
+    """Tell the agent. Raises AioRpcError."""
+    async with grpc.aio.insecure_channel(flip.agent) as channel:
+        request = agent_pb2.SetRoleRequest(role=flip.role, epoch=flip.epoch, boot_id=flip.boot_id)
+        await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=ORDER_TIMEOUT_S)
+
+
+def _measure(member: pooling.Members, instance: Instance, now_ms: float) -> None:
+    """Fill in what the policy looks at."""
+    stated, ledger = instance.registration, instance.ledger
+    pending, queue = ledger.prompt.pending, ledger.queue
+    # Of what others have sent nobody here knows when it began.
+    worked_ms = max(now_ms - queue.since_ms, 0.0) if ledger.prompt.own >= 1.0 else 0.0
+    capacity = stated.kv_blocks_total * stated.kv_block_size
+    role = _to_number(stated.role)
+    if member["role"] != role:
+        # Somebody else flipped it.
+        member["since_ms"] = now_ms
+    member["wait_ms"] = max(pending * queue.token_ms - worked_ms, 0.0)
+    member["use"] = ledger.resident.pending / capacity if capacity else 0.0
+    member["home"] = _to_number(stated.home or stated.role)
+    member["role"] = role
+    member["is_open"] = instance.selectable and stated.kv_path.verified
+
+
+def _is_manager(instances: list[Instance]) -> bool:
+    """Whether this router is the first that follows most of these."""
+    return 2 * sum(each.router_rank == 0 for each in instances) > len(instances)
+
+
+def _to_number(role: Role) -> int:
+    return _ROLES.index(role)
+
+
+def _name(role: Role) -> str:
+    return agent_pb2.Role.Name(role).removeprefix("ROLE_").lower()

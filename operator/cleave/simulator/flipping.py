@@ -1,0 +1,50 @@
+"""The pool manager of a simulated fleet: once a second it may change an instance's role. Compiled.
+
+What is hard: a role says where new requests go, and nothing else. What was placed before stays, so
+everything behind dispatch asks which part of a request an instance has, not which role.
+"""
+
+import math
+
+from cleave.policy.pooling import NONE, Terms, decide, take
+from cleave.simulator.layout import State
+from cleave.simulator.routing import score
+from cleave.simulator.rows import instance_at, members, score_at, watch
+
+PERIOD_MS = 1_000.0
+
+
+def look(state: State, now: float) -> None:
+    """Decide as `policy.pooling` does, and change the role at once."""
+    state.look = now + PERIOD_MS
+    count = state.num_instances
+    seen = members(state, 0, count)
+    for i in range(count):
+        inst, member = instance_at(state, i), seen[i]
+        token_ms = inst.learnt_ms / inst.learnt_tokens
+        worked_ms = now - inst.since if inst.prompt_book > 0 else 0.0
+        member["wait_ms"] = max(inst.prompt_book * token_ms - worked_ms, 0.0)
+        member["use"] = inst.resident_book / (inst.blocks * inst.block)
+    terms = Terms(
+        state.wait,
+        state.full,
+        state.rise,
+        state.calm,
+        state.idle,
+        state.min_prefill,
+        state.min_decode,
+    )
+    i, role = decide(seen, watch(state, 0, 2), terms, now)
+    if i != NONE:
+        take(seen, i, role, now)
+        state.num_flips += 1
+        _flip(state, i, role)
+
+
+def _flip(state: State, i: int, role: int) -> None:
+    """Open the scores of the new role and close all others."""
+    instance_at(state, i).role = role
+    count = state.num_instances
+    for use in range(3):
+        score_at(state, use * count + i).value = math.inf
+    score(state, i)

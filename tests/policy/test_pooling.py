@@ -1,0 +1,183 @@
+"""Pools that lend each other instances: who goes, who comes back, and that nobody flaps."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleave.policy import pooling
+from cleave.policy.pooling import DECODE, MIXED, NONE, PREFILL, Members, Terms, Watch
+
+TERMS = Terms(wait_ms=100.0)
+SECOND_MS = 1_000.0
+
+
+def fleet(prefill: int = 2, decode: int = 2, mixed: int = 0) -> Members:
+    """All at home, open, and without work."""
+    members = pooling.make_members(prefill + decode + mixed)
+    members["home"] = members["role"] = [PREFILL] * prefill + [DECODE] * decode + [MIXED] * mixed
+    members["is_open"] = 1
+    return members
+
+
+class Manager:
+    """Decides each second, as a router's does."""
+
+    def __init__(self, members: Members, terms: Terms = TERMS) -> None:
+        self.members, self.terms = members, terms
+        self.watch: Watch = pooling.make_watch()
+        self.now_ms = 0.0
+        self.flips: list[tuple[float, int, int]] = []
+
+    def set(self, side: int, pressure: float) -> None:
+        """All that serve this side are under so much pressure."""
+        serve = self.members["role"] != 1 - side
+        name, unit = ("use", self.terms.full) if side else ("wait_ms", self.terms.wait_ms)
+        self.members[name] = np.where(serve, pressure * unit, 0.0)
+
+    def run(self, seconds: int = 1) -> list[tuple[int, int]]:
+        done = []
+        for _ in range(seconds):
+            self.now_ms += SECOND_MS
+            slot, role = pooling.decide(self.members, self.watch, self.terms, self.now_ms)
+            if slot != NONE:
+                pooling.take(self.members, slot, role, self.now_ms)
+                self.flips.append((self.now_ms, slot, role))
+                done.append((slot, role))
+        return done
+
+
+def test_without_pressure_everybody_stays() -> None:
+    manager = Manager(fleet())
+    manager.set(0, 0.9)
+    assert manager.run(600) == []
+
+
+def test_prompts_that_wait_get_the_emptiest_decode_instance() -> None:
+    manager = Manager(fleet())
+    manager.set(0, 1.5)
+    manager.members["use"][2:] = 0.5, 0.3
+    assert manager.run() == [], "it might be a burst"
+    assert manager.run() == [(3, MIXED)]
+
+
+def test_full_decode_instances_get_help_from_the_shortest_prompt_queue() -> None:
+    manager = Manager(fleet())
+    manager.set(1, 1.2)
+    manager.members["wait_ms"][:2] = 30.0, 20.0
+    assert manager.run(2) == [(1, MIXED)]
+
+
+def test_nobody_is_lent_by_those_who_need_help_themselves() -> None:
+    manager = Manager(fleet())
+    manager.members["wait_ms"], manager.members["use"] = 500.0, 2.0
+    assert manager.run(600) == []
+
+
+def test_more_are_lent_one_by_one_and_some_are_kept() -> None:
+    manager = Manager(fleet(decode=3), TERMS._replace(min_decode=1))
+    for _ in range(10):
+        manager.set(0, 3.0)
+        manager.run()
+    assert [flip[1:] for flip in manager.flips] == [(2, MIXED), (3, MIXED)]
+
+
+def test_they_come_home_when_it_has_been_calm_and_nothing_of_others_waits() -> None:
+    manager = Manager(fleet())
+    manager.set(0, 2.0)
+    assert manager.run(2) == [(2, MIXED)]
+    manager.set(0, 0.0)
+    manager.members["wait_ms"][2] = 20.0
+    assert manager.run(60) == [], "a prompt waits there"
+    manager.set(0, 0.0)
+    assert manager.run(1) == [(2, DECODE)]
+
+
+def test_a_short_calm_brings_nobody_home() -> None:
+    manager = Manager(fleet())
+    manager.set(0, 2.0)
+    manager.run(10)
+    for _ in range(20):
+        manager.set(0, 0.0)
+        assert manager.run(4) == []
+        manager.set(0, 0.8)
+        manager.run(1)
+
+
+def test_who_has_nothing_to_do_at_home_is_lent_for_good_and_missed_later() -> None:
+    manager = Manager(fleet())
+    manager.set(0, 2.0)
+    manager.members["use"][2:] = 0.0, 0.4
+    assert manager.run(2) == [(2, MIXED)]
+    manager.members["wait_ms"] = 200.0
+    lent = manager.run(60)
+    assert (2, PREFILL) in lent, "it decodes next to nothing"
+    assert (3, PREFILL) not in lent, "somebody has to decode"
+    back = []
+    for _ in range(8):
+        manager.set(0, 0.6)
+        manager.set(1, 1.5)
+        back += manager.run()
+    assert (2, DECODE) in back, "relief is not waited for when the home is in need"
+
+
+def test_closed_instances_are_neither_asked_nor_counted() -> None:
+    manager = Manager(fleet())
+    manager.members["is_open"][2] = 0
+    manager.set(0, 2.0)
+    assert manager.run(2) == [(3, MIXED)]
+
+
+def test_mixed_pools_are_never_flipped() -> None:
+    manager = Manager(fleet(prefill=0, decode=0, mixed=3))
+    manager.set(0, 9.0)
+    assert manager.run(100) == []
+
+
+def test_a_fleet_that_is_all_closed_decides_nothing() -> None:
+    manager = Manager(fleet())
+    manager.members["is_open"] = 0
+    assert manager.run(100) == []
+
+
+@pytest.mark.parametrize("period_s", [1, 2, 3, 5, 8, 13, 30, 60, 120, 300, 600])
+@pytest.mark.parametrize("side", [0, 1])
+def test_square_waves_of_any_period_do_not_make_it_flap(period_s: int, side: int) -> None:
+    manager = Manager(fleet())
+    for second in range(2 * 3600):
+        manager.set(side, 2.0 if second % period_s < period_s / 2 else 0.0)
+        manager.run()
+    _check_bounds(manager, hours=2.0)
+
+
+pressures = st.tuples(st.sampled_from([0.0, 0.4, 0.8, 1.5]), st.sampled_from([0.0, 0.4, 0.8, 1.5]))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(pressures, st.integers(1, 90)), min_size=1, max_size=60))
+def test_whatever_comes_flips_are_bounded_and_both_sides_are_served(
+    history: list[tuple[tuple[float, float], int]],
+) -> None:
+    manager = Manager(fleet(prefill=2, decode=3))
+    for (prompts, decodes), seconds in history:
+        for _ in range(seconds):
+            manager.set(0, prompts)
+            use = manager.members["role"] != PREFILL
+            manager.members["use"] = np.where(use, decodes * TERMS.full, 0.0)
+            manager.run()
+            roles = manager.members["role"]
+            assert (roles != PREFILL).any()
+            assert (roles != DECODE).any()
+    _check_bounds(manager, hours=manager.now_ms / 3_600_000.0)
+
+
+def _check_bounds(manager: Manager, hours: float) -> None:
+    for slot in range(len(manager.members)):
+        mine = [(at, role) for at, which, role in manager.flips if which == slot]
+        assert len(mine) <= pooling.find_most_flips(hours)
+        home = manager.members["home"][slot]
+        for (left, role), (back, later) in pairwise(mine):
+            if role != home and later == home:
+                assert back - left >= pooling.FIRST_STAY_MS
