@@ -138,25 +138,28 @@ class FakeEngine:
     async def answer(self, request: EngineRequest, writer: asyncio.StreamWriter) -> None:
         """As a well-behaved engine."""
         if request.is_prefill:
-            self.send_json(writer, self.prefill_answer())
+            self.send_json(writer, self.prefill_answer(request))
         elif request.body.get("stream"):
             await self.stream(writer, self.tokens)
         else:
             self.send_json(writer, self.whole_answer())
 
-    def handoff(self) -> dict:
+    def handoff(self, request: EngineRequest | None = None) -> dict:
+        """Of a request; of the last one when none is given."""
+        told = (request or self.requests[-1]).headers["x-request-id"]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [[2, 3, 4]],
             "remote_engine_id": self.boot_id,
+            "remote_request_id": f"cmpl-{told}-0-82a6113c",
             "remote_host": "127.0.0.1",
             "remote_port": 5601,
         }
 
-    def prefill_answer(self) -> dict:
+    def prefill_answer(self, request: EngineRequest | None = None) -> dict:
         usage = {"prompt_tokens": 7, "total_tokens": 8, "completion_tokens": 1}
-        return {"choices": [], "usage": usage, "kv_transfer_params": self.handoff()}
+        return {"choices": [], "usage": usage, "kv_transfer_params": self.handoff(request)}
 
     def whole_answer(self) -> dict:
         usage = {"prompt_tokens": 7, "total_tokens": 10, "completion_tokens": 3}

@@ -12,7 +12,11 @@ from cleave.gateway.handoff import (
     strip_handoff,
 )
 
-HANDOFF = b'{"remote_engine_id":"boot-1", "remote_block_ids":[[2, 3]], "later": 1.50}'
+REQUEST = b"5e1f-1"
+HANDOFF = (
+    b'{"remote_engine_id":"boot-1", "remote_request_id":"chatcmpl-5e1f-1-82a6113c",'
+    b' "remote_block_ids":[[2, 3]], "later": 1.50}'
+)
 SECRET = b'data: {"text":"a","kv_transfer_params": {"remote_engine_id":"e"}}\n\n'
 
 
@@ -21,30 +25,43 @@ def answer(handoff: bytes) -> bytes:
 
 
 def test_the_hand_off_is_passed_on_byte_for_byte() -> None:
-    handoff, tokens = read_handoff(answer(HANDOFF), "boot-1")
+    handoff, tokens = read_handoff(answer(HANDOFF), "boot-1", REQUEST)
     assert (bytes(handoff), tokens) == (HANDOFF, 7)
 
 
 @pytest.mark.parametrize("boot_id", ["boot-2", ""])
 def test_a_hand_off_of_another_boot_is_refused(boot_id: str) -> None:
     with pytest.raises(HandoffError, match="boot-1"):
-        read_handoff(answer(HANDOFF), boot_id)
+        read_handoff(answer(HANDOFF), boot_id, REQUEST)
+
+
+@pytest.mark.parametrize("name", ["chatcmpl-5e1f-1", "cmpl-5e1f-1-0", "cmpl-5e1f-1-0-82a6113c"])
+def test_a_hand_off_names_the_request_in_the_engines_own_ways(name: str) -> None:
+    handoff = HANDOFF.replace(b"chatcmpl-5e1f-1-82a6113c", name.encode())
+    assert read_handoff(answer(handoff), "boot-1", REQUEST)[0] is not None
+
+
+@pytest.mark.parametrize("name", ["cmpl-5e1f-12-0", "cmpl-95e1f-1-0", "cmpl-5e1f-2-0", ""])
+def test_a_hand_off_of_another_request_is_refused(name: str) -> None:
+    handoff = HANDOFF.replace(b"chatcmpl-5e1f-1-82a6113c", name.encode())
+    with pytest.raises(HandoffError, match="another request"):
+        read_handoff(answer(handoff), "boot-1", REQUEST)
 
 
 @pytest.mark.parametrize("handoff", [b"{}", b"1", b'"x"', b"[]", b'{"remote_engine_id":3}'])
 def test_a_hand_off_that_names_no_engine_is_refused(handoff: bytes) -> None:
     with pytest.raises(HandoffError):
-        read_handoff(answer(handoff), "boot-1")
+        read_handoff(answer(handoff), "boot-1", REQUEST)
 
 
 def test_no_hand_off_is_told_apart_from_a_wrong_one() -> None:
-    assert read_handoff(answer(b"null"), "boot-1") == (None, 7)
-    assert read_handoff(b"{}", "boot-1") == (None, 0)
+    assert read_handoff(answer(b"null"), "boot-1", REQUEST) == (None, 7)
+    assert read_handoff(b"{}", "boot-1", REQUEST) == (None, 0)
 
 
 def test_an_answer_that_is_not_json_is_refused() -> None:
     with pytest.raises(HandoffError):
-        read_handoff(b"<html>", "boot-1")
+        read_handoff(b"<html>", "boot-1", REQUEST)
 
 
 def test_stripping_keeps_everything_else_byte_for_byte() -> None:

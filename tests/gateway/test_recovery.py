@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from cleave.gateway import attempt
 from cleave.router.router import Fallback
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -167,6 +168,44 @@ async def test_a_hand_off_of_the_wrong_boot_is_thrown_away(pair, handoff) -> Non
     assert pair.engines["d"].requests[0].body == ASK
     assert pair.context.metrics.handoffs == {"refused": 1}
     assert pair.context.metrics.retries == {("prefill", "handoff"): 1}
+
+
+async def test_a_hand_off_of_another_request_is_thrown_away(pair) -> None:
+    kept = []
+
+    async def answer_with_an_earlier_one(engine, request, writer):
+        kept.append(engine.prefill_answer(request))
+        engine.send_json(writer, kept[0])
+
+    pair.engines["p"].script = answer_with_an_earlier_one
+    assert [(await pair.ask(ASK)).status for _ in range(2)] == [200, 200]
+    assert pair.engines["d"].requests[-1].body == ASK
+    assert pair.context.metrics.handoffs == {"used": 1, "refused": 1}
+
+
+@pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
+async def test_kv_of_which_the_lease_may_have_ended_is_not_used(pair, body, monkeypatch) -> None:
+    """Its decode engine stood still in between: vLLM would go on from what lies there now."""
+    monkeypatch.setattr(attempt, "LEASE_S", 0.0)
+    directory = pair.context.router.directory
+
+    async def stand_still(engine, request, writer):
+        if "kv_transfer_params" in request.body:
+            directory.instances["d"].stood_still_at = pair.context.clock() + 1
+        await type(engine).answer(engine, request, writer)
+
+    pair.engines["d"].script = stand_still
+    assert (await pair.ask(body)).status == 200
+    asked = ["kv_transfer_params" in request.body for request in pair.engines["d"].requests]
+    assert asked == [True, False]
+    assert pair.context.metrics.handoffs == {"used": 1, "failed": 1}
+    await pair.until_idle()
+
+
+async def test_an_answer_that_waited_long_in_a_queue_is_used(pair, monkeypatch) -> None:
+    monkeypatch.setattr(attempt, "LEASE_S", 0.0)
+    assert (await pair.ask(STREAM)).status == 200
+    assert pair.context.metrics.handoffs == {"used": 1}
 
 
 async def test_a_hand_off_that_cannot_be_pulled_is_computed_anew(pair) -> None:

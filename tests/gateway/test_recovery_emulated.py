@@ -309,7 +309,6 @@ async def test_kv_that_is_gone_is_computed_anew_and_the_client_sees_nothing(
     async def offer_what_is_gone(engine, request, writer):
         handoff = engine.handoff() | {
             "remote_block_ids": [list(range(20))],
-            "remote_request_id": "r",
             "remote_port": NO_PORT,
             "remote_num_tokens": 200,
         }

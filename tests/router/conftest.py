@@ -44,12 +44,13 @@ def stated() -> State:
 def loaded() -> State:
     """Makes a load report."""
 
-    def make(name: str, prompt: int = 0, blocks_used: int = 0, boot_id: str = ""):
+    def make(name: str, prompt: int = 0, blocks_used: int = 0, boot_id: str = "", **fields: object):
         return agent_pb2.WatchEvent(
             load=agent_pb2.LoadReport(
                 boot_id=boot_id or f"{name}-boot",
                 pending_prompt_tokens=prompt,
                 kv_blocks_free=1_000 - blocks_used,
+                **fields,
             )
         )
 

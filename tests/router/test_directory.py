@@ -1,5 +1,9 @@
 """What agents say, and stop saying, and what that opens and closes."""
 
+import math
+
+import pytest
+
 from cleave.router.instance import Contact
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
@@ -36,6 +40,19 @@ def test_a_report_ends_the_doubt(directory, stated, loaded) -> None:
     assert [router.pick("m", 10).decode.instance for _ in range(3)] == ["d2"] * 3
     directory.hear("a", loaded("d1"), 13.1)
     assert router.pick("m", 10).decode.instance == "d1"
+
+
+@pytest.mark.parametrize(
+    ("running", "seconds", "still"), [(1, 11, True), (1, 9, False), (0, 11, False)]
+)
+def test_an_engine_stood_still_that_made_no_step_with_requests(
+    directory, stated, loaded, running: int, seconds: int, still: bool
+) -> None:
+    directory.hear("a", stated("d", "decode"), 100.0)
+    start_ns = 5 * 10**9
+    for now, sampled_ns in ((100.0, start_ns), (110.0, start_ns + seconds * 10**9)):
+        directory.hear("a", loaded("d", num_running=running, sampled_ns=sampled_ns), now)
+    assert directory.instances["d"].stood_still_at == (110.0 if still else -math.inf)
 
 
 def test_a_lost_connection_closes_at_once_and_stays_no_mere_silence(directory, stated) -> None:

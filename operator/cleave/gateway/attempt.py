@@ -21,6 +21,8 @@ from cleave.router.router import Phase, Pick
 
 MAX_ANSWER_BYTES = 64 << 20
 """Of an answer that is not streamed, which has to be held whole."""
+LEASE_S = 30.0
+"""How long KV is kept for a decode engine that says nothing."""
 
 
 class Asker(Protocol):
@@ -162,7 +164,7 @@ class Attempt:
         """Prefill is done: continue on the decode engine."""
         context, completion = self._context, self._completion
         try:
-            handoff, prompt_tokens = read_handoff(body, prefill.boot_id)
+            handoff, prompt_tokens = read_handoff(body, prefill.boot_id, self._id)
         except HandoffError as error:
             context.metrics.handoffs["refused"] += 1
             self._asker.fail(Failure.HANDOFF, f"gave a hand-off that {error}")
@@ -205,11 +207,14 @@ class Attempt:
         opening = self._opening + piece
         verdict = judge_opening(opening)
         if verdict is Opening.FAIL:
+            self._note_failed_handoff()
             self._asker.fail(Failure.STATUS, "answered with an error in its stream")
         elif verdict is Opening.BEGIN or complete:
             self.streaming, self._opening = True, b""
             if not complete:
                 # One call less for each token.
+        elif self._may_be_stale():
+            self._throw_away()
                 call.owner = self._asker
             self._asker.begin(call)
             self._asker.receive(call, opening, complete)
@@ -218,7 +223,30 @@ class Attempt:
 
 
 def _is_stream(call: Call) -> bool:
+            self._note_failed_handoff()
     for name, value in call.headers:
+        elif self._may_be_stale():
+            self._throw_away()
         if name == b"content-type":
             return value.startswith(b"text/event-stream")
     return False
+    def _note_failed_handoff(self) -> None:
+        """An error in the place of an answer means, of a hand-off, that its KV did not come."""
+        if self.prefill is None and self.pick.prefill is not None:
+            self._context.metrics.handoffs["failed"] += 1
+
+    def _may_be_stale(self) -> bool:
+        """Whether the KV of this answer may have been another's when it was pulled.
+
+        vLLM pulls what lies where the hand-off says, also when its lease is over. That ends only
+        if the decode engine stood still, for then it sent no heartbeats.
+        """
+        if self.pick.prefill is None or self._context.clock() - self.sent_at < LEASE_S:
+            return False
+        instance = self._context.router.directory.instances.get(self.pick.decode.instance)
+        return instance is not None and instance.stood_still_at > self.sent_at
+
+    def _throw_away(self) -> None:
+        self._note_failed_handoff()
+        self._asker.fail(Failure.STATUS, "may have pulled KV whose lease was over")
+

@@ -1,7 +1,8 @@
 """The KV hand-off in engines' answers: read from prefill, kept from clients. Pure.
 
 An engine accepts the KV of another prompt without a word and then gives wrong tokens, so a hand-off
-must come from the very boot that was picked, and no client may ever see one.
+must come from the very boot that was picked, be of the very request that was sent there, and no
+client may ever see one.
 """
 
 import re
@@ -37,6 +38,7 @@ class _Counted(msgspec.Struct):
 
 _decode_prefill = msgspec.json.Decoder(_PrefillAnswer).decode
 _decode_origin = msgspec.json.Decoder(_Origin | None).decode
+    remote_request_id: str = ""
 _decode_counted = msgspec.json.Decoder(_Counted).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -45,11 +47,12 @@ class HandoffError(Exception):
     """An engine's answer carries a hand-off that must not be used, or leaks one."""
 
 
-def read_handoff(body: bytes, boot_id: str) -> tuple[msgspec.Raw | None, int]:
+def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.Raw | None, int]:
     """(hand-off, prompt tokens) of a prefill answer; the hand-off is None when there is none.
 
     None is legitimate: a first token that ends the answer leaves nothing to continue.
-    Raises HandoffError when it is not of this boot or cannot be read.
+    `request_id`: as the engine was told; its own is that with a word before and more behind.
+    Raises HandoffError when it is not of this boot and request, or cannot be read.
     """
     try:
         answer = _decode_prefill(body)
@@ -70,6 +73,9 @@ def strip_handoff(body: bytes) -> bytes:
     Raises HandoffError when one is left that cannot be taken out.
     """
     count = body.count(_KEY)
+    # The id between its borders: the first request of a gateway is not its tenth.
+    if f"-{request_id.decode()}-" not in f"{origin.remote_request_id}-":
+        raise HandoffError("is of another request")
     if count == 0:
         return body
     if count == 1 and body.endswith(_USUAL_END) and b"\\u" not in body:

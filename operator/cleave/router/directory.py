@@ -96,7 +96,7 @@ class Directory:
 
     def _report(self, agent: str, load: agent_pb2.LoadReport, now: float) -> None:
         instance = self._held_by(agent)
-        if instance is None or not instance.report(load):
+        if instance is None or not instance.report(load, now):
             return
         instance.heard_at = now
         if self._note_contact(instance, Contact.HEARD):

@@ -6,12 +6,16 @@ tickets are still to be released; so books are replaced, never reset, and late r
 """
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from cleave.policy.books import Book, Queue, estimate_pending
 from cleave.rpc.v1 import agent_pb2
+
+STILL_NS = 10_000_000_000
+"""A lease of KV lasts for two thirds of 30 s after a heartbeat, and these come each 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class Instance:
         "registration",
         "router_rank",
         "slot",
+        "stood_still_at",
         "target",
     )
 
@@ -111,6 +116,9 @@ class Instance:
         self.contact = Contact.HEARD
         self.heard_at = now
         """Seconds of the clock that the directory is given."""
+        self.stood_still_at = -math.inf
+        """The same clock, when its engine was last seen to go on after it had made no step with
+        requests for so long that leases of KV may have ended."""
         self.last_turn = 0
         self.num_routers = 1
         """That send requests there."""
@@ -135,10 +143,15 @@ class Instance:
         self.registration = registration
         self.target = to_target(registration)
 
-    def report(self, load: agent_pb2.LoadReport) -> bool:
+    def report(self, load: agent_pb2.LoadReport, now: float) -> bool:
         """Take over a load report; False when it is of another boot."""
         if load.boot_id != self.registration.boot_id:
             return False
+        before = self.load
+        if load.sampled_ns - before.sampled_ns > STILL_NS and (
+            before.num_running or before.num_waiting
+        ):
+            self.stood_still_at = now
         self.load = load
         self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
         self.ledger.prompt.report(load.pending_prompt_tokens)

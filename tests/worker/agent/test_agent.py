@@ -172,12 +172,12 @@ def test_a_corrupt_kv_path_keeps_workers_from_ready_until_it_is_mended(agents) -
     patient = ("--peer-wait", "600")
     prefill = agents.start("p-0", "prefill", *EMULATED, *patient, engine_args=FAULTS)
     told = prefill.until(lambda told: told.state == agent_pb2.STATE_VERIFYING)
-    assert post(told.engine_url, "/emulator/faults", {"corrupt_handoff": 10**6})[0] == 200
+    assert post(told.engine_url, "/emulator/faults", {"wrong_kv": 10**6})[0] == 200
     decode = agents.start("d-0", "decode", *EMULATED, *patient, engine_args=FAST)
     for agent in (prefill, decode):
         broken = agent.until(lambda told: "other tokens" in told.reason)
         assert broken.state == agent_pb2.STATE_VERIFYING
-    assert post(told.engine_url, "/emulator/faults", {"corrupt_handoff": 0})[0] == 200
+    assert post(told.engine_url, "/emulator/faults", {"wrong_kv": 0})[0] == 200
     prefill.until(proven)
     decode.until(proven)
 

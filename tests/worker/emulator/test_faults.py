@@ -68,23 +68,56 @@ async def test_a_slow_engine_takes_longer(serve) -> None:
     assert asyncio.get_running_loop().time() - started > 5 * 0.019
 
 
-async def test_the_asked_number_of_hand_offs_is_corrupt_and_gives_wrong_tokens(serve) -> None:
+async def hand_over(one, other, prompt: list[int]) -> tuple[int, str]:
+    """(status, text or message) of a prompt that is computed in one and decoded in the other."""
+    body = {**PROMPT, "prompt": prompt}
+    status, answer = await other.post({**body, "kv_transfer_params": await one.prefill(body)})
+    return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
+
+
+async def test_the_asked_number_of_hand_offs_is_computed_wrong(serve) -> None:
     one, other = await serve("A"), await serve("B")
-    await inject(one, corrupt_handoff=1)
+    await inject(one, wrong_kv=1)
     same = []
     for token in (21, 22):
-        body = {**PROMPT, "prompt": [token] * 50}
-        params = await one.prefill(body)
-        text = await other.text({**body, "kv_transfer_params": params})
-        same.append(text == await one.text(body))
+        text = await one.text({**PROMPT, "prompt": [token] * 50})
+        same.append(await hand_over(one, other, [token] * 50) == (200, text))
     assert same == [False, True]
 
 
-async def test_a_stale_hand_off_gives_wrong_tokens(serve) -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("corrupt_handoff", "is not what the prefill instance wrote"),
+        ("stale_handoff", "is not what the prefill instance wrote"),
+        ("short_handoff", "unexpected answer"),
+    ],
+)
+async def test_a_transfer_that_delivers_other_blocks_fails_once(serve, fault, message) -> None:
     one, other = await serve("A"), await serve("B")
-    await inject(one, stale_handoff=1)
-    params = await one.prefill(PROMPT)
-    assert await other.text({**PROMPT, "kv_transfer_params": params}) != await one.text(PROMPT)
+    await inject(one, **{fault: 1})
+    status, said = await hand_over(one, other, [21] * 50)
+    assert (status, message in said) == (500, True), said
+    assert (await other.samples())["vllm:nixl_num_failed_transfers_total"] == 1
+    text = await one.text({**PROMPT, "prompt": [22] * 50})
+    assert await hand_over(one, other, [22] * 50) == (200, text)
+
+
+async def test_corrupt_blocks_are_computed_anew_where_the_policy_says_so(serve) -> None:
+    one, other = await serve("A"), await serve("B", recompute_on_failure=True)
+    await inject(one, corrupt_handoff=1)
+    text = await one.text({**PROMPT, "prompt": [21] * 50})
+    assert await hand_over(one, other, [21] * 50) == (200, text)
+    assert (await other.samples())["vllm:emulated_corrupt_transfers_total"] == 1
+
+
+async def test_swapped_hand_offs_are_those_of_the_prefills_before(serve) -> None:
+    one, other = await serve("A"), await serve("B")
+    await one.prefill({**PROMPT, "prompt": [20] * 50})
+    await inject(one, swap_handoff=1)
+    status, said = await hand_over(one, other, [21] * 50)
+    assert (status, "of another prompt" in said) == (500, True), said
+    assert (await hand_over(one, other, [22] * 50))[0] == 200
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

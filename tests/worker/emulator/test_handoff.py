@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from cleave_worker.emulator.sequence import Request
+
 PROMPT = {"prompt": [11, 12, 13, 14] * 30, "max_tokens": 20, "ignore_eos": True}
 
 
@@ -74,8 +76,18 @@ async def test_both_directions_work_at_once(serve) -> None:
     await one.until(lambda: one.num_used_blocks == other.num_used_blocks == 0)
 
 
-async def test_kv_of_another_prompt_is_accepted_and_gives_wrong_tokens(serve) -> None:
+async def test_kv_of_another_prompt_is_refused_and_counted(serve) -> None:
     one, other = await serve("A"), await serve("B")
+    params = await one.prefill({**PROMPT, "prompt": [99] * 120})
+    assert "of another prompt" in await refused(other, params)
+    assert (await one.samples())["vllm:emulated_foreign_pulls_total"] == 1
+    assert await other.text(PROMPT) == await one.text(PROMPT), "nothing of it stays in the cache"
+
+
+async def test_unasked_for_kv_of_another_prompt_gives_wrong_tokens(serve, monkeypatch) -> None:
+    """A reader that does not say which prompt it means gets what plain NIXL would give it."""
+    one, other = await serve("A"), await serve("B")
+    monkeypatch.setattr(Request, "prompt_digest", b"")
     params = await one.prefill({**PROMPT, "prompt": [99] * 120})
     wrong = await other.text(with_params(params))
     right = await one.text(PROMPT)

@@ -194,7 +194,7 @@ class Api:
             self._abort(sequences)
         params = None
         if call.request.hold and self._engine.door:
-            params = self._engine.door.params_of(sequences[0])
+            params = self._engine.faults.mix_up(self._engine.door.params_of(sequences[0]))
         body = answers.whole(call, self._model, made, params)
         return web.Response(body=body, content_type="application/json")
 

@@ -213,7 +213,8 @@ class Engine:
         self.metrics.external_queries += sequence.prompt_len
         try:
             duration_s, num_bytes = self._transfer(num_blocks)
-            contents = await door.pull(hand_off, num_blocks, duration_s)
+            prompt_digest = sequence.request.prompt_digest
+            contents = await door.pull(hand_off, prompt_digest, num_blocks, duration_s)
             self.metrics.transfer_s.observe(time.monotonic() - started)
             self.metrics.transfer_bytes.observe(num_bytes)
             self.metrics.external_hits += sequence.prompt_len

@@ -5,6 +5,17 @@ import os
 
 import msgspec
 
+_SETTINGS = (
+    "slow",
+    "refuse",
+    "corrupt_handoff",
+    "stale_handoff",
+    "short_handoff",
+    "wrong_kv",
+    "swap_handoff",
+    "drop",
+)
+
 
 class FaultError(ValueError):
     """The asked fault is not understood."""
@@ -25,6 +36,12 @@ class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
     """So many next transfers out of this engine deliver altered block contents."""
     stale_handoff: int | None = None
     """So many deliver what the blocks held before the request."""
+    short_handoff: int | None = None
+    """So many deliver a block less than was asked for."""
+    wrong_kv: int | None = None
+    """So many deliver KV that was computed wrong: no checksum tells."""
+    swap_handoff: int | None = None
+    """So many next prefills answer with the hand-off of the prefill before them."""
     drop: int | None = None
     """Connections of streams close after so many tokens; 0 before the first."""
 
@@ -34,6 +51,7 @@ class Faults:
 
     def __init__(self) -> None:
         self._resumed = asyncio.Event()
+        self._last_handoff: dict[str, object] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -42,6 +60,9 @@ class Faults:
         self.refuse = False
         self.corrupt_handoff = 0
         self.stale_handoff = 0
+        self.short_handoff = 0
+        self.wrong_kv = 0
+        self.swap_handoff = 0
         self.drop: int | None = None
         self._resumed.set()
 
@@ -66,6 +87,17 @@ class Faults:
             os._exit(1)
         self._switch(spec)
 
+    def spend(self, name: str) -> bool:
+        """Whether a fault that is on for so many times is on now; it is so once less."""
+        left: int = getattr(self, name)
+        setattr(self, name, max(left - 1, 0))
+        return left > 0
+
+    def mix_up(self, hand_off: dict[str, object]) -> dict[str, object]:
+        """What a prefill answers instead of its own hand-off."""
+        before, self._last_handoff = self._last_handoff, hand_off
+        return before if before and self.spend("swap_handoff") else hand_off
+
     def describe(self) -> dict[str, object]:
         """What is on, as JSON."""
         return {
@@ -74,11 +106,14 @@ class Faults:
             "refuse": self.refuse,
             "corrupt_handoff": self.corrupt_handoff,
             "stale_handoff": self.stale_handoff,
+            "short_handoff": self.short_handoff,
+            "wrong_kv": self.wrong_kv,
+            "swap_handoff": self.swap_handoff,
             "drop": self.drop,
         }
 
     def _switch(self, spec: FaultSpec) -> None:
-        for name in ("slow", "refuse", "corrupt_handoff", "stale_handoff", "drop"):
+        for name in _SETTINGS:
             value = getattr(spec, name)
             if value is not None:
                 setattr(self, name, value)

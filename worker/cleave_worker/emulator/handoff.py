@@ -2,13 +2,15 @@
 
 As owner it keeps the blocks of finished prefills under leases and serves them over TCP; as reader
 it pulls blocks from another engine, for as long as the real bytes would take. What is hard: the
-owner must refuse what it no longer holds (another boot, an ended lease) rather than serve whatever
-lies in the blocks now, and every failure must reach the waiting request.
+owner must refuse what it no longer holds (another boot, an ended lease, another prompt) rather than
+serve whatever lies in the blocks now, the reader must not go on from KV that is not what the
+prefill wrote, and every failure must reach the waiting request.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import NamedTuple
 
 from cleave_worker.emulator import wire
 from cleave_worker.emulator.config import KvTransfer
@@ -28,6 +30,14 @@ class TransferError(Exception):
     """The KV could not be pulled; the message says why."""
 
 
+class Held(NamedTuple):
+    """What a finished prefill has left for its reader."""
+
+    prompt_digest: bytes
+    written: dict[int, int]
+    """Block -> content when the prefill ended."""
+
+
 class KvDoor:
     """Serves held blocks and pulls others' blocks."""
 
@@ -45,6 +55,7 @@ class KvDoor:
         self._metrics = metrics
         self._on_freed = on_freed
         self._leases = Leases(config.lease_s)
+        self._held: dict[str, Held] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
         self._port = config.port
@@ -69,7 +80,10 @@ class KvDoor:
 
     def hold(self, sequence: Sequence) -> None:
         """Start the lease of a prefill that finished just now."""
-        self._leases.grant(sequence.request.id, self._now())
+        request = sequence.request
+        written = self._scheduler.held_contents(request.id) or {}
+        self._held[request.id] = Held(request.prompt_digest, written)
+        self._leases.grant(request.id, self._now())
         self._set_timer()
 
     def params_of(self, sequence: Sequence) -> dict[str, object]:
@@ -105,10 +119,13 @@ class KvDoor:
         """Tell the owner, in the background, that nobody will pull."""
         self._spawn(self._notify(hand_off, wire.Done(hand_off.engine_id, hand_off.request_id)))
 
-    async def pull(self, hand_off: HandOff, num_blocks: int, duration_s: float) -> list[int]:
-        """The last `num_blocks` contents of a hand-off, after `duration_s` on the wire.
+    async def pull(
+        self, hand_off: HandOff, prompt_digest: bytes, num_blocks: int, duration_s: float
+    ) -> list[int]:
+        """The last `num_blocks` contents of a prompt's hand-off, after `duration_s` on the wire.
 
-        Raises TransferError when the owner refuses, does not answer or dies meanwhile.
+        Raises TransferError when the owner refuses, does not answer or dies meanwhile, and when
+        what came is not what it wrote.
         """
         if hand_off.engine_id == self.config.engine_id:
             raise TransferError("an engine cannot pull KV from itself")
@@ -120,7 +137,9 @@ class KvDoor:
         except (OSError, TimeoutError, UnicodeError) as error:
             raise TransferError("the prefill instance cannot be reached") from error
         try:
-            return await self._read(reader, writer, hand_off, num_blocks, duration_s)
+            wanted = list(hand_off.block_ids[-num_blocks:])
+            pull = wire.Pull(hand_off.engine_id, hand_off.request_id, wanted, prompt_digest)
+            return await self._read(reader, writer, pull, duration_s)
         except (wire.WireError, OSError, TimeoutError) as error:
             raise TransferError(f"the prefill instance was lost: {error}") from error
         finally:
@@ -130,24 +149,25 @@ class KvDoor:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        hand_off: HandOff,
-        num_blocks: int,
+        pull: wire.Pull,
         duration_s: float,
     ) -> list[int]:
-        wanted = list(hand_off.block_ids[-num_blocks:])
-        wire.send(writer, wire.Pull(hand_off.engine_id, hand_off.request_id, wanted))
+        wire.send(writer, pull)
         async with asyncio.timeout(_ANSWER_S):
             answer = await wire.receive(reader)
         if isinstance(answer, wire.Refusal):
             raise TransferError(answer.reason)
-        if not isinstance(answer, wire.Contents) or len(answer.contents) != num_blocks:
+        if not isinstance(answer, wire.Contents) or len(answer.contents) != len(pull.block_ids):
             raise wire.WireError("unexpected answer")
         # The owner sends nothing more: data or an end of the stream means that it is gone.
         with suppress(TimeoutError):
             async with asyncio.timeout(duration_s):
                 await reader.read(1)
                 raise wire.WireError("connection closed during the transfer")
-        wire.send(writer, wire.Done(hand_off.engine_id, hand_off.request_id))
+        wire.send(writer, wire.Done(pull.engine_id, pull.request_id))
+        if wire.sum_up(answer.contents) != answer.checksum:
+            self._metrics.corrupt_transfers += 1
+            raise TransferError("the KV is not what the prefill instance wrote")
         return answer.contents
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -175,29 +195,47 @@ class KvDoor:
     def _answer(self, pull: wire.Pull) -> wire.Contents | wire.Refusal:
         if pull.engine_id != self.config.engine_id:
             return wire.Refusal(f"engine {pull.engine_id} is not here any more")
-        faults = self._faults
-        stale = faults.stale_handoff > 0
-        held = self._scheduler.held_contents(pull.request_id, stale)
+        held = self._held.get(pull.request_id)
         if held is None:
             return wire.Refusal(f"no KV is held for {pull.request_id}")
-        if not held.keys() >= set(pull.block_ids):
+        if pull.prompt_digest not in (b"", held.prompt_digest):
+            self._metrics.foreign_pulls += 1
+            return wire.Refusal(f"the KV of {pull.request_id} is of another prompt")
+        if not held.written.keys() >= set(pull.block_ids):
             return wire.Refusal(f"blocks asked for do not belong to {pull.request_id}")
-        contents = [held[block] for block in pull.block_ids]
-        if stale:
-            faults.stale_handoff -= 1
-        if faults.corrupt_handoff > 0:
-            faults.corrupt_handoff -= 1
+        checksum = wire.sum_up([held.written[block] for block in pull.block_ids])
+        return self._spoil(wire.Contents(self._read_blocks(pull), checksum))
+
+    def _read_blocks(self, pull: wire.Pull) -> list[int]:
+        """What lies in a held request's blocks now, which had better be what was written."""
+        stale = self._faults.spend("stale_handoff")
+        lying = self._scheduler.held_contents(pull.request_id, stale) or {}
+        return [lying[block] for block in pull.block_ids]
+
+    def _spoil(self, answer: wire.Contents) -> wire.Contents:
+        """The answer, or what a fault makes of it."""
+        faults, contents, checksum = self._faults, answer.contents, answer.checksum
+        if faults.spend("wrong_kv"):
             contents = [content ^ _CORRUPTION for content in contents]
-        return wire.Contents(contents)
+            checksum = wire.sum_up(contents)
+        if faults.spend("corrupt_handoff"):
+            contents = [content ^ _CORRUPTION for content in contents]
+        if faults.spend("short_handoff"):
+            contents = contents[:-1]
+        return wire.Contents(contents, checksum)
 
     def _note(self, message: wire.Message) -> None:
         if isinstance(message, wire.Done) and message.engine_id == self.config.engine_id:
             if self._leases.end(message.request_id):
-                self._scheduler.release(message.request_id)
+                self._release(message.request_id)
                 self._on_freed()
         elif isinstance(message, wire.Heartbeat) and message.engine_id == self.config.engine_id:
             for request_id in message.request_ids:
                 self._leases.extend(request_id, self._now())
+
+    def _release(self, request_id: str) -> None:
+        del self._held[request_id]
+        self._scheduler.release(request_id)
 
     async def _beat(self) -> None:
         while self._awaiting:
@@ -233,7 +271,7 @@ class KvDoor:
         self._timer = None
         expired = self._leases.expire(self._now())
         for request_id in expired:
-            self._scheduler.release(request_id)
+            self._release(request_id)
         if expired:
             self._metrics.kv_expired += len(expired)
             self._on_freed()

@@ -75,6 +75,8 @@ class Metrics:
         self.failed_transfers = 0
         self.failed_notifications = 0
         self.kv_expired = 0
+        self.corrupt_transfers = 0
+        self.foreign_pulls = 0
         self.iteration_tokens = Histogram(_ITERATION_TOKENS)
         self.ttft_s = Histogram(_TTFT_S)
         self.itl_s = Histogram(_TOKEN_S)
@@ -96,6 +98,8 @@ class Metrics:
         yield "nixl_num_failed_transfers", self.failed_transfers
         yield "nixl_num_failed_notifications", self.failed_notifications
         yield "nixl_num_kv_expired_reqs", self.kv_expired
+        yield "emulated_corrupt_transfers", self.corrupt_transfers
+        yield "emulated_foreign_pulls", self.foreign_pulls
 
     def histograms(self) -> Iterable[tuple[str, Histogram]]:
         """Histograms: name without prefix, counts."""

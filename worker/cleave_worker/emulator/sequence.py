@@ -46,6 +46,11 @@ class Request:
     choice: int = 0
     """Each is another continuation."""
 
+    @property
+    def prompt_digest(self) -> bytes:
+        """Equal digests mean equal prompts."""
+        return hashlib.blake2b(self.prompt.tobytes(), digest_size=8).digest()
+
 
 class State(Enum):
     """Where a sequence is."""

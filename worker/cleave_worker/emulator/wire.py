@@ -5,6 +5,7 @@ contents, waits as long as the real bytes would take, and tells the owner that i
 """
 
 import asyncio
+import zlib
 
 import msgspec
 
@@ -22,6 +23,8 @@ class Pull(msgspec.Struct, tag=True, frozen=True):
     engine_id: str
     request_id: str
     block_ids: list[int]
+    prompt_digest: bytes = b""
+    """Of the prompt that the reader means; empty: it does not say."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -42,6 +45,8 @@ class Contents(msgspec.Struct, tag=True, frozen=True):
     """Answer to Pull: one content per block, in the order asked."""
 
     contents: list[int]
+    checksum: int
+    """Of what the owner's prefill wrote into them."""
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):
@@ -54,6 +59,11 @@ Message = Pull | Done | Heartbeat | Contents | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def sum_up(contents: list[int]) -> int:
+    """The checksum of block contents in their order."""
+    return zlib.crc32(_encoder.encode(contents))
 
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:

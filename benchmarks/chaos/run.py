@@ -1,0 +1,103 @@
+"""Hurts a fleet under load and checks every answer: `run.py emulated` or `run.py vllm`.
+
+Exit code 0: nothing was wrong; 1: something was, and the seed and what went on around it are
+printed. README.md says what is hurt and what must hold.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "e2e"), str(Path(__file__).parent)]
+
+from on_vllm import hurt_vllm  # noqa: E402
+
+from chaos import faults, network  # noqa: E402
+from chaos.fleet import Shape, emulated_manifest, raised  # noqa: E402
+from chaos.load import Load  # noqa: E402
+from chaos.report import Report, Tell, print_report, run_storm  # noqa: E402
+from chaos.requests import draw  # noqa: E402
+
+UP_S = 120
+NAME = "chaos"
+
+
+def hurt_emulated(folder: Path, options: argparse.Namespace, tell: Tell) -> Report:
+    """A storm over an emulated fleet."""
+    shape = Shape(options.prefill, options.decode, options.mixed)
+    with raised(emulated_manifest(NAME, shape), shape, folder, UP_S) as fleet:
+        load = Load(
+            fleet.gateways, lambda rng, n: draw(rng, n, NAME), options.clients, options.seed
+        )
+        names = [gateway.name for gateway in fleet.gateways]
+        drawn = faults.draw(
+            random.Random(options.seed),
+            options.faults,
+            choose_kinds(options.only),
+            fleet.roles,
+            names,
+            options.gap,
+        )
+        return asyncio.run(run_storm(fleet, load, drawn, options.burst, options.seed, tell))
+
+
+def choose_kinds(only: list[str] | None) -> dict[str, int]:
+    """What may happen, and how often."""
+    kinds = faults.WORKER_KINDS | faults.GATEWAY_KINDS
+    if network.can_cut():
+        kinds |= faults.CUTS
+    return {kind: kinds[kind] for kind in only} if only else kinds
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("emulated", "vllm"), nargs="?", default="emulated")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--burst", type=int, default=50, help="faults between two full checks")
+    parser.add_argument("--gap", type=float, default=0.6, help="mean seconds between faults")
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--prefill", type=int, default=3)
+    parser.add_argument("--decode", type=int, default=4)
+    parser.add_argument("--mixed", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=10, help="of vllm")
+    parser.add_argument("--only", action="append", metavar="KIND", help="of faults; repeatable")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse_arguments()
+    network.isolate()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory(prefix="cleave-chaos-") as folder,
+        Progress(
+            *columns, TextColumn("{task.description}"), console=Console(stderr=True)
+        ) as progress,
+    ):
+        bar = progress.add_task("bringing the fleet up", total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total, description=what)
+
+        hurt = hurt_vllm if options.what == "vllm" else hurt_emulated
+        report = hurt(Path(folder), options, tell)
+    if options.output == "json":
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print_report(report, Console())
+    return 1 if report.violation else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A fleet under load and under random faults, and what must hold all the while."""

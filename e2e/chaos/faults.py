@@ -1,0 +1,193 @@
+"""Faults that befall a fleet: what each does, to whom it may happen, how long it lasts.
+
+Drawn from a seed; what is drawn does not depend on what happens, but it has to wait while the fleet
+could not bear it (see `storm`).
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import httpx
+import psutil
+
+from chaos import network
+from chaos.gateways import Gateway
+from harness import Deployment
+
+ASK_S = 3.0
+WORKER_KINDS = {
+    "kill engine": 5,
+    "kill agent": 3,
+    "kill worker": 3,
+    "hang engine": 5,
+    "hang agent": 3,
+    "freeze loop": 4,
+    "slow": 5,
+    "refuse": 4,
+    "drop streams": 6,
+    "corrupt hand-off": 6,
+    "stale hand-off": 4,
+    "short hand-off": 4,
+    "swap hand-off": 6,
+}
+"""Kind -> how often, against the others."""
+CUTS = {"cut engine": 5, "cut KV": 5, "cut agent": 4}
+GATEWAY_KINDS = {"kill gateway": 2}
+FIRST_OF_PAIRS = frozenset(
+    ("corrupt hand-off", "stale hand-off", "short hand-off", "swap hand-off", "cut KV")
+)
+"""Kinds that only mean something to instances that hand over."""
+LONG_S = {"hang engine": 6.0, "hang agent": 12.0, "freeze loop": 6.0, "cut engine": 6.0}
+"""Where it is not USUAL_S at most."""
+USUAL_S = 3.0
+CRIPPLING = frozenset(
+    (
+        *("kill engine", "kill agent", "kill worker", "hang engine", "hang agent", "freeze loop"),
+        *("refuse", "drop streams", "cut engine", "cut agent"),
+    )
+)
+"""Kinds that take the instance away as long as they last, or longer."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One that is to happen."""
+
+    number: int
+    kind: str
+    victims: tuple[str, ...]
+    """The first of them that it may happen to."""
+    seconds: float
+    gap_s: float
+    """After the fault before it."""
+    amount: int
+
+    @property
+    def cripples(self) -> bool:
+        return self.kind in CRIPPLING
+
+
+def draw(
+    rng: random.Random,
+    count: int,
+    kinds: dict[str, int],
+    roles: dict[str, str],
+    gateways: list[str],
+    gap_s: float,
+) -> list[Fault]:
+    """So many faults. `roles`: by instance."""
+    faults = []
+    for number in range(count):
+        (kind,) = rng.choices(list(kinds), list(kinds.values()))
+        victims = gateways if kind in GATEWAY_KINDS else sorted(roles)
+        if kind in FIRST_OF_PAIRS:
+            victims = [name for name in victims if roles[name] == "prefill"]
+        seconds = rng.uniform(0.2, LONG_S.get(kind, USUAL_S))
+        gap = min(rng.expovariate(1 / gap_s), 4 * gap_s)
+        order = tuple(rng.sample(victims, len(victims)))
+        faults.append(Fault(number, kind, order, seconds, gap, rng.randint(1, 4)))
+    return faults
+
+
+class Worker:
+    """The processes of one instance, as they are now."""
+
+    def __init__(self, deployment: Deployment, name: str) -> None:
+        self.agent = deployment.agent(name)
+        self.engine = deployment.engine(name)
+        self.tree = [self.agent, *self.agent.children(recursive=True)]
+        told = deployment.instances()[name]
+        self.url = told.engine_url
+        host, _, port = told.engine_url.removeprefix("http://").rpartition(":")
+        self.host, self.engine_port = host, int(port)
+
+    def find_kv_port(self) -> int:
+        listening = {
+            c.laddr.port for c in self.engine.net_connections() if c.status == psutil.CONN_LISTEN
+        }
+        return (listening - {self.engine_port}).pop()
+
+    def inject(self, **faults: object) -> None:
+        httpx.post(f"{self.url}/emulator/faults", json=faults, timeout=ASK_S).raise_for_status()
+
+    def clear(self) -> None:
+        """It may have died of something else meanwhile."""
+        with suppress(httpx.TransportError):
+            httpx.delete(f"{self.url}/emulator/faults", timeout=ASK_S)
+
+
+@contextmanager
+def inflicted(fault: Fault, worker: Worker) -> Iterator[None]:
+    """The fault lasts while this is open; what is killed stays dead."""
+    match fault.kind:
+        case "kill engine":
+            worker.engine.kill()
+            yield
+        case "kill agent":
+            worker.agent.kill()
+            yield
+        case "kill worker":
+            for process in worker.tree:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            yield
+        case "hang engine":
+            with stopped([worker.engine, *worker.engine.children(recursive=True)]):
+                yield
+        case "hang agent":
+            with stopped([worker.agent]):
+                yield
+        case "cut engine" | "cut KV" | "cut agent":
+            ports = {"cut engine": worker.engine_port, "cut agent": AGENT_PORT}
+            port = ports.get(fault.kind) or worker.find_kv_port()
+            made = network.Cut(worker.host, port, one_way=fault.amount > 2)
+            made.make()
+            try:
+                yield
+            finally:
+                made.mend()
+        case kind:
+            worker.inject(**INJECTED[kind](fault.amount))
+            try:
+                yield
+            finally:
+                worker.clear()
+
+
+@contextmanager
+def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    try:
+        for process in processes:
+            process.suspend()
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+AGENT_PORT = 9000
+INJECTED = {
+    "freeze loop": lambda amount: {"hang": True},
+    "slow": lambda amount: {"slow": 10},
+    "refuse": lambda amount: {"refuse": True},
+    "drop streams": lambda amount: {"drop": 5 * amount - 5},
+    "corrupt hand-off": lambda amount: {"corrupt_handoff": amount},
+    "stale hand-off": lambda amount: {"stale_handoff": amount},
+    "short hand-off": lambda amount: {"short_handoff": amount},
+    "swap hand-off": lambda amount: {"swap_handoff": amount},
+}
+"""What the emulated engine is told."""
+
+
+@contextmanager
+def without(gateway: Gateway) -> Iterator[None]:
+    """The gateway is dead while this is open."""
+    gateway.count()
+    gateway.kill()
+    try:
+        yield
+    finally:
+        gateway.start()

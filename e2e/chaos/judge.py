@@ -1,0 +1,186 @@
+"""Whether what a client saw is right, one of the documented failures, or a fault of ours. Pure.
+
+`docs/serve.md`, "When an engine is lost", tells users of the same cases.
+"""
+
+import enum
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from chaos.requests import Ask
+
+HAND_OFF = "kv_transfer_params"
+
+
+class Case(enum.Enum):
+    """How a request may end while engines and gateways are lost."""
+
+    RIGHT = "right"
+    GATEWAY_LOST = "the client's gateway was killed"
+    NOT_RESUMABLE = "sampled without a seed and bound to its engine: the stream ends with an error"
+    ENGINES_FAILED = (
+        "every attempt and every engine in reach was lost: 502 or 504, or an error event"
+    )
+    NO_INSTANCE = "no instance could take it: 503"
+    WRONG = "undocumented"
+
+
+@dataclass
+class Seen:
+    """What came back, as it came."""
+
+    began_s: float
+    gateway: str = ""
+    status: int = 0
+    body: bytes = b""
+    broken: str = ""
+    """The connection's end, where it had no other."""
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    pause_s: float = 0.0
+    """The longest time without a byte, the one before the first not counted."""
+    instances: tuple[str, ...] = ()
+    """As the answer's head names them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A case, and why it is that one."""
+
+    case: Case
+    reason: str = ""
+
+
+class WrongAnswerError(Exception):
+    """The answer is wrong; says how."""
+
+
+@dataclass
+class _Answer:
+    """Put together again from an answer's pieces."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+
+
+def judge(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
+    """`gateway_killed`: the client's own, while it waited."""
+    try:
+        return _judge(ask, seen, gateway_killed)
+    except (WrongAnswerError, ValueError, LookupError, TypeError, AttributeError) as fault:
+        return Verdict(Case.WRONG, f"{type(fault).__name__}: {fault}")
+
+
+def _judge(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
+    if seen.broken:
+        if not gateway_killed:
+            raise WrongAnswerError(f"the gateway broke the connection: {seen.broken}")
+        if seen.body and ask.stream and seen.status == 200:
+            events = seen.body.split(b"\n\n")
+            check_beginning(ask, read_events(events[:-1]))
+        return Verdict(Case.GATEWAY_LOST, seen.broken)
+    if HAND_OFF.encode() in seen.body:
+        raise WrongAnswerError("the hand-off leaked")
+    if seen.status != 200:
+        return judge_refusal(seen.status, json.loads(seen.body)["error"])
+    if not ask.stream:
+        check(ask, read_whole(json.loads(seen.body)))
+        return Verdict(Case.RIGHT)
+    *events, rest = seen.body.split(b"\n\n")
+    if rest:
+        raise WrongAnswerError(f"half an event at the end: {rest[:200]!r}")
+    if events[-1] == b"data: [DONE]":
+        check(ask, read_events(events[:-1]))
+        return Verdict(Case.RIGHT)
+    last = json.loads(events[-1].removeprefix(b"data: "))
+    if "error" not in last:
+        raise WrongAnswerError(f"no [DONE] at the end but {events[-1][:200]!r}")
+    check_beginning(ask, read_events(events[:-1]))
+    message = last["error"]["message"]
+    if not ask.resumable and "temperature 0 or a seed" in message:
+        return Verdict(Case.NOT_RESUMABLE, message)
+    return judge_refusal(502, last["error"])
+
+
+def judge_refusal(status: int, error: dict[str, Any]) -> Verdict:
+    """An error in OpenAI's form."""
+    code, message = error["code"], error["message"]
+    if code == "no_instance":
+        return Verdict(Case.NO_INSTANCE, message)
+    if code in ("engine_error", "engine_timeout"):
+        if "otherwise than" in message:
+            raise WrongAnswerError(message)
+        return Verdict(Case.ENGINES_FAILED, message)
+    raise WrongAnswerError(f"{status} {message}")
+
+
+def read_whole(body: dict[str, Any]) -> _Answer:
+    """An answer that is not streamed."""
+    answer = _Answer(usage=body["usage"])
+    for choice in body["choices"]:
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        answer.texts[choice["index"]] = text
+        answer.finishes[choice["index"]] = choice["finish_reason"]
+    return answer
+
+
+def read_events(events: list[bytes]) -> _Answer:
+    """A stream without its end. Raises WrongAnswerError when its events do not belong together."""
+    answer, heads = _Answer(), set()
+    for event in events:
+        value = json.loads(event.removeprefix(b"data: "))
+        heads.add((value["id"], value["created"], value["object"], value["model"]))
+        if value.get("usage"):
+            if answer.usage is not None:
+                raise WrongAnswerError("usage is told twice")
+            answer.usage = value["usage"]
+        for choice in value["choices"]:
+            index = choice["index"]
+            if index in answer.finishes:
+                raise WrongAnswerError(f"choice {index} goes on after its end")
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            answer.texts[index] = answer.texts.get(index, "") + text
+            if choice.get("finish_reason") is not None:
+                answer.finishes[index] = choice["finish_reason"]
+    if len(heads) > 1:
+        raise WrongAnswerError(f"one stream, {len(heads)} heads: {sorted(heads)}")
+    return answer
+
+
+def check(ask: Ask, answer: _Answer) -> None:
+    """Raises WrongAnswerError unless the answer is the expected one to the last token."""
+    expected = ask.expected
+    for index, text in enumerate(expected.texts):
+        if answer.texts.get(index) != text:
+            raise WrongAnswerError(difference(f"choice {index}", text, answer.texts.get(index, "")))
+    if len(answer.texts) != len(expected.texts):
+        raise WrongAnswerError(f"{len(answer.texts)} choices instead of {len(expected.texts)}")
+    finishes = tuple(answer.finishes.get(index, "") for index in range(len(expected.texts)))
+    if finishes != expected.finishes:
+        raise WrongAnswerError(f"ends with {finishes} instead of {expected.finishes}")
+    if not ask.counts:
+        return
+    usage = answer.usage or {}
+    counted = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if counted != (expected.prompt_tokens, expected.completion_tokens):
+        wanted = expected.prompt_tokens, expected.completion_tokens
+        raise WrongAnswerError(f"usage {counted} instead of {wanted}")
+
+
+def check_beginning(ask: Ask, answer: _Answer) -> None:
+    """Raises WrongAnswerError unless all that came is how the expected answer begins."""
+    for index, text in answer.texts.items():
+        if not ask.expected.texts[index].startswith(text):
+            raise WrongAnswerError(difference(f"choice {index}", ask.expected.texts[index], text))
+
+
+def difference(what: str, expected: str, came: str) -> str:
+    """Where two texts part."""
+    pairs = zip(expected, came, strict=False)
+    same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(came)))
+    return (
+        f"{what} parts after {same} of {len(expected)} characters: "
+        f"{expected[same : same + 30]!r} was expected, {came[same : same + 30]!r} came"
+    )

@@ -1,0 +1,115 @@
+"""Runs a storm and tells what came of it, to machines and to people."""
+
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from chaos.faults import Fault
+from chaos.fleet import Fleet
+from chaos.gateways import Counts, add
+from chaos.invariants import measure_baseline
+from chaos.load import Load
+from chaos.storm import Storm, ViolationError
+
+Tell = Callable[[str, int, int], None]
+"""What happens now, faults so far, faults in all."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run has seen."""
+
+    machine: str
+    seed: int
+    fleet: dict[str, int]
+    seconds: float
+    faults: dict[str, int]
+    faults_missed: dict[str, int]
+    requests: int
+    cases: dict[str, int]
+    reasons: dict[str, int]
+    left: int
+    worst_pause_s: float
+    worst_first_byte_s: float
+    gateways: Counts
+    violation: str = ""
+
+
+async def run_storm(
+    fleet: Fleet,
+    load: Load,
+    drawn: Sequence[Fault],
+    burst: int,
+    seed: int,
+    tell: Tell,
+    **limits: float,
+) -> Report:
+    """`limits`: of the storm, where they are not its usual ones."""
+    storm = Storm(
+        fleet.deployment,
+        fleet.gateways,
+        fleet.roles,
+        load,
+        measure_baseline(fleet.gateways),
+        lambda what, done: tell(what, done, len(drawn)),
+        **limits,
+    )
+    violation = ""
+    try:
+        await storm.run(drawn, burst)
+        tell("done", len(drawn), len(drawn))
+    except ViolationError as fault:
+        violation = str(fault)
+    return build_report(fleet, load, storm, seed, violation)
+
+
+def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: str) -> Report:
+    counts: Counts = {}
+    for gateway in fleet.gateways:
+        counts = add(counts, gateway.count() if gateway.alive else gateway.counted)
+    tally = load.tally
+    return Report(
+        machine=f"{platform.platform()}, {os.cpu_count()} cores",
+        seed=seed,
+        fleet=dict(Counter(fleet.roles.values())),
+        seconds=round(time.monotonic() - storm.zero_s, 1),
+        faults=dict(storm.happened.most_common()),
+        faults_missed=dict(storm.missed),
+        requests=tally.requests,
+        cases=dict(tally.cases.most_common()),
+        reasons=dict(tally.reasons.most_common(20)),
+        left=tally.left,
+        worst_pause_s=round(tally.worst_pause_s, 2),
+        worst_first_byte_s=round(tally.worst_first_s, 2),
+        gateways=dict(sorted(counts.items())),
+        violation=violation,
+    )
+
+
+def print_report(report: Report, out: Console) -> None:
+    """For people."""
+    table = Table("", "", show_header=False, title=f"chaos, seed {report.seed}")
+    table.add_row("faults", f"{sum(report.faults.values())} in {report.seconds:.0f} s")
+    for kind, number in report.faults.items():
+        table.add_row(f"  {kind}", str(number))
+    table.add_row("requests", str(report.requests))
+    for case, number in report.cases.items():
+        table.add_row(f"  {case.lower().replace('_', ' ')}", str(number))
+    table.add_row("  broken off by clients", str(report.left))
+    table.add_row("worst pause within an answer", f"{report.worst_pause_s:.1f} s")
+    table.add_row("worst wait for a first byte", f"{report.worst_first_byte_s:.1f} s")
+    for series, number in report.gateways.items():
+        if series.startswith(("recoveries", "handoffs", "retries")):
+            table.add_row(series, f"{number:.0f}")
+    out.print(table)
+    out.print(report.machine)
+    for reason, number in report.reasons.items():
+        out.print(f"{number} x {reason}", markup=False, highlight=False)
+    if report.violation:
+        out.print(f"VIOLATION, seed {report.seed}: {report.violation}", markup=False)

@@ -1,0 +1,207 @@
+"""Runs load and faults against a fleet, burst by burst, and looks after each what is left.
+
+What is hard: faults overlap, and must not add up to a fleet that nobody could serve from. So a
+fault that takes an instance away waits until enough others are there.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+
+from chaos.faults import GATEWAY_KINDS, Fault, Worker, inflicted, without
+from chaos.gateways import Gateway
+from chaos.invariants import Baseline, find_leftovers
+from chaos.load import Load, Record
+from harness import Deployment
+
+LOOK_S = 0.2
+BEFORE_S = 8.0
+"""How long before a request a fault may have ended and still concern it."""
+
+
+class ViolationError(Exception):
+    """Something that must always hold did not."""
+
+
+@dataclass
+class Event:
+    """A fault that has happened."""
+
+    fault: Fault
+    victim: str
+    began_s: float
+    ended_s: float = float("inf")
+
+    def tell(self, zero_s: float) -> str:
+        fault = self.fault
+        ended = f"{self.ended_s - zero_s:.2f}" if self.ended_s < float("inf") else "..."
+        return (
+            f"{self.began_s - zero_s:8.2f} - {ended:>8} s  #{fault.number} {fault.kind}: "
+            f"{self.victim} (amount {fault.amount})"
+        )
+
+
+@dataclass
+class Storm:
+    """One run."""
+
+    deployment: Deployment
+    gateways: Sequence[Gateway]
+    roles: dict[str, str]
+    load: Load
+    baseline: Baseline
+    tell: Callable[[str, int], None]
+    """Progress: what happens, faults so far."""
+    serving_left: int = 2
+    """Instances that decode which no fault takes away."""
+    wait_s: float = 120.0
+    """For a fleet that can bear a fault, and for one that is whole again."""
+    zero_s: float = field(default_factory=time.monotonic)
+    events: list[Event] = field(default_factory=list)
+    missed: Counter[str] = field(default_factory=Counter)
+    """Faults whose victim was gone before they could happen, by kind."""
+    _away: Counter[str] = field(default_factory=Counter)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def run(self, faults: Sequence[Fault], burst: int) -> None:
+        """All faults, so many between two looks. Raises ViolationError."""
+        for start in range(0, len(faults), burst):
+            self.load.start()
+            try:
+                for fault in faults[start : start + burst]:
+                    await asyncio.sleep(fault.gap_s)
+                    await self._begin(fault)
+                    self._must_be_right()
+                await asyncio.gather(*self._running)
+            finally:
+                await self.load.stop()
+                await asyncio.gather(*self._running, return_exceptions=True)
+            self._must_be_right()
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until everything is whole and free again. Raises ViolationError with what is not."""
+        end = time.monotonic() + self.wait_s
+        while left := await asyncio.to_thread(
+            find_leftovers, self.deployment, self.gateways, set(self.roles), self.baseline
+        ):
+            if time.monotonic() > end:
+                raise ViolationError(
+                    "left when all was over: " + "; ".join(left) + self._tell_all()
+                )
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def happened(self) -> Counter[str]:
+        """Faults by kind."""
+        return Counter(event.fault.kind for event in self.events)
+
+    async def _begin(self, fault: Fault) -> None:
+        victim = await self._find_victim(fault)
+        self.tell(f"{fault.kind}: {victim}", fault.number)
+        if fault.cripples:
+            self._away[victim] += 1
+        task = asyncio.create_task(self._last(fault, victim))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _last(self, fault: Fault, victim: str) -> None:
+        event = Event(fault, victim, time.monotonic())
+        try:
+            await asyncio.to_thread(self._inflict, fault, victim, event)
+        except (psutil.Error, httpx.HTTPError, KeyError, ValueError, ProcessLookupError):
+            # An earlier fault's restart came in between: there was nobody to hurt.
+            self.missed[fault.kind] += 1
+        finally:
+            event.ended_s = time.monotonic()
+            if fault.cripples:
+                self._away[victim] -= 1
+
+    def _inflict(self, fault: Fault, victim: str, event: Event) -> None:
+        with self._open(fault, victim):
+            event.began_s = time.monotonic()
+            self.events.append(event)
+            time.sleep(fault.seconds)
+
+    @contextmanager
+    def _open(self, fault: Fault, victim: str) -> Iterator[None]:
+        if fault.kind in GATEWAY_KINDS:
+            (gateway,) = [g for g in self.gateways if g.name == victim]
+            with without(gateway):
+                yield
+        else:
+            with inflicted(fault, Worker(self.deployment, victim)):
+                yield
+
+    async def _find_victim(self, fault: Fault) -> str:
+        end = time.monotonic() + self.wait_s
+        while True:
+            if fault.kind in GATEWAY_KINDS:
+                allowed = [g.name for g in self.gateways if g.alive]
+                allowed = allowed if len(allowed) > 1 else []
+            else:
+                serving = await asyncio.to_thread(self._find_serving)
+                allowed = [n for n in serving if self._can_spare(n, serving, fault)]
+            for victim in fault.victims:
+                if victim in allowed:
+                    return victim
+            if time.monotonic() > end:
+                raise ViolationError(
+                    f"no victim for {fault.kind} within {self.wait_s:.0f} s" + self._tell_all()
+                )
+            self._must_be_right()
+            await asyncio.sleep(LOOK_S)
+
+    def _find_serving(self) -> set[str]:
+        """Instances that every gateway can use and no fault has taken away."""
+        found = set(self.roles)
+        for gateway in self.gateways:
+            if gateway.alive:
+                try:
+                    instances = gateway.fleet().instances
+                except httpx.TransportError:
+                    continue
+                found &= {i.name for i in instances if i.selectable and i.kv_path.verified}
+        return {name for name in found if not self._away[name]}
+
+    def _can_spare(self, victim: str, serving: set[str], fault: Fault) -> bool:
+        if not fault.cripples:
+            return True
+        left = [n for n in serving if n != victim and self.roles[n] != "prefill"]
+        return len(left) >= self.serving_left
+
+    def _must_be_right(self) -> None:
+        if self.load.tally.wrong:
+            raise ViolationError(self._explain(self.load.tally.wrong[0]))
+
+    def _explain(self, record: Record) -> str:
+        """The smallest history that tells what went on around a request."""
+        seen = record.seen
+        near = [
+            event.tell(self.zero_s)
+            for event in self.events
+            if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s - BEFORE_S
+        ]
+        began, ended = seen.began_s - self.zero_s, seen.ended_s - self.zero_s
+        request = (
+            f"request {record.ask.name} on {record.ask.path} through {seen.gateway}, "
+            f"{began:.2f} - {ended:.2f} s, status {seen.status}, {', '.join(seen.instances)}: "
+            f"{record.verdict.reason}"
+        )
+        lines = [
+            request,
+            f"asked: {record.ask.body}",
+            f"came: ...{seen.body[-600:]!r}",
+            "faults around it:",
+            *near,
+        ]
+        return "\n".join(lines)
+
+    def _tell_all(self) -> str:
+        return "\nthe last faults:\n" + "\n".join(e.tell(self.zero_s) for e in self.events[-20:])
