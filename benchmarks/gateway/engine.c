@@ -4,9 +4,11 @@
  * What it copies from vLLM 0.32: a response's head, each SSE chunk and the end are writes of their
  * own on a TCP_NODELAY socket; all running streams get their next token in the same step, one step
  * each --step-us; chunks have vLLM's members and length; a prefill request (do_remote_decode) is
- * answered with JSON that carries kv_transfer_params.
- * What it adds: every token states its index and the request's seed, so that load.c notices a lost,
- * doubled or mixed-up token; and it refuses what its role must never see (a decode engine without
+ * answered with JSON that carries kv_transfer_params; return_token_ids brings the ids of the prompt,
+ * once, and of each token. Of SGLang's server it copies that prefill and decode get the same request
+ * at the same time, with a bootstrap_room in it.
+ * What it adds: every token states its index and the number that the prompt begins with, so that load.c
+ * notices a lost, doubled or mixed-up token; and it refuses what its role must never see (a decode engine without
  * its peer's hand-off, a prefill engine that shall decode), so that a gateway cannot quietly serve
  * an easier mode than the one being measured.
  *
@@ -14,10 +16,13 @@
  */
 #include "net.h"
 
+enum { PROMPT_TOKENS = 256 };
+
 struct conn {
   struct buffer in, out;
   long tokens, sent, seed;
   long running_at; /* index in `running`; -1 when no stream is on */
+  bool tells_ids;
 };
 
 static struct conn conns[MAX_FDS];
@@ -25,6 +30,7 @@ static int running[MAX_FDS], num_running;
 static const char *role, *boot_id, *peer;
 static bool stepped;
 static long num_requests;
+static char prompt_ids[4096];
 
 static void opened(int fd) { conns[fd] = (struct conn){.running_at = -1}; }
 
@@ -102,13 +108,13 @@ static void answer_whole(int fd, const char *request_id) {
   answer(fd, "200 OK", body);
 }
 
-static void send_chunk(int fd, const char *delta, const char *finish) {
-  char event[1024], chunk[1100];
+static void send_chunk(int fd, const char *delta, const char *finish, const char *ids, const char *prompt) {
+  char event[4096], chunk[4200];
   int n = snprintf(event, sizeof event,
                    "data: {\"id\":\"chatcmpl-3f0c1f6d9a4b4f5e8b7a%08lx\",\"object\":\"chat.completion.chunk\","
                    "\"created\":1767225600,\"model\":\"bench\",\"choices\":[{\"index\":0,\"delta\":{%s},"
-                   "\"logprobs\":null,\"finish_reason\":%s,\"token_ids\":null}]}\n\n",
-                   conns[fd].seed, delta, finish);
+                   "\"logprobs\":null,\"finish_reason\":%s,\"token_ids\":%s}]%s}\n\n",
+                   conns[fd].seed, delta, finish, ids, prompt);
   n = snprintf(chunk, sizeof chunk, "%x\r\n%s\r\n", n, event);
   send_now(fd, chunk, (size_t)n);
 }
@@ -119,7 +125,7 @@ static void send_token(int fd) {
   char delta[64];
   snprintf(delta, sizeof delta, "\"content\":\" t%05ld.s%ld\"", c->sent, c->seed);
   bool last = ++c->sent == c->tokens;
-  send_chunk(fd, delta, last ? "\"length\"" : "null");
+  send_chunk(fd, delta, last ? "\"length\"" : "null", c->tells_ids ? "[1001]" : "null", "");
   if (!last) return;
   send_now(fd, end, sizeof end - 1);
   stop_stream(fd);
@@ -135,7 +141,7 @@ static void start_stream(int fd) {
   c->running_at = num_running;
   running[num_running++] = fd;
   send_now(fd, head, sizeof head - 1);
-  send_chunk(fd, "\"role\":\"assistant\",\"content\":\"\"", "null");
+  send_chunk(fd, "\"role\":\"assistant\",\"content\":\"\"", "null", "null", c->tells_ids ? prompt_ids : "");
   send_token(fd);
   while (!stepped && c->running_at >= 0) send_token(fd);
 }
@@ -150,7 +156,9 @@ static void step(void) {
 static const char *find_fault(const char *body, size_t len, const char *request_id) {
   bool prefill = contains(body, len, "\"do_remote_decode\":true");
   bool decode = contains(body, len, "\"do_remote_prefill\":true");
-  if (!strcmp(role, "mixed")) return prefill || decode ? "a hand-off in single-instance mode" : NULL;
+  bool room = contains(body, len, "\"bootstrap_room\":");
+  if (!strcmp(role, "mixed")) return prefill || decode || room ? "a hand-off in single-instance mode" : NULL;
+  if (room) return NULL;
   if (!strcmp(role, "prefill")) return prefill ? NULL : "a request that is not a prefill";
   if (!decode) return "a request without a hand-off";
   const char *engine_id = find_member(body, len, "\"remote_engine_id\":");
@@ -168,14 +176,19 @@ static void serve(int fd, const char *head, size_t head_len, const char *body, s
   if (header) snprintf(request_id, sizeof request_id, "%.*s", (int)strcspn(header, "\r\n"), header);
   const char *fault = find_fault(body, len, request_id);
   const char *tokens = find_member(body, len, "\"max_tokens\":");
-  const char *seed = find_member(body, len, "\"seed\":");
+  if (!tokens) tokens = find_member(body, len, "\"max_completion_tokens\":");
+  const char *seed = find_member(body, len, "\"content\":\"s");
   const char *stream = find_member(body, len, "\"stream\":");
   c->tokens = tokens ? strtol(tokens, NULL, 10) : 0;
   c->seed = seed ? strtol(seed, NULL, 10) : 0;
+  c->tells_ids = contains(body, len, "\"return_token_ids\":true");
   num_requests++;
+  if (!memcmp(head, "GET", 3)) return answer(fd, "200 OK", "{\"model_path\":\"bench\",\"is_generation\":true}");
   if (fault) return refuse(fd, fault);
   if (c->tokens < 1) return refuse(fd, "a request without max_tokens");
-  if (!strcmp(role, "prefill")) return c->tokens == 1 ? answer_prefill(fd, request_id) : refuse(fd, "max_tokens is not 1");
+  bool prefills = !strcmp(role, "prefill");
+  if (prefills && contains(body, len, "\"bootstrap_room\":")) c->tokens = 1;
+  else if (prefills) return c->tokens == 1 ? answer_prefill(fd, request_id) : refuse(fd, "max_tokens is not 1");
   if (stream && !strncmp(stream, "true", 4)) return start_stream(fd);
   answer_whole(fd, request_id);
 }
@@ -204,6 +217,13 @@ static void handle(int fd, uint32_t events) {
   if (!alive) closed(fd);
 }
 
+static void list_prompt_ids(void) {
+  int n = snprintf(prompt_ids, sizeof prompt_ids, ",\"prompt_token_ids\":[");
+  for (int i = 0; i < PROMPT_TOKENS; i++)
+    n += snprintf(prompt_ids + n, sizeof prompt_ids - (size_t)n, "%s%d", i ? "," : "", 1001 + i);
+  snprintf(prompt_ids + n, sizeof prompt_ids - (size_t)n, "]");
+}
+
 static int start_timer(long step_us) {
   struct timespec period = {step_us / 1000000, step_us % 1000000 * 1000};
   struct itimerspec spec = {.it_interval = period, .it_value = period};
@@ -216,6 +236,7 @@ int main(int argc, char **argv) {
   role = option(argc, argv, "--role", NULL);
   boot_id = option(argc, argv, "--boot-id", NULL);
   peer = option(argc, argv, "--peer", "");
+  list_prompt_ids();
   long step_us = atol(option(argc, argv, "--step-us", "0"));
   int epoll = epoll_create1(0), listener = listen_on(option(argc, argv, "--listen", NULL)), timer = -1;
   watch(epoll, listener);

@@ -2,13 +2,14 @@
  * checked. The first fault (status, framing, a token lost, doubled, out of order or of another
  * request, a missing [DONE], a leaked kv_transfer_params, a stall) ends the run with exit status 1.
  *
- * Each request carries a seed of its own, and engine.c repeats it in every token. Lengths are spread
+ * Each prompt begins with a number of its own, and engine.c repeats it in every token. Lengths are spread
  * evenly over N/2..3N/2 tokens: with one length for all, the streams would start and end in step.
  * TTFT counts from before the request is written until the first token's event is complete.
  * Prints one line of JSON: requests, tokens, seconds, percentiles of TTFT and of whole requests.
  *
  * load --target HOST:PORT --connections N --seconds S --tokens N [--stream 1|0]
  *      [--prompt-bytes N] [--allow-hand-off 1: a relay may pass "kv_transfer_params":null on]
+ *      [--key KEY: sent as bearer token] [--quick-ack 1: acknowledge every segment at once]
  */
 #include "net.h"
 
@@ -31,8 +32,8 @@ struct series {
 
 static struct client clients[MAX_FDS];
 static struct series ttft_us, latency_us;
-static const char *allow_handoff;
-static bool streaming;
+static const char *allow_handoff, *key;
+static bool streaming, quick_ack;
 static long mean_tokens, num_tokens, prompt_bytes, next_seed = FIRST_SEED, num_busy;
 static double deadline_us;
 
@@ -64,15 +65,15 @@ static void start_request(int fd) {
   c->tokens = 0;
   c->done = c->in_body = false;
   body.len = request.len = 0;
-  append_text(&body, "{\"model\":\"bench\",\"messages\":[{\"role\":\"user\",\"content\":\"");
+  append_text(&body, "{\"model\":\"bench\",\"messages\":[{\"role\":\"user\",\"content\":\"s%ld ", c->seed);
   reserve(&body, (size_t)prompt_bytes);
   for (long i = 0; i < prompt_bytes; i++) body.data[body.len++] = "lorem ipsum dolor sit amet "[i % 27];
-  append_text(&body, "\"}],\"max_tokens\":%ld,\"temperature\":0.0,\"stream\":%s,\"seed\":%ld}",
-              c->tokens_wanted, streaming ? "true" : "false", c->seed);
+  append_text(&body, "\"}],\"max_tokens\":%ld,\"temperature\":0.0,\"stream\":%s}",
+              c->tokens_wanted, streaming ? "true" : "false");
   append_text(&request,
-              "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nUser-Agent: load\r\nAccept: */*\r\n"
+              "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nUser-Agent: load\r\nAccept: */*\r\n%s%s%s"
               "X-Request-Id: load-%ld\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n\r\n",
-              c->seed, body.len);
+              *key ? "Authorization: Bearer " : "", key, *key ? "\r\n" : "", c->seed, body.len);
   append(&request, body.data, body.len);
   c->started_us = now_us();
   if (!c->busy) c->busy = true, num_busy++;
@@ -205,7 +206,9 @@ int main(int argc, char **argv) {
   streaming = *option(argc, argv, "--stream", "1") == '1';
   prompt_bytes = atol(option(argc, argv, "--prompt-bytes", "1024"));
   allow_handoff = option(argc, argv, "--allow-hand-off", "0");
-  int fds[MAX_FDS], epoll = epoll_create1(0);
+  key = option(argc, argv, "--key", "");
+  quick_ack = *option(argc, argv, "--quick-ack", "0") == '1';
+  int fds[MAX_FDS], on = 1, epoll = epoll_create1(0);
   for (long i = 0; i < connections; i++) watch(epoll, fds[i] = connect_to(target));
   double started_us = now_us();
   deadline_us = started_us + seconds * 1e6;
@@ -218,6 +221,8 @@ int main(int argc, char **argv) {
       int fd = events[i].data.fd;
       size_t before = clients[fd].in.len;
       if (events[i].events & EPOLLIN && !read_all(fd, &clients[fd].in)) fault("the connection was closed", "", 0);
+      /* The kernel forgets it again, so it is said after each read. */
+      if (quick_ack) setsockopt(fd, IPPROTO_TCP, TCP_QUICKACK, &on, sizeof on);
       if (clients[fd].in.len > before) take(fd);
       if (events[i].events & GONE) fault("the connection was closed", "", 0);
     }

@@ -7,14 +7,16 @@ which any process may read; /proc only says how it splits into user and system.
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from figures import Run
@@ -41,6 +43,24 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Subject:
+    """One thing that load.c can talk to."""
+
+    name: str
+    target: str
+    pid: int
+    """Its children count as well."""
+    floor: str | None = None
+    """The C relay in the same mode, that its costs are compared with."""
+    strips_hand_off: bool = False
+    key: str = ""
+    """What clients have to send; empty: none."""
+    quick_ack: bool = False
+    """Whether clients acknowledge each segment at once: without it, what does not set TCP_NODELAY
+    waits for acknowledgements that come 40 ms late."""
+
+
+@dataclass(frozen=True, slots=True)
 class CpuTime:
     """What a process has spent since it started, all its threads together."""
 
@@ -64,15 +84,17 @@ def build_tools() -> None:
 
 
 @contextmanager
-def started(name: str, command: Sequence[str], core: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process on one core, its output in build/bench/NAME.log; terminated at the end."""
+def started(
+    name: str, command: Sequence[str], cores: Collection[int]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process on its cores, its output in build/bench/NAME.log; terminated at the end."""
     with (BUILD / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            preexec_fn=partial(settle, cores),
         )
     try:
         yield process
@@ -83,6 +105,13 @@ def started(name: str, command: Sequence[str], core: int) -> Iterator[subprocess
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def settle(cores: Collection[int]) -> None:
+    """In a new process: keep to these cores, and open as many files as the system allows."""
+    os.sched_setaffinity(0, cores)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def wait_healthy(name: str, process: subprocess.Popen[bytes], url: str) -> None:
@@ -103,37 +132,56 @@ def wait_healthy(name: str, process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def read_cpu(pid: int) -> CpuTime:
-    clock = (~pid << 3) | 2  # CPUCLOCK_SCHED of a process, as clock_getcpuclockid(3) forms it
-    spent_us = time.clock_gettime(clock) * 1e6
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return CpuTime(spent_us, user_ticks=int(fields[11]), system_ticks=int(fields[12]))
+    """Of a process and its children."""
+    spent_us, user_ticks, system_ticks = 0.0, 0, 0
+    for each in list_family(pid):
+        clock = (~each << 3) | 2  # CPUCLOCK_SCHED of a process, as clock_getcpuclockid(3) forms it
+        spent_us += time.clock_gettime(clock) * 1e6
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        user_ticks += int(fields[11])
+        system_ticks += int(fields[12])
+    return CpuTime(spent_us, user_ticks, system_ticks)
 
 
-def run_load(target: str, pid: int, load: Load, core: int, allow_hand_off: bool) -> Run:
-    """Load `target` and measure process `pid` meanwhile; BenchError on any wrong answer."""
+def read_resident_kib(pid: int) -> float:
+    """Memory of a process and its children, what they share divided among them."""
+    text = "".join(Path(f"/proc/{each}/smaps_rollup").read_text() for each in list_family(pid))
+    return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+
+
+def list_family(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = " ".join((task / "children").read_text() for task in tasks)
+    return [pid, *map(int, children.split())]
+
+
+def run_load(subject: Subject, load: Load, core: int) -> Run:
+    """Load a subject and measure its processes meanwhile; BenchError on any wrong answer."""
     options = {
-        "--target": target,
+        "--target": subject.target,
         "--connections": load.connections,
         "--seconds": load.seconds,
         "--tokens": load.tokens,
         "--stream": int(load.stream),
-        "--allow-hand-off": int(allow_hand_off),
+        "--allow-hand-off": int(not subject.strips_hand_off),
+        "--key": subject.key,
+        "--quick-ack": int(subject.quick_ack),
     }
     command = [str(BUILD / "load"), *(str(part) for pair in options.items() for part in pair)]
-    before = read_cpu(pid)
+    before = read_cpu(subject.pid)
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             timeout=load.seconds + RUN_SLACK_S,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            preexec_fn=partial(settle, (core,)),
         )
     except subprocess.TimeoutExpired as error:
-        raise BenchError(f"the load on {target} did not end in time") from error
+        raise BenchError(f"the load on {subject.name} did not end in time") from error
     if done.returncode:
-        raise BenchError(f"the load on {target} failed: {done.stderr.strip()}")
-    after = read_cpu(pid)
+        raise BenchError(f"the load on {subject.name} failed: {done.stderr.strip()}")
+    after = read_cpu(subject.pid)
     result = json.loads(done.stdout)
     return Run(
         requests=result["requests"],

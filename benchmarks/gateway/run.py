@@ -13,16 +13,27 @@ import platform
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from endurance import (
+    CLIENTS,
+    MILLION,
+    Crowd,
+    Sample,
+    build_crowd_table,
+    build_memory_table,
+    measure_crowds,
+    measure_memory,
+    to_rows,
+)
 from figures import Cost, Run, Spread, fit_cost, spread, system_share
-from processes import BenchError, Load, build_tools, measure_idle, run_load
+from processes import BenchError, Load, Subject, build_tools, measure_idle, run_load
 from rich.console import Console
 from rich.table import Table
-from stage import Cores, Subject, choose_cores, describe_cores, find_haproxy, list_cores, stage
+from stage import Cores, choose_cores, describe_cores, find_haproxy, list_cores, stage
 
-WIDTH = 110
+WIDTH = 130
 STARVED_SHARE = 0.9
 WARM_UP = Load(tokens=4, connections=32, seconds=0.5)
 
@@ -71,8 +82,7 @@ class Description:
 
 def measure_round(subject: Subject, settings: Settings, core: int) -> Round:
     def run(load: Load) -> Run:
-        allow_hand_off = not subject.strips_hand_off
-        return run_load(subject.target, subject.pid, load, core, allow_hand_off)
+        return run_load(subject, load, core)
 
     seconds = settings.seconds
     idle = measure_idle(subject.pid, seconds)
@@ -96,7 +106,7 @@ def measure(
 ) -> dict[str, list[Round]]:
     rounds: dict[str, list[Round]] = defaultdict(list)
     for subject in subjects:
-        run_load(subject.target, subject.pid, WARM_UP, core, allow_hand_off=True)
+        run_load(subject, WARM_UP, core)
     for number in range(settings.rounds):
         for subject in subjects:
             console.print(f"round {number + 1} of {settings.rounds}: {subject.name}", style="dim")
@@ -140,11 +150,11 @@ def format_spread(figure: Spread | None, digits: int = 1) -> str:
 
 def build_tables(summaries: Mapping[str, Mapping[str, Spread]]) -> list[Table]:
     costs = Table(title="CPU time: median (least-most) of the rounds")
-    costs.add_column("proxy")
+    costs.add_column("proxy", no_wrap=True)
     for column in ("us/request", "us/token", "x floor, request", "x floor, token", "kernel"):
         costs.add_column(column, justify="right", no_wrap=True)
     rates = Table(title="One core's rate and the wait it adds: median (least-most)")
-    rates.add_column("proxy")
+    rates.add_column("proxy", no_wrap=True)
     for column in ("max req/s", "us each", "TTFT p50 +us", "TTFT p99 +us", "idle"):
         rates.add_column(column, justify="right", no_wrap=True)
     for name, figures in summaries.items():
@@ -190,7 +200,16 @@ def print_report(summaries: Mapping[str, Mapping[str, Spread]], description: Des
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "what",
+        nargs="?",
+        default="cost",
+        choices=("cost", "memory", "idle"),
+        help="cost per request and token; memory over a million requests; 10,000 idle clients",
+    )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=1, help="of each gateway of ours")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="proxies; floors come along")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each run")
     parser.add_argument("--quick", action="store_true", help="does everything work? a few seconds")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
@@ -203,10 +222,14 @@ def choose_settings(arguments: argparse.Namespace) -> Settings:
     return Settings(rounds=arguments.rounds, seconds=arguments.seconds)
 
 
-def describe(settings: Settings, cores: Cores, quick: bool) -> Description:
+def describe(
+    settings: Settings, cores: Cores, quick: bool, measured: Collection[str]
+) -> Description:
     notes = [describe_cores(cores)]
     if find_haproxy() is None:
         notes.append("haproxy is not installed, so it is not measured")
+    if not any(name.startswith("sglang") for name in measured):
+        notes.append("sglang-router is not measured: it was left out, or cannot be installed")
     if quick:
         notes.append("--quick shows that the benchmark works: quote none of its figures")
     python = f"Python {platform.python_version()}"
@@ -217,27 +240,49 @@ def describe(settings: Settings, cores: Cores, quick: bool) -> Description:
 def main() -> int:
     # Unwind on SIGTERM (`timeout`, CI), so that no engine or gateway outlives the benchmark.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    arguments = parse_arguments()
-    settings, console = choose_settings(arguments), Console(stderr=True)
-    cores = choose_cores(list_cores())
+    arguments, console = parse_arguments(), Console(stderr=True)
     try:
         build_tools()
-        with stage(cores, settings.step_us) as subjects:
-            rounds = measure(subjects, settings, cores.load, console)
+        if arguments.what == "cost":
+            report_costs(arguments, console)
+        else:
+            report_endurance(arguments, console)
     except BenchError as error:
         console.print(str(error), style="red", markup=False)
         return 1
+    return 0
+
+
+def report_endurance(arguments: argparse.Namespace, console: Console) -> None:
+    cores, settings = choose_cores(list_cores()), choose_settings(arguments)
+    values: Sequence[Sample | Crowd]
+    if arguments.what == "memory":
+        samples = measure_memory(cores, console, 10_000 if arguments.quick else MILLION)
+        values, table = samples, build_memory_table(samples)
+    else:
+        clients = 1_000 if arguments.quick else CLIENTS
+        crowds = measure_crowds(cores, settings.step_us, settings.seconds, clients)
+        values, table = crowds, build_crowd_table(crowds)
+    if arguments.output == "json":
+        print(json.dumps(to_rows(values), indent=2))
+    else:
+        Console(width=WIDTH).print(table)
+
+
+def report_costs(arguments: argparse.Namespace, console: Console) -> None:
+    settings, cores = choose_settings(arguments), choose_cores(list_cores())
+    with stage(cores, settings.step_us, arguments.processes, arguments.only) as subjects:
+        rounds = measure(subjects, settings, cores.load, console)
     summaries = {s.name: summarize(rounds, s) for s in subjects if s.name != "direct"}
-    description = describe(settings, cores, arguments.quick)
+    description = describe(settings, cores, arguments.quick, summaries)
     if arguments.output == "json":
         proxies = {
             name: {figure: asdict(values) for figure, values in figures.items()}
             for name, figures in summaries.items()
         }
         print(json.dumps({**asdict(description), "proxies": proxies}, indent=2))
-        return 0
-    print_report(summaries, description)
-    return 0
+    else:
+        print_report(summaries, description)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from processes import BUILD, HERE, started, wait_healthy
+from processes import BUILD, HERE, Subject, started, wait_healthy
+from rivals import build_sglang_command, install_sglang_router
 
 HOST = f"127.77.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 ENGINES = {"mixed": f"{HOST}:7001", "prefill": f"{HOST}:7002", "decode": f"{HOST}:7003"}
@@ -27,7 +28,22 @@ PROXIES = {
     "haproxy": f"{HOST}:7023",
     "cleave": f"{HOST}:7024",
     "cleave P/D": f"{HOST}:7025",
+    "cleave bare": f"{HOST}:7026",
+    "cleave bare P/D": f"{HOST}:7027",
+    "sglang-router": f"{HOST}:7028",
+    "sglang-router P/D": f"{HOST}:7029",
 }
+SGLANG_METRICS = {"sglang-router": 7031, "sglang-router P/D": 7032}
+KEY = "a-key-of-the-benchmark"
+TENANTS = f"""tenants:
+- name: bench
+  keys: [{KEY}]
+  requestsPerMinute: 1000000000
+  tokensPerMinute: 1000000000
+  maxConcurrent: 1000000
+"""
+EVERYTHING = ("--ttft-ms", "200", "--tpot-ms", "50")
+"""Beside what is always on: metrics, recovery, hand-off checks."""
 LOOK_S = 1.0
 HAPROXY = """
 global
@@ -56,18 +72,6 @@ class Cores:
     load: int
     rest: int
     """The prefill engine and the agents."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """One thing that load.c can talk to."""
-
-    name: str
-    target: str
-    pid: int
-    floor: str | None = None
-    """The C relay in the same mode, that its costs are compared with."""
-    strips_hand_off: bool = False
 
 
 def choose_cores(available: Sequence[int]) -> Cores:
@@ -103,35 +107,52 @@ def describe_cores(cores: Cores) -> str:
 
 
 @contextmanager
-def stage(cores: Cores, step_us: int) -> Iterator[list[Subject]]:
-    """Start everything; yields what can be measured, floors before what is compared with them."""
+def stage(
+    cores: Cores, step_us: int, processes: int = 1, only: Collection[str] | None = None
+) -> Iterator[list[Subject]]:
+    """Start everything; yields what can be measured, floors before what is compared with them.
+
+    `only`: the proxies that are wanted beside the floors; None: all.
+    """
     with ExitStack() as stack:
-        yield Stage(stack, cores).build(step_us)
+        yield Stage(stack, cores, processes, only).build(step_us)
 
 
 class Stage:
     """Starts the processes of one benchmark."""
 
-    def __init__(self, stack: ExitStack, cores: Cores) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        cores: Cores,
+        processes: int = 1,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """`processes`: of each gateway, on as many cores."""
         self._stack = stack
         self._cores = cores
+        self._processes = processes
+        self._only = only
 
     def build(self, step_us: int) -> list[Subject]:
-        engine = self._start_engines(step_us)
+        engine = self.start_engines(step_us)
         subjects = [Subject("direct", ENGINES["mixed"], engine.pid)]
         subjects.append(self._start_relay("relay", "mixed"))
         subjects.append(self._start_relay("relay P/D", "decode", "--prefill", ENGINES["prefill"]))
-        if haproxy := find_haproxy():
+        if self._wants("haproxy") and (haproxy := find_haproxy()):
             subjects.append(self._start_haproxy(haproxy))
-        subjects.append(self._start_gateway("cleave", "relay", AGENTS["mixed"]))
-        both = f"{AGENTS['prefill']},{AGENTS['decode']}"
-        subjects.append(self._start_gateway("cleave P/D", "relay P/D", both))
+        if self._wants("sglang-router") and (python := install_sglang_router()):
+            subjects += self._start_sglang_routers(python)
+        for name in ("cleave", "cleave P/D", "cleave bare", "cleave bare P/D"):
+            if self._wants(name):
+                subjects.append(self.start_gateway(name))
         return subjects
 
-    def _start(self, name: str, command: Sequence[str], core: int) -> subprocess.Popen[bytes]:
-        return self._stack.enter_context(started(log_name(name), command, core))
+    def _wants(self, name: str) -> bool:
+        return self._only is None or name in self._only
 
-    def _start_engines(self, step_us: int) -> subprocess.Popen[bytes]:
+    def start_engines(self, step_us: int) -> subprocess.Popen[bytes]:
+        """All three and their agents; the mixed one."""
         for role, address in ENGINES.items():
             command = [str(BUILD / "engine"), "--listen", address, "--role", role]
             command += ["--boot-id", f"boot-{role}", "--peer", "boot-prefill"]
@@ -143,6 +164,26 @@ class Stage:
         agents = [sys.executable, str(HERE / "agents.py"), *instances]
         self._start("agents", agents, self._cores.rest)
         return mixed
+
+    def start_gateway(self, name: str) -> Subject:
+        """One of cleave's; what is not bare has everything on."""
+        host, port = PROXIES[name].split(":")
+        split, bare = name.endswith("P/D"), "bare" in name
+        agents = f"{AGENTS['prefill']},{AGENTS['decode']}" if split else AGENTS["mixed"]
+        command = [sys.executable, "-m", "cleave.gateway.main", "--host", host, "--port", port]
+        command += ["--agents", agents, "--max-clients", "20000"]
+        if not bare:
+            command += [*EVERYTHING, "--api-keys", str(self._write_keys())]
+        if self._processes > 1:
+            command += ["--processes", str(self._processes)]
+        cores = range(self._cores.proxy, self._cores.proxy + self._processes)
+        process = self._start(name, command, *cores)
+        wait_healthy(log_name(name), process, f"http://{PROXIES[name]}/health")
+        floor, key = "relay P/D" if split else "relay", "" if bare else KEY
+        return Subject(name, PROXIES[name], process.pid, floor, strips_hand_off=True, key=key)
+
+    def _start(self, name: str, command: Sequence[str], *cores: int) -> subprocess.Popen[bytes]:
+        return self._stack.enter_context(started(log_name(name), command, cores))
 
     def _start_relay(self, name: str, role: str, *options: str) -> Subject:
         command = [str(BUILD / "relay"), "--listen", PROXIES[name], "--engine", ENGINES[role]]
@@ -157,12 +198,30 @@ class Stage:
         process = self._start("haproxy", [haproxy, "-db", "-f", str(config)], self._cores.proxy)
         return Subject("haproxy", address, process.pid, floor="relay")
 
-    def _start_gateway(self, name: str, floor: str, agents: str) -> Subject:
-        host, port = PROXIES[name].split(":")
-        command = [sys.executable, "-m", "cleave.gateway.main", "--host", host, "--port", port]
-        process = self._start(name, [*command, "--agents", agents], self._cores.proxy)
-        wait_healthy(log_name(name), process, f"http://{PROXIES[name]}/health")
-        return Subject(name, PROXIES[name], process.pid, floor, strips_hand_off=True)
+    def _start_sglang_routers(self, python: Path) -> Iterator[Subject]:
+        """Each with usual clients, and with those that acknowledge at once."""
+        engines = {role: f"http://{address}" for role, address in ENGINES.items()}
+        pair = ["--prefill", engines["prefill"], "9000", "--decode", engines["decode"]]
+        ways = {
+            "sglang-router": ["--worker-urls", engines["mixed"]],
+            "sglang-router P/D": ["--pd-disaggregation", *pair],
+        }
+        for name, way in ways.items():
+            address = PROXIES[name]
+            command = build_sglang_command(python, address, SGLANG_METRICS[name])
+            process = self._start(name, [*command, *way], self._cores.proxy)
+            wait_healthy(log_name(name), process, f"http://{address}/readiness")
+            floor = "relay P/D" if name.endswith("P/D") else "relay"
+            usual = Subject(name, address, process.pid, floor)
+            yield usual
+            yield replace(usual, name=f"{name}, quick-ack", quick_ack=True)
+
+    def _write_keys(self) -> Path:
+        keys = BUILD / f"keys-{os.getpid()}.yaml"
+        if not keys.exists():
+            keys.write_text(TENANTS)
+            self._stack.callback(keys.unlink)
+        return keys
 
 
 def log_name(name: str) -> str:

@@ -123,7 +123,7 @@ def token(index: int, seed: int) -> str:
 
 def events(request: str) -> list[str]:
     """The right answer: a role, the tokens, the end."""
-    seed = int(re.findall(r'"seed":(\d+)', request)[0])
+    seed = int(re.findall(r'"content":"s(\d+)', request)[0])
     count = int(re.findall(r'"max_tokens":(\d+)', request)[0])
     role = '{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
     return [role, *(token(i, seed) for i in range(count)), "[DONE]"]
