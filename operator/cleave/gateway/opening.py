@@ -18,6 +18,8 @@ _USUAL = b'data: {"i'
 """Of an event that is no error; its first key is `id`."""
 _DATA = len(b"data: ")
 _ROLE = b'"delta":{"role":'
+_ROLE_WITHIN = 1_024
+"""Bytes of an event; where it stands later, the event is no opening."""
 _NOTHING_SAID = b'"content":""'
 
 
@@ -39,24 +41,26 @@ class _ErrorEvent(msgspec.Struct):
     error: _Error
 
 
+_BEGIN = Opening.BEGIN
+"""Found for every stream, and looking a member up takes an enum a while."""
+
 _decode_error = msgspec.json.Decoder(_ErrorEvent).decode
 
 
 def judge_opening(opening: bytes) -> Opening:
     """What a stream that has begun with these bytes is."""
-    if opening.startswith(_USUAL) and _ROLE not in opening:
-        return Opening.BEGIN
     if len(opening) > MAX_HELD_BYTES:
-        return Opening.BEGIN
+        return _BEGIN
+    at = 0
+    # By place, not by cutting: the first event may name every token of a prompt.
     while True:
-        if opening.startswith(_ERROR):
-            return _judge_error(opening)
-        event, end, rest = opening.partition(b"\n\n")
-        if not end:
-            return Opening.HOLD if _ERROR.startswith(opening) else Opening.BEGIN
-        if _ROLE not in event or _NOTHING_SAID not in event:
-            return Opening.BEGIN
-        opening = rest
+        role = opening.find(_ROLE, at, at + _ROLE_WITHIN) if opening.startswith(_USUAL, at) else -1
+        if role < 0:
+            return _judge_event(opening[at:])
+        end = opening.find(b"\n\n", role)
+        if end < 0 or opening.find(_NOTHING_SAID, role, end) < 0:
+            return _BEGIN
+        at = end + 2
 
 
 def is_failure(event: bytes) -> bool:
@@ -66,6 +70,13 @@ def is_failure(event: bytes) -> bool:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return True
     return not (isinstance(code, int) and 400 <= code < 500)
+
+
+def _judge_event(opening: bytes) -> Opening:
+    """Of an event that does not name the role."""
+    if opening.startswith(_ERROR):
+        return _judge_error(opening)
+    return Opening.HOLD if _ERROR.startswith(opening) else _BEGIN
 
 
 def _judge_error(opening: bytes) -> Opening:

@@ -104,6 +104,8 @@ class Relay:
             piece = self._turn(piece)
         lost = ""
         if piece:
+            if not self.events and self.hides_ids:
+                piece = self._hide_prompt_ids(piece)
             if _KEY in piece and leaks_handoff(piece):
                 raise HandoffError("lies in the stream")
             events = piece.count(_EVENT_END)
@@ -113,8 +115,6 @@ class Relay:
                 piece, lost = _cut_at_failure(piece)
                 events = piece.count(_EVENT_END)
         if piece:
-            if not self.events and self.hides_ids and _PROMPT_IDS in piece:
-                piece = self._hide_prompt_ids(piece)
             self._kept.append(piece)
             self.events = passed = self.events + events
             if passed & KEPT_MASK < events:
@@ -171,9 +171,14 @@ class Relay:
         return b"".join([splice.turn(event) for event in events.split(BORDER) if event])
 
     def _hide_prompt_ids(self, events: bytes) -> bytes:
-        """vLLM states them once, in its first event, as long as the prompt is."""
-        start = events.index(_PROMPT_IDS) + len(_PROMPT_IDS) - 1
+        """vLLM states them once, in its first event, as long as the prompt is.
+
+        Taken out first of all, lest every look at the piece goes over them.
+        """
+        start = events.find(_PROMPT_IDS) + len(_PROMPT_IDS) - 1
         end = events.find(b"]", start)
+        if start < len(_PROMPT_IDS) - 1 or end < 0:
+            return events
         self.prompt_ids = events[start + 1 : end]
         return b"%bnull%b" % (events[:start], events[end + 1 :])
 
