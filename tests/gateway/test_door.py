@@ -207,21 +207,6 @@ async def test_a_tenants_own_rule_goes_before_the_gateways(make_stage, tmp_path)
     assert [(await client.read()).status for client in (first, second)] == [200, 200]
 
 
-async def test_a_request_waits_for_an_instance_that_wakes(make_stage) -> None:
-    stage = await make_stage({}, wake_s=10.0)
-    client = await stage.connect()
-    client.send(ASK)
-    await stage.until(lambda: stage.context.metrics.in_flight == 1, "it waits")
-    await stage.add("x", "mixed")
-    assert (await client.read()).status == 200
-    await stage.until_idle()
-
-
-async def test_it_does_not_wait_for_a_model_that_nobody_knows(make_stage) -> None:
-    stage = await make_stage({"x": "mixed"}, wake_s=60.0)
-    assert (await stage.ask(ASK | {"model": "other"})).status == 404
-
-
 async def test_attainment_counts_what_was_missed_and_what_was_not_served(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, ttft_slo_ms=200, tpot_slo_ms=50)
     engine = stage.engines["x"]

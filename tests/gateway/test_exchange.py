@@ -49,6 +49,12 @@ async def test_what_cannot_be_split_is_decoded_where_it_is_prefilled(pair) -> No
     assert "kv_transfer_params" not in pair.engines["d"].requests[0].body
 
 
+async def test_a_requests_own_priority_reaches_both_engines(pair) -> None:
+    assert (await pair.ask(ASK | {"stream": True, "priority": -7})).status == 200
+    for engine in pair.engines.values():
+        assert [request.body["priority"] for request in engine.requests] == [-7]
+
+
 async def test_a_first_token_that_ends_the_answer_hands_nothing_over(pair) -> None:
     """vLLM keeps no KV then; the decode side computes the prompt itself."""
 

@@ -3,19 +3,12 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from cleave.gateway import health
-from cleave.perf import latency, model
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.emulator.api import Api
-from cleave_worker.emulator.config import EngineConfig, KvTransfer
-from cleave_worker.emulator.engine import Engine
-from cleave_worker.emulator.scheduler import Limits
 
 NO_PORT = 1
 """Nobody listens there."""
@@ -23,69 +16,6 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS], ids=["chat", "completion"])
 STREAM = {"model": "m", "stream": True, "max_tokens": 24, "ignore_eos": True}
-
-
-class Emulated:
-    """One emulated engine behind HTTP, which can be ended and come back."""
-
-    def __init__(self, boot_id: str) -> None:
-        self.engine = Engine(
-            EngineConfig(
-                served_model_name="m",
-                shape=model.load("opt-13b"),
-                profile=latency.load("distserve/opt-13b/tp1"),
-                max_model_len=2048,
-                limits=Limits(max_num_seqs=64, max_num_batched_tokens=512),
-                block_size=16,
-                num_blocks=1_000,
-                time_scale=0.02,
-                kv_transfer=KvTransfer(boot_id, "127.0.0.1", 0),
-            )
-        )
-        app = Api(self.engine).application()
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
-        self.url = ""
-
-    async def start(self) -> None:
-        await self.engine.start()
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def stop(self) -> None:
-        await self.engine.stop()
-        await self._runner.cleanup()
-
-
-@pytest.fixture
-async def emulate() -> AsyncIterator[Callable[[str], Awaitable[Emulated]]]:
-    """Starts emulated engines."""
-    started: list[Emulated] = []
-
-    async def start(boot_id: str) -> Emulated:
-        emulated = Emulated(boot_id)
-        await emulated.start()
-        started.append(emulated)
-        return emulated
-
-    yield start
-    for emulated in started:
-        await emulated.stop()
-
-
-@pytest.fixture
-def make_fleet(make_stage, emulate):
-    """Stages whose engines are emulated: the stage and its engines by name."""
-
-    async def make(roles: dict[str, str], **options: float):
-        stage = await make_stage(roles, **options)
-        engines = {}
-        for name in roles:
-            engines[name] = await emulate(f"boot-{name}")
-            stage.state(stage.engines[name], engine_url=engines[name].url, max_model_len=2048)
-        return stage, engines
-
-    return make
 
 
 @pytest.fixture

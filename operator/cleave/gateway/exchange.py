@@ -292,7 +292,7 @@ class Exchange:
     def _miss(self, error: RouterError) -> None:
         """No instance can take it now: wait for one, or give up."""
         context = self._context
-        empty = isinstance(error, UnknownModel) and not context.router.directory.models
+        empty = isinstance(error, UnknownModel) and not context.router.directory.has_answers
         missing = isinstance(error, NoInstance) or empty
         told = from_router(error)
         if missing:

@@ -117,7 +117,8 @@ class Pages:
         context = self._context
         if request.path in _OTHERS:
             models = context.router.directory.models
-            completion = read_other(request.body, next(iter(models)) if len(models) == 1 else "")
+            bases = [name for name, known in models.items() if not known.base]
+            completion = read_other(request.body, bases[0] if len(bases) == 1 else "")
         else:
             completion = read_completion(request.body)
         tenant = EVERYBODY
@@ -148,12 +149,14 @@ class Pages:
         return HTTPStatus.OK, head.JSON, msgspec.json.encode(listed)
 
     def _describe_model(self, name: str) -> dict[str, object]:
+        directory = self._context.router.directory
         return {
             "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "cleave",
-            "max_model_len": self._context.router.directory.find_max_model_len(name),
+            "parent": directory.models[name].base or None,
+            "max_model_len": directory.find_max_model_len(name),
         }
 
     def _describe_health(self) -> tuple[int, dict[str, object]]:

@@ -20,13 +20,14 @@ _MOST_BLOCKS = 256
 """Of one prompt; what is longer than 128 KiB is as good as unique beyond it."""
 
 
-def hash_blocks(text: bytes | memoryview) -> list[int]:
+def hash_blocks(text: bytes | memoryview, adapter: int = 0) -> list[int]:
     """A hash for each whole block of `text` and all that is before it, first one first.
 
+    `adapter`: key of the one whose KV it is; 0: the model's own.
     32 bits: two texts that share one by accident cost a pick that is not the best, nothing else.
     """
     hashes: list[int] = []
-    chained = 0
+    chained = adapter
     view = memoryview(text)
     for end in range(BLOCK_BYTES, min(len(view), _MOST_BLOCKS * BLOCK_BYTES) + 1, BLOCK_BYTES):
         chained = crc32(view[end - BLOCK_BYTES : end], chained)
@@ -62,6 +63,10 @@ class PrefixIndex:
         for gone in self._recent.keys() - set(holders):
             for each in self._recent.pop(gone):
                 self._drop(each, gone)
+
+    def knows(self, hashes: Sequence[int]) -> bool:
+        """Whether anybody has the beginning of such a prompt."""
+        return bool(hashes) and hashes[0] in self._holders
 
     def find(self, hashes: Sequence[int]) -> Iterator[tuple[int, set[str]]]:
         """(blocks from the first on, who has them), the most blocks first."""

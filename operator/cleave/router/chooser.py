@@ -44,6 +44,10 @@ from cleave.router.boards import RESIDENT_WEIGHT
 from cleave.router.instance import Instance
 from cleave.router.passes import Passes
 
+ADAPTER_TOKENS = 1_024.0
+"""How many more tokens may wait, or be held, where an adapter is than elsewhere: about what it
+takes to bring one to another instance."""
+
 
 class Wish(msgspec.Struct, frozen=True, gc=False):
     """What is known of a request that is to be placed."""
@@ -55,6 +59,8 @@ class Wish(msgspec.Struct, frozen=True, gc=False):
     """Of its prompt's blocks, for PrefixAware."""
     session: int | None = None
     """Key of the session it belongs to."""
+    adapter: int | None = None
+    """Key of the adapter it asks for."""
 
 
 class Chooser:
@@ -81,13 +87,17 @@ class Chooser:
         output_tokens: float,
         session: bytes | None,
         text: bytes | memoryview,
+        adapter: int | None,
     ) -> Wish:
         """What this policy looks at, and nothing that it does not."""
-        if self._is_by_score and session is None:
+        if self._is_by_score and session is None and adapter is None:
             return Wish(prompt_tokens, output_tokens)
         key = to_key(session) if session is not None else None
-        hashes = hash_blocks(text) if self._policy is Policy.PREFIX_AWARE else ()
-        return Wish(prompt_tokens, output_tokens, hashes, key)
+        # KV that one adapter made is no other's.
+        known = self._policy is Policy.PREFIX_AWARE
+        hashes = hash_blocks(text, adapter or 0) if known else ()
+        keeps = adapter if self._policy in _KEEPING_ADAPTERS else None
+        return Wish(prompt_tokens, output_tokens, hashes, key, keeps)
 
     def count_cached(self, instance: Instance, wish: Wish) -> int:
         """Tokens of the prompt that the instance has probably computed before."""
@@ -111,7 +121,8 @@ class Chooser:
     def choose_pair(self, board: Board, uses: "Board | Uses", wish: Wish) -> tuple[int, int]:
         """(prefill slot, decode slot), or (NONE, slot): both phases there."""
         cells = board.cells
-        if self._is_by_score and wish.session is None and not board.is_shared and cells is None:
+        plain = wish.session is None and wish.adapter is None
+        if self._is_by_score and plain and not board.is_shared and cells is None:
             return choose_pair(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
         prefill, decode = uses.prefill, uses.decode
         if cells is not None and prefill.size and decode.size:
@@ -134,6 +145,8 @@ class Chooser:
             return NONE
         if wish.session is not None:
             return self._find_kept(board, scores, wish.session, wish.prompt_tokens)
+        if wish.adapter is not None and not self._index.knows(wish.hashes):
+            return self._find_kept(board, scores, wish.adapter, ADAPTER_TOKENS)
         if self._policy is Policy.PREFIX_AWARE:
             return find_cached(scores, board.boots, self._index.find(wish.hashes))
         if self._policy in _DRAWN:
@@ -150,6 +163,8 @@ class Chooser:
             return NONE
         if prompt and wish.session is not None:
             return self._find_kept(board, scores, wish.session, wish.prompt_tokens)
+        if wish.adapter is not None and not (prompt and self._index.knows(wish.hashes)):
+            return find_kept(scores, board.keys, wish.adapter, ADAPTER_TOKENS)
         policy = self._policy
         if policy is Policy.BEST_FIT:
             return self._find_best_fit(board, scores, wish, prompt)
@@ -179,7 +194,7 @@ class Chooser:
             return find_at_home(scores, board.away, worth, 0.0)
         return find_least(scores)
 
-    def _find_kept(self, board: Board, scores: Scores, session: int, tokens: int) -> int:
+    def _find_kept(self, board: Board, scores: Scores, session: int, tokens: float) -> int:
         """Whatever the policy counts: what coming back costs is the queue of prompts."""
         queues = np.where(scores < np.inf, board.pending_prompt, scores)
         return find_kept(queues, board.keys, session, tokens)
@@ -260,5 +275,12 @@ def close(board: Board, slots: list[int]) -> Uses:
 
 _BY_SCORE = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
 _IN_TURNS = (Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
+_KEEPING_ADAPTERS = (
+    Policy.SHORTEST_WAIT,
+    Policy.PENDING_TOKENS,
+    Policy.POWER_OF_TWO,
+    Policy.PREFIX_AWARE,
+)
+"""The others look at something that staying with an adapter would spoil."""
 _IN_TOKENS = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS)
 _DRAWN = (Policy.RANDOM, Policy.POWER_OF_TWO)

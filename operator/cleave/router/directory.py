@@ -7,7 +7,9 @@ counts only while that address is the one that holds the name.
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Collection
 
+from cleave.policy.affinity import to_key
 from cleave.policy.dispatch import Policy
 from cleave.router.board import Board
 from cleave.router.instance import Contact, Instance
@@ -21,10 +23,14 @@ SILENCE_S = 10.0
 
 @dataclasses.dataclass(slots=True)
 class Model:
-    """The boards of one model, one per deployment and revision."""
+    """The boards of one model or adapter, one per deployment and revision."""
 
     boards: list[Board]
     instances: list[Instance]
+    base: str = ""
+    """Of an adapter: the model that it changes; empty: this is none."""
+    adapter: int | None = None
+    """The key that its requests keep together by; None: this is none."""
 
 
 class Directory:
@@ -73,6 +79,11 @@ class Directory:
         """Score an instance whose books changed."""
         if instance.board is not None:
             instance.board.update(instance.slot)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether any engine has answered yet: until then nobody knows which adapters there are."""
+        return any(map(_has_answered, self.instances.values()))
 
     def find_max_model_len(self, model: str) -> int:
         """Tokens that a request may have on every instance of a model; 0: not known."""
@@ -126,6 +137,7 @@ class Directory:
             instance = self.instances[name]
             stated = instance.registration
             groups[stated.model, stated.deployment, stated.revision].append(instance)
+        adapters: dict[str, list[tuple[str, Board]]] = defaultdict(list)
         self.models = {}
         for (model, _, _), instances in sorted(groups.items()):
             board = Board(instances, self.policy)
@@ -134,3 +146,22 @@ class Directory:
             known.instances.extend(instances)
             for slot, instance in enumerate(instances):
                 instance.board, instance.slot = board, slot
+            for name in _find_adapters(instances):
+                adapters[name].append((model, board))
+        for name, served in adapters.items():
+            if name not in self.models:
+                boards = [board for _, board in served]
+                all_of_them = [instance for board in boards for instance in board.instances]
+                self.models[name] = Model(boards, all_of_them, served[0][0], to_key(name))
+
+
+def _find_adapters(instances: Collection[Instance]) -> Collection[str]:
+    """What all of them serve, as far as they know: one that starts for the first time does not."""
+    told = [set(each.registration.adapters) for each in instances if _has_answered(each)]
+    return sorted(set.intersection(*told)) if told else ()
+
+
+def _has_answered(instance: Instance) -> bool:
+    """Whether its engine has: in this life, or in one before and said which adapters it has."""
+    stated = instance.registration
+    return stated.state != agent_pb2.STATE_STARTING or bool(stated.adapters)

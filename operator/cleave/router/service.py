@@ -92,7 +92,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             instances=[
                 _describe(instance, now)
                 for _, instance in sorted(self._router.directory.instances.items())
-                if request.model in ("", instance.registration.model)
+                if _serves(instance, request.model)
             ]
         )
 
@@ -162,6 +162,11 @@ def _to_message(target: Target) -> router_pb2.Target:
         boot_id=target.boot_id,
         epoch=target.epoch,
     )
+
+
+def _serves(instance: Instance, model: str) -> bool:
+    stated = instance.registration
+    return model in ("", stated.model) or model in stated.adapters
 
 
 def _describe(instance: Instance, now: float) -> router_pb2.Instance:

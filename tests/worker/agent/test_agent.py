@@ -79,6 +79,15 @@ def test_two_workers_prove_their_kv_path_and_say_what_they_serve(pair) -> None:
         assert told.reason == ""
 
 
+def test_a_worker_says_which_adapters_its_engine_serves(agents) -> None:
+    adapters = ("--enable-lora", "--lora-modules", "sql=/none", "law=/none")
+    agent = agents.start("x-0", "mixed", *EMULATED, engine_args=(*FAST, *adapters))
+    told = agent.until(lambda told: bool(told.adapters))
+    assert (told.adapters, told.model) == (["sql", "law"], "m")
+    status, answer = post(told.engine_url, "/v1/completions", {"model": "law", "prompt": "hello"})
+    assert (status, answer["model"]) == (200, "law")
+
+
 def test_a_killed_engine_comes_back_under_another_boot_id_and_is_proven_again(pair) -> None:
     prefill, _ = pair
     before = prefill.health().registration

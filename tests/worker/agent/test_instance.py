@@ -81,6 +81,14 @@ async def test_a_failed_test_leaves_a_serving_worker_ready_but_unverified(
     assert told.kv_path.detail == "wrong tokens"
 
 
+async def test_adapters_are_stated_until_another_boot_has_others(instance: Instance) -> None:
+    instance.answered(replace(FACTS, adapters=("sql", "law")))
+    instance.lost("killed")
+    assert instance.registration().adapters == ["sql", "law"]
+    instance.answered(replace(FACTS, adapters=("law",)))
+    assert instance.registration().adapters == ["law"]
+
+
 async def test_nothing_leads_back_from_draining(instance: Instance) -> None:
     instance.drain()
     instance.answered(FACTS)

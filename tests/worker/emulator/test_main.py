@@ -141,7 +141,8 @@ def test_an_unknown_flag_is_one_line_and_exit_code_2() -> None:
 def test_what_the_agent_passes_to_vllm_is_accepted() -> None:
     options = parse(
         [*BASE, "--served-model-name", "m", "--host", "127.0.0.9", "--port", "81", "--dtype",
-         "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
+         "float32", "--enforce-eager", "--enable-lora", "--max-loras", "2", "--lora-modules",
+         "sql=/adapters/sql", "--max-model-len", "512", "--max-num-seqs", "8",
          "--tensor-parallel-size", "2", "--pipeline-parallel-size", "1", "--no-enable-log-requests",
          "--kv-transfer-config", json.dumps({**KV, "engine_id": "boot", "kv_buffer_device": "cpu",
          "kv_load_failure_policy": "recompute",
@@ -151,6 +152,7 @@ def test_what_the_agent_passes_to_vllm_is_accepted() -> None:
     engine, kv = options.engine, options.engine.kv_transfer
     assert (options.host, options.port, engine.served_model_name) == ("127.0.0.9", 81, "m")
     assert engine.profile.name == "distserve/opt-13b/tp2"
+    assert engine.adapters == ("sql",)
     assert kv is not None
     assert (kv.engine_id, kv.port, kv.lease_s, kv.recompute_on_failure) == ("boot", 5601, 7, True)
 

@@ -36,14 +36,17 @@ async def facts(url: str, engine: str, block_size: int, seconds: float) -> Engin
     """What the engine says about itself; `block_size` where it is silent. Raises HttpError."""
     models = await _json(f"{url}/v1/models", seconds)
     version = (await _json(f"{url}/version", seconds)).get("version", "")
-    served = models.get("data")
-    first = served[0] if isinstance(served, list) and served else {}
+    cards = models.get("data")
+    served = cards if isinstance(cards, list) else []
+    first = served[0] if served else {}
     metrics = await http.request("GET", f"{url}/metrics", seconds=seconds)
     told = _BLOCK_SIZE.search(metrics.body)
     return EngineFacts(
         engine=f"{engine} {version}".strip() if engine == "vllm" else engine,
         max_model_len=int(first.get("max_model_len") or 0),
         kv_block_size=int(told.group(1)) if told else block_size,
+        # Only what changes another model has a parent.
+        adapters=tuple(str(card["id"]) for card in served if card.get("parent")),
     )
 
 

@@ -33,6 +33,8 @@ class EngineFacts:
     """`vllm 0.32.0`, `emulated`."""
     max_model_len: int
     kv_block_size: int
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters, by the names that clients ask for."""
 
 
 class Instance:
@@ -124,6 +126,7 @@ class Instance:
         state.max_model_len = facts.max_model_len
         state.kv_block_size = facts.kv_block_size
         state.kv_blocks_total = self.load.kv_blocks_total
+        state.adapters[:] = facts.adapters
         self._enter(agent_pb2.STATE_VERIFYING, "KV path is being tested")
 
     def verified(self, kv_path: agent_pb2.KvPath) -> None:

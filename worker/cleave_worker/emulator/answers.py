@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 class EventEncoder:
     """Server-sent events of one choice of a stream."""
 
-    def __init__(self, call: Call, model: str, index: int = 0) -> None:
+    def __init__(self, call: Call, index: int = 0) -> None:
         self._call = call
         self._index = index
         self._offset = 0
@@ -29,7 +29,7 @@ class EventEncoder:
             "id": call.id,
             "object": "chat.completion.chunk" if call.chat else "text_completion",
             "created": int(time.time()),
-            "model": model,
+            "model": call.model,
         }
         # Words need no escaping in JSON, so a token's event is three pieces around word and id.
         self._prompt_told = True
@@ -115,7 +115,6 @@ class Choice:
 
 def whole(
     call: Call,
-    model: str,
     made: Sequence[Choice],
     kv_transfer_params: dict[str, object] | None,
 ) -> bytes:
@@ -124,7 +123,7 @@ def whole(
         "id": call.id,
         "object": "chat.completion" if call.chat else "text_completion",
         "created": int(time.time()),
-        "model": model,
+        "model": call.model,
         "choices": [_whole_choice(call, index, one) for index, one in enumerate(made)],
         "service_tier": None,
         "system_fingerprint": None,

@@ -142,10 +142,10 @@ class Api:
 
     def __init__(self, engine: Engine, fault_injection: bool = False) -> None:
         self._engine = engine
-        self._model = engine.config.served_model_name
+        self._models = (engine.config.served_model_name, *engine.config.adapters)
         self._created = int(time.time())
         self._registry = Collector(
-            self._model, engine.metrics, engine.gauges, engine.cache_config
+            self._models[0], engine.metrics, engine.gauges, engine.cache_config
         ).registry()
         self._fault_injection = fault_injection
 
@@ -156,7 +156,7 @@ class Api:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
-        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
@@ -178,7 +178,7 @@ class Api:
             raise _unavailable(f"The engine has {_MAX_REQUESTS} requests.")
         body = await _read_json(request)
         limit = self._engine.config.max_model_len
-        call = parse_call(body, chat, self._model, limit, request.headers)
+        call = parse_call(body, chat, self._models, limit, request.headers)
         if call.stream:
             return await self._stream(request, call)
         return await self._whole(call)
@@ -195,7 +195,7 @@ class Api:
         params = None
         if call.request.hold and self._engine.door:
             params = self._engine.faults.mix_up(self._engine.door.params_of(sequences[0]))
-        body = answers.whole(call, self._model, made, params)
+        body = answers.whole(call, made, params)
         return web.Response(body=body, content_type="application/json")
 
     async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
@@ -205,9 +205,7 @@ class Api:
         transport = request.transport
         if transport is None:
             raise ConnectionResetError
-        encoders = [
-            answers.EventEncoder(call, self._model, index) for index in range(len(call.requests))
-        ]
+        encoders = [answers.EventEncoder(call, index) for index in range(len(call.requests))]
         careful = bool(call.stop) or call.logprobs is not None
         drop = self._engine.faults.drop
         streams = [
@@ -251,17 +249,17 @@ class Api:
             raise bad_request("tokens must be a list of token ids.", "tokens")
         return web.json_response({"prompt": "".join(map(tokenizer.decode, tokens))})
 
-    async def _models(self, _: web.Request) -> web.Response:
-        card = {
-            "id": self._model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "vllm",
-            "root": self._engine.config.shape.name,
-            "parent": None,
-            "max_model_len": self._engine.config.max_model_len,
-        }
-        return web.json_response({"object": "list", "data": [card]})
+    async def _list_models(self, _: web.Request) -> web.Response:
+        config, (base, *adapters) = self._engine.config, self._models
+        common = {"object": "model", "created": self._created, "owned_by": "vllm"}
+        root, limit = config.shape.name, config.max_model_len
+        cards = [{"id": base, **common, "root": root, "parent": None, "max_model_len": limit}]
+        # As vLLM lists them, which tells no length.
+        cards += [
+            {"id": name, **common, "root": name, "parent": base, "max_model_len": None}
+            for name in adapters
+        ]
+        return web.json_response({"object": "list", "data": cards})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self._engine.alive else 503)

@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave.perf.latency import Profile
@@ -45,6 +46,8 @@ class EngineConfig:
     time_scale: float = 1.0
     """Emulated durations are multiplied by this; 0.1 is ten times faster."""
     kv_transfer: KvTransfer | None = None
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters by name; each continues a prompt in its own way."""
 
     def __post_init__(self) -> None:
         """Refuse what could never serve a request, as vLLM does at start-up."""
@@ -58,6 +61,22 @@ class EngineConfig:
         smallest = min(self.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens)
         if smallest < 1 or self.time_scale < 0:
             raise ConfigError("lengths and limits must be at least 1, --time-scale at least 0")
+
+
+def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
+    """The names in vLLM's --lora-modules: NAME=PATH, or JSON with `name`. Raises ConfigError."""
+    if modules and not enabled:
+        raise ConfigError("--lora-modules needs --enable-lora")
+    names: list[str] = []
+    for module in modules:
+        try:
+            name = json.loads(module)["name"] if module.startswith("{") else module.split("=")[0]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"--lora-modules: {module!r} is malformed: {error!r}") from error
+        if not isinstance(name, str) or not name or name in names:
+            raise ConfigError(f"--lora-modules: {module!r} must have a name, and of its own")
+        names.append(name)
+    return tuple(names)
 
 
 def parse_kv_transfer(

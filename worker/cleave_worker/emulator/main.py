@@ -19,7 +19,13 @@ from aiohttp import web
 from cleave.metrics import load_page
 from cleave.perf import latency, model
 from cleave_worker.emulator.api import Api
-from cleave_worker.emulator.config import ConfigError, EngineConfig, KvTransfer, parse_kv_transfer
+from cleave_worker.emulator.config import (
+    ConfigError,
+    EngineConfig,
+    KvTransfer,
+    parse_adapters,
+    parse_kv_transfer,
+)
 from cleave_worker.emulator.engine import Engine
 from cleave_worker.emulator.scheduler import Limits
 
@@ -67,6 +73,7 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> Options:
         num_blocks=num_blocks,
         time_scale=args.time_scale,
         kv_transfer=_load_kv_transfer(args, environment),
+        adapters=parse_adapters(args.lora_modules, args.enable_lora),
     )
     return Options(args.host, args.port, args.fault_injection, engine)
 
@@ -159,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tensor-parallel-size", type=int, default=1)
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV hand-off")
+    add("--enable-lora", action="store_true")
+    add("--lora-modules", nargs="+", default=(), metavar="NAME=PATH", help="PATH is not read")
     emulation = parser.add_argument_group("emulation")
     add = emulation.add_argument
     add("--latency", help="latency profile: ENGINE/MODEL/tpN, or a file of cleave profile")
@@ -173,7 +182,8 @@ def _parser() -> argparse.ArgumentParser:
 def _accept_without_effect(add: Callable[..., argparse.Action]) -> None:
     for flag in ("--dtype", "--seed", "--gpu-memory-utilization", "--uvicorn-log-level"):
         add(flag)
-    add("--pipeline-parallel-size", type=int)
+    for number in ("--pipeline-parallel-size", "--max-loras", "--max-cpu-loras", "--max-lora-rank"):
+        add(number, type=int)
     for switch in ("--enforce-eager", "--trust-remote-code", "--enable-log-requests"):
         add(switch, action=argparse.BooleanOptionalAction)
     for switch in ("--disable-log-stats", "--disable-uvicorn-access-log"):

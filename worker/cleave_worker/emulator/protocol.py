@@ -6,7 +6,7 @@ each of several choices is another. What cannot be emulated is refused rather th
 
 import uuid
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,8 @@ class Call:
 
     id: str
     """As clients see it: cmpl-... or chatcmpl-..."""
+    model: str
+    """As the client named it: the base, or an adapter."""
     chat: bool
     stream: bool
     include_usage: bool
@@ -70,15 +72,14 @@ class Call:
 
 
 def parse_call(
-    body: object, chat: bool, model: str, max_model_len: int, headers: Mapping[str, str]
+    body: object, chat: bool, models: Sequence[str], max_model_len: int, headers: Mapping[str, str]
 ) -> Call:
-    """Check a decoded JSON body. Raises ApiError."""
+    """Check a decoded JSON body; `models`: the base, then adapters. Raises ApiError."""
     if not isinstance(body, dict):
         raise bad_request("The request body must be a JSON object.")
-    if body.get("model", model) != model:
-        raise ApiError(
-            404, f"The model `{body['model']}` does not exist.", "NotFoundError", "model"
-        )
+    model = body.get("model", models[0])
+    if model not in models:
+        raise ApiError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
     _refuse(body)
     prompt = _chat_prompt(body) if chat else _completion_prompt(body)
     stream = bool(body.get("stream"))
@@ -102,6 +103,7 @@ def parse_call(
         hold=hold,
         hand_off=hand_off,
         seed=_integer(body, "seed", None) if body.get("temperature") != 0 else None,
+        adapter=model if model != models[0] else "",
     )
     count = _count_choices(body)
     if count > 1 and (hold or hand_off):
@@ -109,6 +111,7 @@ def parse_call(
     choices = [replace(request, id=f"{request.id}-{i}", choice=i) for i in range(1, count)]
     return Call(
         id=call_id,
+        model=model,
         chat=chat,
         stream=stream,
         include_usage=_include_usage(body, stream),

@@ -9,6 +9,7 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
+from zlib import crc32
 
 from cleave_worker.emulator import tokenizer
 from cleave_worker.emulator.blocks import BlockPool
@@ -45,6 +46,8 @@ class Request:
     """Of the draws that choose tokens; None: the model's one continuation."""
     choice: int = 0
     """Each is another continuation."""
+    adapter: str = ""
+    """That the model is changed by; KV and tokens depend on it."""
 
     @property
     def prompt_digest(self) -> bytes:
@@ -77,6 +80,7 @@ class Sequence:
         "_content",
         "_keys",
         "_num_written",
+        "_start",
         "_summary",
         "blocks",
         "cached_tokens",
@@ -110,6 +114,7 @@ class Sequence:
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self._keys: list[bytes] = []
+        self._start = crc32(request.adapter.encode()) if request.adapter else EMPTY
         self.reset()
 
     def reset(self) -> None:
@@ -118,7 +123,7 @@ class Sequence:
         self.num_computed = 0
         self._num_written = 0
         self._summary = 0
-        self._content = EMPTY
+        self._content = self._start
 
     @property
     def num_outputs(self) -> int:
@@ -137,7 +142,7 @@ class Sequence:
         keys = self._keys
         for start in range(len(keys) * block_size, count * block_size, block_size):
             block = self.tokens[start : start + block_size].tobytes()
-            parent = keys[-1] if keys else b""
+            parent = keys[-1] if keys else self.request.adapter.encode()
             keys.append(hashlib.blake2b(parent + block, digest_size=8).digest())
         return keys[:count]
 
@@ -146,7 +151,7 @@ class Sequence:
 
         At least the newest token is computed again, because its pass makes the next token.
         """
-        self._summary, self._content = 0, EMPTY
+        self._summary, self._content = 0, self._start
         for index, block in enumerate(self.blocks[: -(-num_tokens // pool.block_size)]):
             if index:
                 self._summary = fold(self._summary, self._content)
@@ -174,6 +179,9 @@ class Sequence:
         """Append the token that follows all computed KV; why the sequence ends, if it does."""
         request = self.request
         value = fold(fold(self._summary, self._content), len(self.tokens))
+        if request.adapter:
+            # KV of the right adapter is not enough: the engine that goes on must apply it, too.
+            value = fold(value, self._start)
         num_outputs = self.num_outputs + 1
         if request.seed is not None or request.choice:
             # As many draws are used up as tokens were made: they do not begin anew elsewhere.

@@ -5,8 +5,10 @@ The agent beside every engine. Routers, the operator and `cleave status` dial it
 it dials nobody, so any number of routers may follow one instance.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -138,6 +140,7 @@ class Registration(_message.Message):
     KV_PATH_FIELD_NUMBER: _builtins.int
     CELL_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
     deployment: _builtins.str
@@ -175,6 +178,10 @@ class Registration(_message.Message):
     def kv_path(self) -> Global___KvPath:
         """result of the self-test"""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """LoRA, by the names clients ask for"""
+
     def __init__(
         self,
         *,
@@ -198,10 +205,11 @@ class Registration(_message.Message):
         kv_path: Global___KvPath | None = ...,
         cell: _builtins.str = ...,
         home: Global___Role.ValueType = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,150 @@
+"""Adapters: who serves them, and where their requests stay."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from cleave.policy.affinity import to_key
+from cleave.policy.dispatch import Policy
+from cleave.policy.prefixes import BLOCK_BYTES
+from cleave.router.chooser import ADAPTER_TOKENS
+from cleave.router.directory import Directory
+from cleave.router.errors import NoInstance, UnknownModel
+from cleave.router.router import Router
+from cleave.rpc.v1 import agent_pb2
+
+FOUR = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
+KEEPING = [Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.POWER_OF_TWO, Policy.PREFIX_AWARE]
+
+
+@pytest.fixture
+def routed(stated, clock):
+    """A router over `name=role` instances that serve adapters."""
+
+    def make(policy: Policy, roles: dict[str, str], *adapters: str) -> Router:
+        directory = Directory(policy)
+        for name, role in roles.items():
+            directory.hear(name, stated(name, role, adapters=adapters), 0.0)
+        return Router(directory, clock=clock, seed=5)
+
+    return make
+
+
+def serve(router: Router, model: str, **request: object) -> tuple[str | None, str]:
+    """The instances of a request that ends at once."""
+    pick = router.pick(model, 100, **request)
+    router.release(pick)
+    return pick.prefill.instance if pick.prefill else None, pick.decode.instance
+
+
+def test_an_adapter_is_served_by_the_instances_of_its_base(routed) -> None:
+    router = routed(Policy.SHORTEST_WAIT, FOUR, "sql", "law")
+    models = router.directory.models
+    assert {name: known.base for name, known in models.items()} == {"m": "", "sql": "m", "law": "m"}
+    assert models["sql"].boards == models["m"].boards
+    assert serve(router, "sql")[0] in ("p1", "p2")
+
+
+def test_an_adapter_that_nobody_serves_is_an_unknown_model(routed) -> None:
+    with pytest.raises(UnknownModel):
+        serve(routed(Policy.SHORTEST_WAIT, FOUR, "sql"), "law")
+
+
+def test_a_revision_serves_what_all_of_it_that_has_answered_serve(directory, stated) -> None:
+    directory.hear("p", stated("p", "prefill", adapters=["sql", "law"]), 0.0)
+    directory.hear("d", stated("d", "decode", adapters=["sql"]), 0.0)
+    starting = stated("e", "decode", state=agent_pb2.STATE_STARTING)
+    directory.hear("e", starting, 0.0)
+    assert set(directory.models) == {"m", "sql"}
+
+
+def test_a_new_revision_alone_gets_what_the_old_one_lacks(directory, stated) -> None:
+    directory.hear("a", stated("a", "mixed"), 0.0)
+    directory.hear("b", stated("b", "mixed", revision="r2", adapters=["sql"]), 0.0)
+    router = Router(directory)
+    assert {serve(router, "sql") for _ in range(8)} == {(None, "b")}
+    assert {serve(router, "m")[1] for _ in range(8)} == {"a", "b"}
+
+
+def test_an_adapter_outlives_the_restart_of_all_engines(directory, stated) -> None:
+    for name in ("a", "b"):
+        fields = {"adapters": ["sql"], "state": agent_pb2.STATE_STARTING, "boot_id": "new"}
+        directory.hear(name, stated(name, "mixed", **fields), 0.0)
+    with pytest.raises(NoInstance):
+        Router(directory).pick("sql", 100)
+
+
+def test_a_model_goes_before_an_adapter_of_its_name(directory, stated) -> None:
+    directory.hear("a", stated("a", "mixed", adapters=["sql"]), 0.0)
+    directory.hear("b", stated("b", "mixed", model="sql", deployment="other"), 0.0)
+    assert serve(Router(directory), "sql") == (None, "b")
+
+
+@pytest.mark.parametrize("policy", KEEPING)
+def test_requests_of_an_adapter_stay_together_in_both_phases(routed, policy: Policy) -> None:
+    adapters = [f"a{n}" for n in range(16)]
+    router = routed(policy, FOUR, *adapters)
+    homes = {name: {serve(router, name) for _ in range(6)} for name in adapters}
+    assert all(len(found) == 1 for found in homes.values())
+    assert len({home for found in homes.values() for home in found}) == 4, "but adapters spread"
+    assert len({serve(router, "m") for _ in range(20)}) > 1, "and the model itself does not stay"
+
+
+@pytest.mark.parametrize("policy", KEEPING)
+def test_an_adapter_goes_elsewhere_when_staying_costs_more(routed, policy: Policy) -> None:
+    router = routed(policy, {"a": "mixed", "b": "mixed"}, "sql")
+    counts = Counter(router.pick("sql", 200, 100).decode.instance for _ in range(200))
+    assert min(counts.values()) * 300 >= max(counts.values()) * 300 - ADAPTER_TOKENS - 300
+
+
+@pytest.mark.parametrize("policy", sorted(set(Policy) - set(KEEPING), key=lambda each: each.value))
+def test_other_policies_treat_adapters_like_their_model(routed, policy: Policy) -> None:
+    served = []
+    for model in ("m", "sql"):
+        router = routed(policy, FOUR, "sql")
+        served.append([serve(router, model) for _ in range(20)])
+    assert served[0] == served[1]
+
+
+def test_every_gateway_keeps_an_adapter_at_the_same_place(routed) -> None:
+    adapters = [f"a{n}" for n in range(16)]
+    homes = []
+    for seed in (1, 2):
+        router = routed(Policy.SHORTEST_WAIT, FOUR, *adapters)
+        for _ in range(seed):
+            router.pick("m", 10)
+        homes.append([serve(router, name) for name in adapters])
+    assert homes[0] == homes[1]
+
+
+def test_a_session_goes_before_its_adapter(routed) -> None:
+    router = routed(Policy.SHORTEST_WAIT, FOUR, "sql")
+    sessions = [serve(router, "sql", session=b"user-%d" % n)[0] for n in range(20)]
+    assert set(sessions) == {"p1", "p2"}
+
+
+def test_kv_of_one_adapter_is_not_taken_for_that_of_another(routed) -> None:
+    router = routed(Policy.PREFIX_AWARE, FOUR, "sql", "law")
+    text = b"x" * BLOCK_BYTES * 4
+    for model, todo in (("m", 500), ("sql", 500), ("sql", 0), ("law", 500), ("m", 0)):
+        pick = router.pick(model, 500, text=text)
+        assert pick._prefill_entry[2] == todo, model
+        router.release(pick)
+
+
+def test_books_are_empty_after_requests_of_many_adapters(routed) -> None:
+    adapters = [f"a{n}" for n in range(4)]
+    router = routed(Policy.SHORTEST_WAIT, FOUR, *adapters)
+    rng = random.Random(2)
+    picks = [router.pick(rng.choice(["m", *adapters]), rng.randint(1, 999)) for _ in range(100)]
+    for pick in picks:
+        router.release(pick)
+    for instance in router.directory.instances.values():
+        assert (instance.ledger.requests, instance.ledger.prompt.own) == (0, 0)
+
+
+def test_keys_of_adapters_differ(routed) -> None:
+    router = routed(Policy.SHORTEST_WAIT, FOUR, "sql", "law")
+    keys = [router.directory.models[name].adapter for name in ("m", "sql", "law")]
+    assert keys == [None, to_key("sql"), to_key("law")]
