@@ -24,22 +24,34 @@ SEED = 20
 SMALL = ("--prefill", "2", "--decode", "2", "--mixed", "1", "--clients", "8", "--gap", "0.4")
 
 
-def test_a_short_storm_loses_nothing_and_serves_no_wrong_token() -> None:
-    command = [sys.executable, str(RUN), "emulated", *SMALL, "--seed", str(SEED)]
+def hurt(*options: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and report of a short run."""
     ran = subprocess.run(
-        [*command, "--faults", "24", "--burst", "12", "-o", "json"],
+        [sys.executable, str(RUN), "emulated", *SMALL, *options, "-o", "json"],
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
     assert ran.stdout, ran.stderr[-3_000:]
-    report = json.loads(ran.stdout)
-    assert ran.returncode == 0, report["violation"]
+    return ran.returncode, json.loads(ran.stdout)
+
+
+def test_a_short_storm_loses_nothing_and_serves_no_wrong_token() -> None:
+    code, report = hurt("--seed", str(SEED), "--faults", "24", "--burst", "12")
+    assert code == 0, report["violation"]
     assert sum(report["faults"].values()) >= 18
     assert len(report["faults"]) >= 6
     assert report["cases"]["RIGHT"] >= 50
     assert report["cases"].keys() <= {case.name for case in Case} - {"WRONG", "NO_INSTANCE"}
+
+
+def test_kv_that_was_computed_wrong_is_seen_and_the_faults_around_it_are_told() -> None:
+    code, report = hurt("--seed", "1", "--faults", "20", "--only", "wrong KV")
+    assert code == 1
+    assert "parts after" in report["violation"]
+    assert "wrong KV: chaos-prefill-" in report["violation"]
+    assert report["seed"] == 1
 
 
 @pytest.fixture

@@ -55,7 +55,13 @@ def choose_kinds(only: list[str] | None) -> dict[str, int]:
     kinds = faults.WORKER_KINDS | faults.GATEWAY_KINDS
     if network.can_cut():
         kinds |= faults.CUTS
-    return {kind: kinds[kind] for kind in only} if only else kinds
+    if not only:
+        return kinds
+    kinds |= faults.SILENT_KINDS
+    unknown = set(only) - kinds.keys()
+    if unknown:
+        sys.exit(f"--only: no such fault here: {', '.join(unknown)}; there are {', '.join(kinds)}")
+    return {kind: kinds[kind] for kind in only}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -32,7 +32,7 @@ class Expected:
 
 def expect(path: str, body: dict[str, Any]) -> Expected:
     """The answer to a request that is no stream of another model."""
-    call = parse_call(body, path == CHAT, body["model"], MAX_MODEL_LEN, {})
+    call = parse_call(body, path == CHAT, [body["model"]], MAX_MODEL_LEN, {})
     made = [_generate(request, call.stop) for request in call.requests]
     return Expected(
         texts=tuple(text for text, _, _ in made),

@@ -35,8 +35,13 @@ WORKER_KINDS = {
 """Kind -> how often, against the others."""
 CUTS = {"cut engine": 5, "cut KV": 5, "cut agent": 4}
 GATEWAY_KINDS = {"kill gateway": 2}
+SILENT_KINDS = {"wrong KV": 1}
+"""What nothing notices but a client: shows that a run can fail."""
 FIRST_OF_PAIRS = frozenset(
-    ("corrupt hand-off", "stale hand-off", "short hand-off", "swap hand-off", "cut KV")
+    (
+        *("corrupt hand-off", "stale hand-off", "short hand-off", "swap hand-off"),
+        *("cut KV", "wrong KV"),
+    )
 )
 """Kinds that only mean something to instances that hand over."""
 LONG_S = {"hang engine": 6.0, "hang agent": 12.0, "freeze loop": 6.0, "cut engine": 6.0}
@@ -178,6 +183,7 @@ INJECTED = {
     "stale hand-off": lambda amount: {"stale_handoff": amount},
     "short hand-off": lambda amount: {"short_handoff": amount},
     "swap hand-off": lambda amount: {"swap_handoff": amount},
+    "wrong KV": lambda amount: {"wrong_kv": amount},
 }
 """What the emulated engine is told."""
 

@@ -51,8 +51,10 @@ class Request:
 
     @property
     def prompt_digest(self) -> bytes:
-        """Equal digests mean equal prompts."""
-        return hashlib.blake2b(self.prompt.tobytes(), digest_size=8).digest()
+        """Equal digests mean equal prompts of one adapter: the same KV."""
+        return hashlib.blake2b(
+            self.prompt.tobytes() + self.adapter.encode(), digest_size=8
+        ).digest()
 
 
 class State(Enum):
