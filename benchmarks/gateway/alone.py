@@ -37,7 +37,15 @@ from cleave.rpc.v1 import agent_pb2
 
 KEY = "a-key-of-the-benchmark"
 ANSWER_TOKENS = 16
+_ID = b"bench-1"
 _DATE = b"date: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
+
+
+class SteadyContext(Context):
+    """Whose requests all have one id, for the hand-off in the prefill engine's answer names it."""
+
+    def make_id(self) -> bytes:
+        return _ID
 
 
 class Wire:
@@ -124,11 +132,11 @@ class Bench:
 def _build_context(everything: bool) -> Context:
     if not everything:
         config = GatewayConfig(agents="")
-        return Context(config, Router(Directory(), seed=1), Keys(None))
+        return SteadyContext(config, Router(Directory(), seed=1), Keys(None))
     config = GatewayConfig(agents="", ttft_slo_ms=200.0, tpot_slo_ms=50.0, late=Late.SERVE)
     limits = Limits(1_000_000_000, 1_000_000_000, 1_000_000)
     tenant = Tenant("bench", limits)
-    return Context(config, Router(Directory(), seed=1), Keys({digest(KEY.encode()): tenant}))
+    return SteadyContext(config, Router(Directory(), seed=1), Keys({digest(KEY.encode()): tenant}))
 
 
 def _connect(connection: ClientConnection | EngineConnection) -> Wire:
@@ -201,7 +209,7 @@ _PREFILL = _write_whole(
     b'"total_tokens":257,"completion_tokens":1},"prompt_logprobs":null,"kv_transfer_params":'
     b'{"do_remote_prefill":true,"do_remote_decode":false,'
     b'"remote_block_ids":[[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]],'
-    b'"remote_engine_id":"boot-prefill","remote_request_id":"chatcmpl-1-0-82a6113c",'
+    b'"remote_engine_id":"boot-prefill","remote_request_id":"chatcmpl-bench-1-0-82a6113c",'
     b'"remote_host":"127.0.0.1","remote_port":5601,"tp_size":1,"remote_num_tokens":256}}'
 )
 

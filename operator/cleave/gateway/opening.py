@@ -14,8 +14,6 @@ MAX_HELD_BYTES = 8 << 20
 """What is longer is no opening; it passes as it is. An opening may name every token of a prompt."""
 
 _ERROR = b'data: {"error"'
-_USUAL = b'data: {"i'
-"""Of an event that is no error; its first key is `id`."""
 _DATA = len(b"data: ")
 _ROLE = b'"delta":{"role":'
 _ROLE_WITHIN = 1_024
@@ -54,8 +52,8 @@ def judge_opening(opening: bytes) -> Opening:
     at = 0
     # By place, not by cutting: the first event may name every token of a prompt.
     while True:
-        role = opening.find(_ROLE, at, at + _ROLE_WITHIN) if opening.startswith(_USUAL, at) else -1
-        if role < 0:
+        role = opening.find(_ROLE, at, at + _ROLE_WITHIN)
+        if role < 0 or opening.startswith(_ERROR, at) or opening.find(b"\n\n", at, role) >= 0:
             return _judge_event(opening[at:])
         end = opening.find(b"\n\n", role)
         if end < 0 or opening.find(_NOTHING_SAID, role, end) < 0:
