@@ -21,7 +21,6 @@ def test_before_any_answer_the_given_length_is_foretold() -> None:
 def test_a_limit_is_never_exceeded() -> None:
     lengths = taught((100, 500))
     assert lengths.predict(100, 50) == 50
-    assert lengths.predict_again(100, 49, 50) == 50
 
 
 def test_prompts_of_unlike_length_have_means_of_their_own() -> None:
@@ -48,21 +47,6 @@ def test_predictions_are_not_biased() -> None:
     assert abs(error / total) < 0.05
 
 
-def test_one_that_has_outrun_its_prediction_is_foretold_by_longer_ones() -> None:
-    lengths = taught(*[(100, 40), (100, 40), (100, 1_000)] * 50)
-    assert lengths.predict(100) < 400
-    assert lengths.predict_again(100, 400) == pytest.approx(1_000, rel=0.01)
-
-
-def test_one_that_has_outrun_all_others_is_foretold_to_go_on() -> None:
-    assert taught((100, 40)).predict_again(100, 3_000) > 3_000
-
-
 def test_old_answers_fade() -> None:
     lengths = taught(*[(100, 40)] * 3_000, *[(100, 400)] * 12_000)
     assert lengths.predict(100) == pytest.approx(400, rel=0.02)
-
-
-def test_a_long_life_keeps_the_figures_in_range() -> None:
-    lengths = taught(*[(100, 40)] * 50_000)
-    assert lengths.predict_again(100, 10) == pytest.approx(40)
