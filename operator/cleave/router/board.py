@@ -5,19 +5,23 @@ Built by the directory whenever openness changes (rare), updated per dispatch, r
 can never meet a decode of the other.
 """
 
+import math
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
 from cleave.policy.affinity import to_key
 from cleave.policy.books import predict_end_ms
 from cleave.policy.dispatch import RECENCY, STALE, Cells, Policy, Scores, weigh
-from cleave.router.instance import Contact, Instance
+from cleave.router.instance import Contact, Instance, Ledger
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 _STALE = Contact.STALE
-_SHORTEST_WAIT = Policy.SHORTEST_WAIT
 """Looked up for every request, which takes an enum a while."""
+
+USES = ("prefill", "decode", "mixed", "whole", "spare")
+"""Boards have scores for each."""
 
 
 class Board:
@@ -30,13 +34,15 @@ class Board:
     """
 
     __slots__ = (
+        "_compares_more",
         "_places",
-        "_policy",
+        "_score",
         "_uses",
         "away",
         "batch",
         "boots",
         "cells",
+        "computing",
         "context",
         "decode",
         "heaviness",
@@ -53,7 +59,8 @@ class Board:
 
     def __init__(self, instances: list[Instance], policy: Policy = Policy.SHORTEST_WAIT) -> None:
         self.instances = instances
-        self._policy = policy
+        self._score = _find_scoring(policy)
+        self._compares_more = policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
         self.prefill = _closed(len(instances))
         """Prompt of a split request: prefill instances with a verified KV path."""
         self.decode = _closed(len(instances))
@@ -86,11 +93,21 @@ class Board:
         self.boots = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot of each boot of an engine."""
         self._uses = [self._find_uses(instance) for instance in instances]
+        used = {id(scores) for both in self._uses for some in both for scores in some}
+        for use in USES:
+            if id(getattr(self, use)) not in used:
+                setattr(self, use, _closed(0))
+        computes = self.prefill if self.prefill.size else self.whole
+        self.computing = [slot for slot, both in enumerate(self._uses) if _is_in(computes, both)]
+        """Slots of those that compute prompts."""
         for slot in range(len(instances)):
             self.update(slot)
-        for use in ("prefill", "decode", "mixed", "whole", "spare"):
-            if not np.isfinite(getattr(self, use)).any():
-                setattr(self, use, _closed(0))
+
+    def find_shortest_queue(self) -> float:
+        """Prompt tokens that wait where prompts are computed and the fewest do; +inf: nowhere."""
+        # Few are faster as a list, and many are looked through here only for tenants with limits.
+        pending = self.pending_prompt.tolist()
+        return min([pending[slot] for slot in self.computing], default=math.inf)
 
     def _find_uses(self, instance: Instance) -> tuple[tuple[Scores, ...], tuple[Scores, ...]]:
         """(arrays scored by pending prompt tokens, arrays scored by all pending tokens)."""
@@ -107,38 +124,30 @@ class Board:
             return (), (*decode, self.whole, self.mixed)
         return (), ()
 
+    def gather(self) -> None:
+        """Take in what others did that score on the same board; there are none here."""
+
     def update(self, slot: int) -> None:
         """Score one instance anew from its books."""
         instance = self.instances[slot]
         ledger = instance.ledger
-        if instance.num_routers > 1 or self.away[slot]:
-            self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
-            self.is_shared = True
+        if instance.num_routers > 1 or self.is_shared:
+            self._share_out(slot, instance)
         prompt = ledger.prompt.pending
         doubt = STALE if instance.contact is _STALE else 0.0
         self.pending_prompt[slot] = prompt + doubt
+        first, total = self._score(ledger, prompt, doubt)
+        if self._compares_more:
+            self._measure(slot, instance)
         by_prompt, by_all = self._uses[slot]
-        policy = self._policy
-        if policy is _SHORTEST_WAIT:
-            tie = instance.last_turn * RECENCY
-            total = prompt + doubt + tie + ledger.resident.pending
-            queue = ledger.queue
-            # STALE squared is far above what a clock may show as well.
-            first = doubt * doubt + predict_end_ms(prompt, queue.since_ms, queue.token_ms, tie)
-        elif policy is Policy.ROUND_ROBIN:
-            first = total = doubt + instance.last_turn
-        elif policy is Policy.LEAST_REQUESTS:
-            here = ledger.requests + ledger.others
-            first = total = here + doubt + instance.last_turn * RECENCY
-        else:
-            first = prompt + doubt + instance.last_turn * RECENCY
-            total = first + ledger.resident.pending
-            if policy is Policy.LEAST_HEAVY or policy is Policy.BEST_FIT:
-                self._measure(slot, instance)
         for scores in by_prompt:
             scores[slot] = first
         for scores in by_all:
             scores[slot] = total
+
+    def _share_out(self, slot: int, instance: Instance) -> None:
+        self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
+        self.is_shared = True
 
     def _measure(self, slot: int, instance: Instance) -> None:
         """What only few policies look at."""
@@ -148,6 +157,43 @@ class Board:
         self.heaviness[slot] = weigh(ledger.heavy, len(ledger.running) - ledger.heavy)
         self.batch[slot] = len(ledger.running)
         self.context[slot] = ledger.context + held - ledger.resident.own
+
+
+def _is_in(scores: Scores, both: tuple[tuple[Scores, ...], tuple[Scores, ...]]) -> bool:
+    return any(scores is each for some in both for each in some)
+
+
+def _score_wait(ledger: Ledger, prompt: float, doubt: float) -> tuple[float, float]:
+    tie = ledger.last_turn * RECENCY
+    queue = ledger.queue
+    # STALE squared is far above what a clock may show as well.
+    first = doubt * doubt + predict_end_ms(prompt, queue.since_ms, queue.token_ms, tie)
+    return first, prompt + doubt + tie + ledger.resident.pending
+
+
+def _score_turn(ledger: Ledger, _prompt: float, doubt: float) -> tuple[float, float]:
+    turn = doubt + ledger.last_turn
+    return turn, turn
+
+
+def _score_requests(ledger: Ledger, _prompt: float, doubt: float) -> tuple[float, float]:
+    here = ledger.count_requests() + ledger.others
+    score = here + doubt + ledger.last_turn * RECENCY
+    return score, score
+
+
+def _score_tokens(ledger: Ledger, prompt: float, doubt: float) -> tuple[float, float]:
+    first = prompt + doubt + ledger.last_turn * RECENCY
+    return first, first + ledger.resident.pending
+
+
+def _find_scoring(policy: Policy) -> Callable[[Ledger, float, float], tuple[float, float]]:
+    """What makes (score of a prompt, score of all else) of books, pending tokens and doubt."""
+    if policy is Policy.SHORTEST_WAIT:
+        return _score_wait
+    if policy is Policy.ROUND_ROBIN:
+        return _score_turn
+    return _score_requests if policy is Policy.LEAST_REQUESTS else _score_tokens
 
 
 def _count_off(instances: list[Instance]) -> list[int]:

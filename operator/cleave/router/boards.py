@@ -29,7 +29,7 @@ def is_busy(known: Model, tokens: int) -> bool:
 def count_todo(board: Board, first: int, second: int) -> float:
     """What waits before a request on these slots, in prompt tokens; ties by their last turn."""
     resident = board.instances[second].ledger.resident.pending
-    turn = board.instances[first].last_turn * RECENCY
+    turn = board.instances[first].ledger.last_turn * RECENCY
     return float(board.pending_prompt[first]) + RESIDENT_WEIGHT * resident + turn
 
 

@@ -13,6 +13,8 @@ from cleave.policy.affinity import to_key
 from cleave.policy.dispatch import Policy
 from cleave.router.board import Board
 from cleave.router.instance import Contact, Instance
+from cleave.router.shared_board import SharedBoard
+from cleave.router.shared_books import SharedBooks
 from cleave.rpc.v1 import agent_pb2
 
 STALE_S = 2.0
@@ -36,9 +38,13 @@ class Model:
 class Directory:
     """Instances by name, models by the name clients ask for."""
 
-    def __init__(self, policy: Policy = Policy.SHORTEST_WAIT) -> None:
+    def __init__(
+        self, policy: Policy = Policy.SHORTEST_WAIT, books: SharedBooks | None = None
+    ) -> None:
+        """`books`: where several processes dispatch as one."""
         self.policy = policy
         """What boards score by."""
+        self.books = books
         self.instances: dict[str, Instance] = {}
         self.models: dict[str, Model] = {}
         self._names: dict[str, str] = {}
@@ -98,7 +104,11 @@ class Directory:
         self._names[agent] = registration.instance
         instance = self.instances.get(registration.instance)
         if instance is None:
-            instance = Instance(agent, registration, now)
+            instance = (
+                Instance(agent, registration, now)
+                if self.books is None
+                else Instance(agent, registration, now, self.books.open)
+            )
             self.instances[registration.instance] = instance
         else:
             instance.register(agent, registration)
@@ -118,6 +128,7 @@ class Directory:
     def _drop(self, instance: Instance) -> None:
         del self.instances[instance.name]
         instance.board = None
+        instance.ledger.leave()
 
     def _held_by(self, agent: str) -> Instance | None:
         instance = self.instances.get(self._names.get(agent, ""))
@@ -140,7 +151,11 @@ class Directory:
         adapters: dict[str, list[tuple[str, Board]]] = defaultdict(list)
         self.models = {}
         for (model, _, _), instances in sorted(groups.items()):
-            board = Board(instances, self.policy)
+            board = (
+                Board(instances, self.policy)
+                if self.books is None
+                else SharedBoard(instances, self.policy, self.books)
+            )
             known = self.models.setdefault(model, Model([], []))
             known.boards.append(board)
             known.instances.extend(instances)

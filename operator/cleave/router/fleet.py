@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 DISCOVERY_TIMEOUT_S = 5.0
+INTERVAL_MS = 100
+"""Of load reports."""
+MAX_INTERVAL_MS = 500
+"""Far below what makes an instance doubtful."""
 FIRST_DELAY_S = 0.05
 LAST_DELAY_S = 2.0
 
@@ -43,12 +47,22 @@ _CHANNEL_OPTIONS = (
 class Fleet:
     """The streams to all agents."""
 
-    def __init__(self, source: str, directory: Directory, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        source: str,
+        directory: Directory,
+        clock: Callable[[], float],
+        name: str = "",
+        processes: int = 1,
+    ) -> None:
+        """`name`: of all `processes` that keep books together; else it is one of its own."""
         self._agents = Agents(source)
         self._directory = directory
         self._clock = clock
         # Agents tell routers how many they are and count them by name.
-        self._name = uuid.uuid4().hex
+        self._name = name or uuid.uuid4().hex
+        # They share what is reported, so that together they ask for no more than one would.
+        self._interval_ms = min(processes * INTERVAL_MS, MAX_INTERVAL_MS)
         self._wanted: frozenset[str] = frozenset()
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._poller: asyncio.Task[None] | None = None
@@ -101,7 +115,9 @@ class Fleet:
         heard = False
         agent = agent_pb2_grpc.AgentStub(channel)
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async for event in agent.Watch(agent_pb2.WatchRequest(router=self._name)):
+            async for event in agent.Watch(
+                agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
+            ):
                 heard = True
                 self._directory.hear(address, event, self._clock())
         return heard

@@ -7,6 +7,7 @@ tickets are still to be released; so books are replaced, never reset, and late r
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -28,6 +29,8 @@ class Target:
     engine_url: str
     boot_id: str
     epoch: int
+    role: str = ""
+    """prefill, decode or mixed: what it served when it was picked."""
 
 
 class Contact(enum.Enum):
@@ -55,7 +58,17 @@ class Entry(Protocol):
 class Ledger:
     """What this router has sent to one boot of an engine."""
 
-    __slots__ = ("context", "heavy", "others", "prompt", "queue", "requests", "resident", "running")
+    __slots__ = (
+        "context",
+        "heavy",
+        "last_turn",
+        "others",
+        "prompt",
+        "queue",
+        "requests",
+        "resident",
+        "running",
+    )
 
     def __init__(self) -> None:
         self.prompt = Book()
@@ -73,6 +86,15 @@ class Ledger:
         """Tokens of decoding requests, as Aladdin weighs them."""
         self.running: dict[Entry, None] = {}
         """Requests that decode there, or will."""
+        self.last_turn = 0
+        """The pick that last sent something there."""
+
+    def count_requests(self) -> int:
+        """What is running there of those that keep these books."""
+        return self.requests
+
+    def leave(self) -> None:
+        """The boot is gone, or not followed any more."""
 
 
 class Board(Protocol):
@@ -86,11 +108,11 @@ class Instance:
     """An instance and the newest that is known about it."""
 
     __slots__ = (
+        "_open_ledger",
         "agent",
         "board",
         "contact",
         "heard_at",
-        "last_turn",
         "ledger",
         "load",
         "name",
@@ -102,13 +124,21 @@ class Instance:
         "target",
     )
 
-    def __init__(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
+    def __init__(
+        self,
+        agent: str,
+        registration: agent_pb2.Registration,
+        now: float,
+        open_ledger: Callable[[str, str], Ledger] = lambda name, boot_id: Ledger(),  # noqa: ARG005
+    ) -> None:
+        """`open_ledger`: for a boot of an instance, by the names of both."""
         self.name = registration.instance
         """Unique in the fleet."""
         self.agent = agent
         self.registration = registration
         self.load = agent_pb2.LoadReport()
-        self.ledger = Ledger()
+        self._open_ledger = open_ledger
+        self.ledger = open_ledger(self.name, registration.boot_id)
         self.board: Board | None = None
         """Where it is scored; None once it has been forgotten."""
         self.slot = 0
@@ -119,7 +149,6 @@ class Instance:
         self.stood_still_at = -math.inf
         """The same clock, when its engine was last seen to go on after it had made no step with
         requests for so long that leases of KV may have ended."""
-        self.last_turn = 0
         self.num_routers = 1
         """That send requests there."""
         self.router_rank = 0
@@ -137,7 +166,8 @@ class Instance:
     def register(self, agent: str, registration: agent_pb2.Registration) -> None:
         """Take over a new statement; a new boot starts with empty books."""
         if registration.boot_id != self.registration.boot_id:
-            self.ledger = Ledger()
+            self.ledger.leave()
+            self.ledger = self._open_ledger(self.name, registration.boot_id)
             self.load = agent_pb2.LoadReport()
         self.agent = agent
         self.registration = registration
@@ -157,7 +187,7 @@ class Instance:
         self.ledger.prompt.report(load.pending_prompt_tokens)
         self.ledger.resident.report(count_resident_tokens(self.registration, load))
         here = load.num_running + load.num_waiting
-        self.ledger.others = estimate_pending(0.0, here, self.ledger.requests)
+        self.ledger.others = estimate_pending(0.0, here, self.ledger.count_requests())
         return True
 
 
@@ -179,4 +209,5 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         engine_url=registration.engine_url,
         boot_id=registration.boot_id,
         epoch=registration.epoch,
+        role=agent_pb2.Role.Name(registration.role).removeprefix("ROLE_").lower(),
     )

@@ -9,6 +9,7 @@ a slow answer beats none, but it delays the prompts of all others.
 """
 
 import enum
+import itertools
 import math
 import random
 import time
@@ -73,6 +74,10 @@ class Phase(enum.Enum):
     WHOLE = "whole"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+_PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE
+"""Compared for every request, and looking a member up takes an enum as long as a call."""
 
 
 class Pick:
@@ -150,6 +155,9 @@ class Router:
         self._looks_closely = directory.policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
         self._learns_passes = directory.policy is Policy.BEST_FIT
         self._turn = self._num_answers = 0
+        books = directory.books
+        self._next_turn = books.next_turn if books is not None else itertools.count(1).__next__
+        self._gathers = books is not None
 
     def pick(
         self,
@@ -176,6 +184,9 @@ class Router:
         known = self.directory.models.get(model)
         if known is None:
             raise UnknownModel(model)
+        if self._gathers:
+            for board in known.boards:
+                board.gather()
         avoids = [{*avoid, *doubt}, avoid] if doubt else [avoid]
         predicted = self.lengths.predict(prompt_tokens, output_tokens)
         wish = self._chooser.make_wish(prompt_tokens, predicted, session, text, known.adapter)
@@ -192,12 +203,12 @@ class Router:
     def release(self, pick: Pick, phase: Phase = Phase.WHOLE) -> None:
         """Close the books of a request or of one phase; doing so again changes nothing."""
         entry = pick._prefill_entry
-        if entry is not None and phase is not Phase.DECODE:
+        if entry is not None and phase is not _DECODE:
             pick._prefill_entry = None
             now = pick.decoding_since = self._clock()
             instance, ledger, tokens = entry
             ledger.prompt.close(tokens)
-            if phase is Phase.PREFILL:
+            if phase is _PREFILL:
                 ms = ledger.queue.answer(tokens, now * 1000)
                 if self._learns_passes:
                     self._passes.add_prompt(tokens, ms)
@@ -205,7 +216,7 @@ class Router:
                 ledger.requests -= 1
             self._refresh(instance, ledger)
         entry = pick._decode_entry
-        if entry is not None and phase is not Phase.PREFILL:
+        if entry is not None and phase is not _PREFILL:
             pick._decode_entry = None
             instance, ledger, tokens = entry
             ledger.resident.close(tokens)
@@ -278,7 +289,7 @@ class Router:
         """
         best: tuple[float, Board, int, int] | None = None
         for board in known.boards:
-            closed = find_slots(board, avoid)
+            closed = find_slots(board, avoid) if avoid else ()
             uses = close(board, closed) if closed else board
             first, second = self._chooser.choose_pair(board, uses, wish)
             if second == NONE:
@@ -339,9 +350,9 @@ class Router:
         return None
 
     def _enter(self, pick: Pick, prefill: Instance | None, decode: Instance, wish: Wish) -> None:
-        self._turn += 1
+        self._turn = self._next_turn()
         first = decode if prefill is None else prefill
-        first.last_turn = decode.last_turn = self._turn
+        first.ledger.last_turn = decode.ledger.last_turn = self._turn
         todo = wish.prompt_tokens
         if wish.hashes:
             todo = max(todo - self._chooser.count_cached(first, wish), 0)

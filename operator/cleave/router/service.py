@@ -175,7 +175,7 @@ def _describe(instance: Instance, now: float) -> router_pb2.Instance:
         registration=instance.registration,
         load=instance.load,
         pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
-        requests_in_flight=ledger.requests,
+        requests_in_flight=ledger.count_requests(),
         report_age_ms=int(max(now - instance.heard_at, 0.0) * 1_000),
         selectable=instance.selectable,
         agent=instance.agent,

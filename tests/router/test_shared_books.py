@@ -1,0 +1,269 @@
+"""Books that several processes keep together: here several routers on one table."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cleave.policy.dispatch import Policy
+from cleave.router.board import Board
+from cleave.router.directory import Directory
+from cleave.router.router import Phase, Pick, Router
+from cleave.router.shared_books import MAX_BOOTS, SharedBooks, SharedLedger, make_table
+from cleave.rpc.v1 import agent_pb2
+
+PROCESSES = 3
+FLEET = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode", "m1": "mixed"}
+
+
+class Together:
+    """The routers of all processes of one gateway, and what each has under way."""
+
+    def __init__(self, stated: Callable[..., agent_pb2.WatchEvent], policy: Policy) -> None:
+        self.table = make_table(PROCESSES)
+        self.now = 100.0
+        self._stated, self._policy = stated, policy
+        self._boots = {name: f"{name}-1" for name in FLEET}
+        self.routers = [self.start(process) for process in range(PROCESSES)]
+        self.under_way: list[list[Pick]] = [[] for _ in self.routers]
+
+    def start(self, process: int) -> Router:
+        directory = Directory(self._policy, SharedBooks(self.table.seen_by(process)))
+        for name, role in FLEET.items():
+            event = self._stated(name, role, boot_id=self._boots[name])
+            directory.hear(name, event, self.now)
+        return Router(directory, clock=lambda: self.now, seed=1)
+
+    def pick(self, process: int, prompt: int, output: int = 100) -> Pick:
+        picked = self.routers[process].pick("m", prompt, output)
+        self.under_way[process].append(picked)
+        return picked
+
+    def release(self, process: int, which: int, phase: Phase) -> None:
+        if some := self.under_way[process]:
+            picked = some[which % len(some)]
+            self.routers[process].release(picked, phase)
+            if not picked.open:
+                some.remove(picked)
+
+    def die(self, process: int) -> None:
+        self.table.forget(process)
+        self.under_way[process] = []
+        self.routers[process] = self.start(process)
+
+    def reboot(self, name: str, boot: int) -> None:
+        self._boots[name] = f"{name}-{boot + 2}"
+        for router in self.routers:
+            event = self._stated(name, FLEET[name], boot_id=self._boots[name])
+            router.directory.hear(name, event, self.now)
+
+    def ledger(self, name: str, process: int = 0) -> SharedLedger:
+        found = self.routers[process].directory.instances[name].ledger
+        assert isinstance(found, SharedLedger)
+        return found
+
+    def board(self, process: int) -> Board:
+        (board,) = self.routers[process].directory.models["m"].boards
+        board.gather()
+        return board
+
+
+@pytest.fixture
+def together(stated) -> Iterator[Callable[..., Together]]:
+    made: list[Together] = []
+
+    def make(policy: Policy = Policy.SHORTEST_WAIT) -> Together:
+        made.append(Together(stated, policy))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.table.close()
+
+
+def test_each_process_sees_at_once_what_the_others_have_sent(together) -> None:
+    fleet = together()
+    assert {fleet.pick(process, 1000).prefill.instance for process in (0, 1)} == {"p1", "p2"}
+    assert fleet.pick(2, 10).reason == "mixed"
+
+
+def test_idle_instances_are_taken_in_turn_over_all_processes(together) -> None:
+    """Each begins with the first otherwise, and the last ones never get anything."""
+    for policy in (Policy.ROUND_ROBIN, Policy.SHORTEST_WAIT, Policy.LEAST_REQUESTS):
+        fleet = together(policy)
+        for turn in range(6):
+            picked = fleet.pick(turn % PROCESSES, 10)
+            assert picked.prefill.instance == ("p1", "p2")[turn % 2]
+            fleet.release(turn % PROCESSES, 0, Phase.WHOLE)
+
+
+def test_what_a_dead_process_had_under_way_is_not_counted_any_more(together, loaded) -> None:
+    fleet = together()
+    for process in range(PROCESSES):
+        for _ in range(4):
+            fleet.pick(process, 500)
+    before = [fleet.ledger(name).prompt.pending for name in FLEET]
+    fleet.die(1)
+    after = [fleet.ledger(name).prompt.pending for name in FLEET]
+    assert sum(after) == pytest.approx(sum(before) * 2 / 3)
+    for name in FLEET:
+        event = loaded(name, boot_id=f"{name}-1")
+        fleet.routers[0].directory.hear(name, event, fleet.now)
+    assert sorted(fleet.board(2).pending_prompt) == sorted(after)
+    for process in (0, 2):
+        while fleet.under_way[process]:
+            fleet.release(process, 0, Phase.WHOLE)
+    assert [fleet.ledger(name).resident.pending for name in FLEET] == [0.0] * len(FLEET)
+
+
+def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -> None:
+    fleet = together()
+    picked = fleet.pick(0, 1000).prefill.instance
+    for router in fleet.routers:
+        router.directory.hear(picked, loaded(picked, 1000, boot_id=f"{picked}-1"), fleet.now)
+    assert fleet.ledger(picked).prompt.pending == 1000
+    event = loaded(picked, 1700, boot_id=f"{picked}-1")
+    fleet.routers[1].directory.hear(picked, event, fleet.now)
+    assert [fleet.ledger(picked, process).prompt.pending for process in range(3)] == [1700] * 3
+
+
+def test_late_releases_of_an_earlier_boot_change_nothing(together) -> None:
+    fleet = together()
+    picked = fleet.pick(0, 1000)
+    name = picked.prefill.instance
+    fleet.reboot(name, 2)
+    assert fleet.ledger(name).prompt.pending == 0.0
+    fleet.now += 1
+    since = fleet.ledger(name).queue.since_ms
+    fleet.routers[0].release(picked, Phase.PREFILL)
+    assert (fleet.ledger(name).prompt.pending, fleet.ledger(name).queue.since_ms) == (0.0, since)
+    assert fleet.ledger(name).count_requests() == 0
+
+
+def test_the_speed_that_one_process_has_learnt_all_know(together) -> None:
+    fleet = together()
+    for _ in range(50):
+        picked = fleet.pick(0, 1000)
+        fleet.now += 1.0
+        fleet.routers[0].release(picked)
+        picked = fleet.pick(0, 1000)
+        fleet.now += 1.0
+        fleet.routers[0].release(picked, Phase.PREFILL)
+        fleet.routers[0].release(picked)
+    assert fleet.ledger("p2", 2).queue.token_ms > 0.5
+    assert fleet.ledger("p2", 2).queue.token_ms == fleet.ledger("p2", 0).queue.token_ms
+
+
+def test_an_instance_that_one_process_does_not_hear_is_still_open_to_the_others(together) -> None:
+    fleet = together()
+    for router in fleet.routers[:1]:
+        router.directory.lose("p1")
+    assert "p1" not in {find_first(fleet.pick(0, 10)) for _ in range(4)}
+    assert "p1" in {find_first(fleet.pick(1, 10)) for _ in range(4)}
+
+
+def find_both(pick: Pick) -> tuple[str, str]:
+    return find_first(pick), pick.decode.instance
+
+
+def find_first(pick: Pick) -> str:
+    return (pick.prefill or pick.decode).instance
+
+
+def test_more_boots_than_there_is_room_for_share_a_row_and_are_served(stated) -> None:
+    table = make_table(1)
+    for number in range(MAX_BOOTS - 2):
+        assert table.seen_by(0).claim(b"%d" % number) is not None
+    directory = Directory(books=SharedBooks(table.seen_by(0)))
+    for name in ("a", "b"):
+        directory.hear(name, stated(name, "mixed"), 0.0)
+    router = Router(directory, clock=lambda: 1.0, seed=1)
+    picks = [router.pick("m", 100) for _ in range(4)]
+    for name in ("a", "b"):
+        directory.forget(name)
+    for pick in picks:
+        router.release(pick)
+    assert sum(table.read(0, 0)) == sum(table.read(0, 2)) == 0
+    table.close()
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["pick", "pick", "pick", "prefill", "whole", "whole", "die", "reboot"]),
+        st.integers(0, PROCESSES - 1),
+        st.integers(1, 3000),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("policy", [Policy.SHORTEST_WAIT, Policy.LEAST_REQUESTS])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(actions=ACTIONS)
+def test_sums_are_never_negative_and_all_processes_agree(stated, policy, actions) -> None:
+    fleet = Together(stated, policy)
+    try:
+        for boot, (action, process, number) in enumerate(actions):
+            fleet.now += 0.01
+            if action == "pick":
+                fleet.pick(process, number, number)
+            elif action in ("prefill", "whole"):
+                phase = Phase.PREFILL if action == "prefill" else Phase.WHOLE
+                fleet.release(process, number, phase)
+            elif action == "die":
+                fleet.die(process)
+            else:
+                fleet.reboot(sorted(FLEET)[number % len(FLEET)], boot)
+            check(fleet)
+        for process in range(PROCESSES):
+            while fleet.under_way[process]:
+                fleet.release(process, 0, Phase.WHOLE)
+        for name in FLEET:
+            ledger = fleet.ledger(name)
+            assert ledger.prompt.pending < 1e-6
+            assert ledger.resident.pending < 1e-6
+            assert ledger.count_requests() == 0
+    finally:
+        fleet.table.close()
+
+
+def check(fleet: Together) -> None:
+    for name in FLEET:
+        views = {
+            (each.prompt.pending, each.resident.pending, each.count_requests())
+            for each in (fleet.ledger(name, process) for process in range(PROCESSES))
+        }
+        assert len(views) == 1
+        assert min(views.pop()) >= 0
+    first, *others = (fleet.board(process) for process in range(PROCESSES))
+    for other in others:
+        assert np.array_equal(first.prefill, other.prefill)
+        assert np.array_equal(first.decode, other.decode)
+
+
+def test_together_they_choose_as_one_would(stated) -> None:
+    """The same requests through one router and through three that share their books."""
+    fleet = Together(stated, Policy.SHORTEST_WAIT)
+    directory = Directory()
+    for name, role in FLEET.items():
+        directory.hear(name, stated(name, role), fleet.now)
+    alone = Router(directory, clock=lambda: fleet.now, seed=1)
+    rng = random.Random(5)
+    under_way: list[tuple[int, Pick, Pick]] = []
+    for number in range(400):
+        fleet.now += rng.expovariate(20)
+        if under_way and rng.random() < 0.5:
+            process, shared, single = under_way.pop(rng.randrange(len(under_way)))
+            for phase in (Phase.PREFILL, Phase.DECODE):
+                fleet.routers[process].release(shared, phase)
+                alone.release(single, phase)
+        process, prompt = rng.randrange(PROCESSES), rng.randrange(1, 4000)
+        shared, single = fleet.routers[process].pick("m", prompt, 64), alone.pick("m", prompt, 64)
+        assert find_both(shared) == find_both(single), number
+        under_way.append((process, shared, single))
+    fleet.table.close()
