@@ -194,11 +194,14 @@ class Attempt:
 
     def _judge(self, call: Call, body: bytes) -> None:
         if call.status >= 500:
+            self._note_failed_handoff()
             self._asker.fail(Failure.STATUS, f"answered with status {call.status}")
         elif call.status != HTTPStatus.OK:
             self._asker.refuse(call, body)
         elif self.prefill is not None:
             self._hand_over(self.prefill, body)
+        elif self._may_be_stale():
+            self._throw_away()
         else:
             self._asker.answer(call, body)
 
@@ -209,27 +212,18 @@ class Attempt:
         if verdict is Opening.FAIL:
             self._note_failed_handoff()
             self._asker.fail(Failure.STATUS, "answered with an error in its stream")
+        elif self._may_be_stale():
+            self._throw_away()
         elif verdict is Opening.BEGIN or complete:
             self.streaming, self._opening = True, b""
             if not complete:
                 # One call less for each token.
-        elif self._may_be_stale():
-            self._throw_away()
                 call.owner = self._asker
             self._asker.begin(call)
             self._asker.receive(call, opening, complete)
         else:
             self._opening = opening
 
-
-def _is_stream(call: Call) -> bool:
-            self._note_failed_handoff()
-    for name, value in call.headers:
-        elif self._may_be_stale():
-            self._throw_away()
-        if name == b"content-type":
-            return value.startswith(b"text/event-stream")
-    return False
     def _note_failed_handoff(self) -> None:
         """An error in the place of an answer means, of a hand-off, that its KV did not come."""
         if self.prefill is None and self.pick.prefill is not None:
@@ -250,3 +244,9 @@ def _is_stream(call: Call) -> bool:
         self._note_failed_handoff()
         self._asker.fail(Failure.STATUS, "may have pulled KV whose lease was over")
 
+
+def _is_stream(call: Call) -> bool:
+    for name, value in call.headers:
+        if name == b"content-type":
+            return value.startswith(b"text/event-stream")
+    return False

@@ -30,6 +30,7 @@ class _PrefillAnswer(msgspec.Struct):
 
 class _Origin(msgspec.Struct):
     remote_engine_id: str | None = None
+    remote_request_id: str = ""
 
 
 class _Counted(msgspec.Struct):
@@ -38,7 +39,6 @@ class _Counted(msgspec.Struct):
 
 _decode_prefill = msgspec.json.Decoder(_PrefillAnswer).decode
 _decode_origin = msgspec.json.Decoder(_Origin | None).decode
-    remote_request_id: str = ""
 _decode_counted = msgspec.json.Decoder(_Counted).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -64,6 +64,9 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
         return None, tokens
     if not boot_id or origin.remote_engine_id != boot_id:
         raise HandoffError(f"is of boot {origin.remote_engine_id!r}, not of {boot_id!r}")
+    # The id between its borders: the first request of a gateway is not its tenth.
+    if f"-{request_id.decode()}-" not in f"{origin.remote_request_id}-":
+        raise HandoffError("is of another request")
     return answer.kv_transfer_params, tokens
 
 
@@ -73,9 +76,6 @@ def strip_handoff(body: bytes) -> bytes:
     Raises HandoffError when one is left that cannot be taken out.
     """
     count = body.count(_KEY)
-    # The id between its borders: the first request of a gateway is not its tenth.
-    if f"-{request_id.decode()}-" not in f"{origin.remote_request_id}-":
-        raise HandoffError("is of another request")
     if count == 0:
         return body
     if count == 1 and body.endswith(_USUAL_END) and b"\\u" not in body:
