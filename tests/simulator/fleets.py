@@ -62,6 +62,8 @@ def draw_case(seed: int) -> tuple[Fleet, Trace]:
             token_ms=draw.choice([0.0, 0.5]),
             overlapped_token_ms=draw.choice([0.0, 0.2]),
             overlap_from_tokens=draw.choice([10, 1 << 40]),
+            receiver_ms=draw.choice([0.0, 3.0]),
+            receiver_token_ms=draw.choice([0.0, 0.1]),
         ),
         draw.choice(
             [

@@ -201,6 +201,7 @@ class Reference:
                 request.transfer_start = max(self.now, source.link)
             end = request.transfer_start + transfer.latency_ms + tokens * per_token
             source.link = end
+            self.begun.append(tokens)
         if end > self.now:
             self.at(end, PULLED, request)
         else:
@@ -274,6 +275,7 @@ class Reference:
         self.begin = begin
         self.chunks: list[Chunk] = []
         self.singles: list[int] = []
+        self.begun: list[int] = []
         slot.decoding, slot.prompts = [], []
         vllm = i.engine.batching is Batching.VLLM
         (self.gather_chunks if vllm else self.gather_whole)(i, slot)
@@ -286,6 +288,9 @@ class Reference:
     def start(self, i: Instance, slot: Slot, contexts: list[int]) -> None:
         timing = i.engine.timing
         ms = timing.iteration_ms(self.chunks, len(contexts), sum(contexts))
+        transfer = self.fleet.transfer
+        if self.begun:
+            ms += transfer.receiver_ms + transfer.receiver_token_ms * sum(self.begun)
         tokens = sum(c.end - c.start for c in self.chunks) + len(contexts)
         hop = timing.hop_ms + timing.hop_token_ms * tokens if timing.stages > 1 else 0.0
         stage = (ms - (timing.stages - 1) * hop) / timing.stages

@@ -122,6 +122,23 @@ def test_what_overlaps_the_prompt_is_not_waited_for() -> None:
     assert list(took) == pytest.approx([12.8, 256 * 0.02])
 
 
+def test_pulls_lengthen_the_one_pass_that_begins_with_them() -> None:
+    transfer = Transfer(latency_ms=5.0, receiver_ms=3.0, receiver_token_ms=0.01)
+    fleet = Fleet((Pool(PREFILL, 1),), (Pool(ENGINE, 1),), transfer=transfer)
+    # Two hand-offs come together while the first request decodes, the last to an idle instance.
+    trace = Trace(np.array([0, 100, 100, 9e6]), np.full(4, 64), np.array([400, 2, 2, 2]))
+    pulled = simulate(fleet, trace)
+    free = simulate(
+        dataclasses.replace(
+            fleet, transfer=dataclasses.replace(transfer, receiver_ms=0.0, receiver_token_ms=0.0)
+        ),
+        trace,
+    )
+    assert pulled.end_ms[0] - free.end_ms[0] == pytest.approx(3.0 + 2 * 0.64)
+    assert pulled.end_ms[3] == pytest.approx(free.end_ms[3])
+    assert pulled.instances.passes[1] == free.instances.passes[1]
+
+
 def test_dispatch_is_paid_before_the_prompt_and_before_the_pull() -> None:
     fleet = dataclasses.replace(disaggregated(), dispatch_ms=7.0)
     outcome = simulate(fleet, Trace(np.array([3.0]), np.array([100]), np.array([2])))

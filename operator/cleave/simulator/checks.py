@@ -69,6 +69,8 @@ def check_fleet(fleet: Fleet) -> None:
         ("transfer.latency_ms", transfer.latency_ms),
         ("transfer.token_ms", transfer.token_ms),
         ("transfer.overlapped_token_ms", transfer.overlapped_token_ms),
+        ("transfer.receiver_ms", transfer.receiver_ms),
+        ("transfer.receiver_token_ms", transfer.receiver_token_ms),
     ):
         if not (math.isfinite(value) and value >= 0):
             raise SimulationError(f"{name} is {value}; it must be a number from 0 on")

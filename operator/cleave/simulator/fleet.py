@@ -109,6 +109,12 @@ class Transfer:
     """Prompts at least this long are sent per layer, shorter ones serialised."""
     is_shared: bool = True
     """False: every transfer has the whole link to itself, as the emulated engine does."""
+    receiver_ms: float = 0.0
+    """By which pulls, one or several, lengthen the pass of the decode instance that begins with
+    them: its cores issue the transfers, or even copy, instead of computing. 0 where that is done
+    beside them, as on GPUs."""
+    receiver_token_ms: float = 0.0
+    """The same per token that is pulled."""
 
 
 @dataclass(frozen=True, slots=True)

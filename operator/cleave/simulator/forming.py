@@ -47,6 +47,7 @@ def form(state: State, i: int, s: int, now: float) -> bool:
     slot.contexts = 0
     slot.prompts = NONE
     slot.decodes = 0
+    slot.pulls = 0.0
     if inst.batching == Batching.VLLM:
         sufficed = _gather_chunks(state, i, s, now, begin)
     else:
@@ -154,7 +155,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     inst = instance_at(state, i)
     tokens = request.prompt + request.made
     hold(inst, now, count_blocks(inst, tokens), tokens - 1)
-    start_pull(state, r, now)
+    start_pull(state, s, r, now)
     return True
 
 

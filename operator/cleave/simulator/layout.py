@@ -47,8 +47,9 @@ QUEUE = _dtype("", "head tail size")
 """Requests linked by `next`."""
 
 SLOT = _dtype(
-    # first, change: ms of the leap's first pass and what each further one adds.
-    "begin finish first change",
+    # first, change: ms of the leap's first pass and what each further one adds; pulls: ms by which
+    # the pulls that begin with the pass lengthen it.
+    "begin finish first change pulls",
     # batch, context: members and the sum of their contexts in the next decode pass; steps: decode
     # passes done; passes: in flight (0: idle); decodes: whether members take part; oldest,
     # youngest: members; prompts: those that end in the pass, and the last of them; fresh: members
@@ -87,8 +88,8 @@ TIME = _dtype("value", "")
 
 STATE = _dtype(
     # look: when the pool manager looks next; inf: there is none; wait to idle: its terms.
-    "dispatch_ms latency token overlapped_token now k1 c1 k2 c2 c3 ttft tpot gamma theta "
-    "look wait full rise calm idle",
+    "dispatch_ms latency token overlapped_token receiver receiver_token now "
+    "k1 c1 k2 c2 c3 ttft tpot gamma theta look wait full rise calm idle",
     "whole_below dispatch overlap_from is_shared first_by_decode has_prefill has_decode random "
     "turn entry decoder num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "

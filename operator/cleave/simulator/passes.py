@@ -20,12 +20,13 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
     `is_alone`: nothing can join before one of the members ends, so that passes may be leapt over.
     """
     inst, slot = instance_at(state, i), slot_at(state, s)
-    first = find_pass_ms(state, inst, slot, slot.contexts)
+    first = find_pass_ms(state, inst, slot, slot.contexts) + slot.pulls
     slot.begin = begin
     slot.first = first
     slot.change = 0.0
     slot.passes = 1
-    if is_alone and slot.tokens == 0 and inst.in_flight == 0:
+    # Only the first of several passes would be longer by the pulls.
+    if is_alone and slot.tokens == 0 and slot.pulls == 0 and inst.in_flight == 0:
         end = key_at(state, s * state.heap_size).value >> 32
         end = find_last_step(state, inst, s, slot.steps + 1, end)
         passes = end - slot.steps

@@ -132,6 +132,8 @@ def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
         "latency": transfer.latency_ms,
         "token": transfer.token_ms,
         "overlapped_token": transfer.overlapped_token_ms,
+        "receiver": transfer.receiver_ms,
+        "receiver_token": transfer.receiver_token_ms,
         "overlap_from": transfer.overlap_from_tokens,
         "is_shared": transfer.is_shared,
         "first_by_decode": fleet.first_token_by_decode,

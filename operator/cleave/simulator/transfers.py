@@ -7,13 +7,16 @@ time end in the order in which they began.
 from cleave.simulator.layout import NONE, State
 from cleave.simulator.lists import push
 from cleave.simulator.memory import count_blocks, hold
-from cleave.simulator.rows import instance_at, pull_at, request_at
+from cleave.simulator.rows import instance_at, pull_at, request_at, slot_at
 from cleave.simulator.tournament import wake
 
 
-def start_pull(state: State, r: int, now: float) -> None:
-    """The decode instance of request `r` has reserved blocks: move its KV there."""
-    request = request_at(state, r)
+def start_pull(state: State, s: int, r: int, now: float) -> None:
+    """The decode instance of request `r` has reserved blocks: move its KV there.
+
+    `s`: the slot whose next pass is being formed; its cores begin the transfer.
+    """
+    request, slot = request_at(state, r), slot_at(state, s)
     end = now
     request.transfer_start = now
     if request.prefill != NONE:
@@ -26,6 +29,9 @@ def start_pull(state: State, r: int, now: float) -> None:
             request.transfer_start = max(now, source.link)
         end = request.transfer_start + state.latency + tokens * token_ms
         source.link = end
+        if slot.pulls == 0:
+            slot.pulls = state.receiver
+        slot.pulls += tokens * state.receiver_token
     if end > now:
         _push(state, end, r)
     else:
