@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from load import Seen
 from numpy.typing import NDArray
+from pace import Pace
 
 from cleave.simulator.outcome import Outcome
 from cleave.simulator.trace import Trace
@@ -41,6 +42,8 @@ class Comparison:
     """Of the load generator, in milliseconds of the trace."""
     busy_share: float
     """Of this machine's cores."""
+    pace: Pace
+    """Of the simulated passes."""
 
     @property
     def points(self) -> float:
@@ -53,7 +56,9 @@ class Comparison:
         return simulated / measured - 1 if measured else 0.0
 
 
-def compare(share: float, trace: Trace, seen: Seen, outcome: Outcome, slo: Slo) -> Comparison:
+def compare(
+    share: float, trace: Trace, seen: Seen, outcome: Outcome, slo: Slo, pace: Pace
+) -> Comparison:
     """Both sides of one load; failed requests meet no target."""
     measured = {
         "ttft_ms": seen.first_token_ms,
@@ -89,6 +94,7 @@ def compare(share: float, trace: Trace, seen: Seen, outcome: Outcome, slo: Slo) 
         failed=len(seen.faults),
         lag_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)),
         busy_share=seen.busy_share,
+        pace=pace,
     )
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
+from pace import Pace
 from stage import Case, Stage
 from subject import make_fleet
 
 from cleave.perf import latency
+from cleave.perf.timing import Timing
 from cleave.simulator.fleet import Engine, Fleet, Transfer
 
 CASES = (Case(prefill=1, decode=1), Case(prefill=2, decode=2), Case(mixed=2))
@@ -28,7 +30,7 @@ class Emulated:
     length_scale: float = 1.0
     max_model_len: int = 8192
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self, folder: Path) -> dict[str, Any]:
         """Of the LLMDeployment, without its placement."""
         return {
             "model": {
@@ -48,11 +50,15 @@ class Emulated:
         """Times of an idle fleet: they tell what HTTP, the gateway and pulls cost."""
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
-    def twin(self, folder: Path) -> Fleet:
+    def timing(self, folder: Path) -> Timing:
+        """What the engines were told to take."""
+        return latency.load(PROFILE).timing
+
+    def twin(self, folder: Path, pace: Pace) -> Fleet:
         """The same engines for the simulator; ways and pulls from an idle fleet."""
         profile = latency.load(PROFILE)
         engine = Engine(
-            profile.timing,
+            pace.apply(profile.timing),
             profile.kv_capacity_tokens // BLOCK_SIZE * BLOCK_SIZE,
             BLOCK_SIZE,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,

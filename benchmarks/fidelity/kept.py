@@ -1,15 +1,16 @@
-"""Loads that were served, in files: the trace and what clients saw of it."""
+"""Loads that were served, in files: the trace, what clients saw of it, and the engines' passes."""
 
 from pathlib import Path
 
 import numpy as np
 from load import Seen
+from pace import Passes
 
 from cleave.simulator.trace import Trace
 
 
-def keep(file: Path, trace: Trace, seen: Seen) -> None:
-    """Write both, whole or not at all."""
+def keep(file: Path, trace: Trace, seen: Seen, passes: Passes) -> None:
+    """Write all of it, or nothing."""
     partial = file.with_suffix(".partial.npz")
     np.savez(
         partial,
@@ -21,15 +22,16 @@ def keep(file: Path, trace: Trace, seen: Seen) -> None:
         lag_ms=seen.lag_ms,
         faults=np.array(seen.faults, dtype=str),
         busy_share=seen.busy_share,
+        passes=passes,
     )
     partial.replace(file)
 
 
-def recall(file: Path) -> tuple[Trace, Seen]:
+def recall(file: Path) -> tuple[Trace, Seen, Passes]:
     """What `keep` wrote."""
     with np.load(file) as kept:
         trace = Trace(kept["arrival_ms"], kept["prompt_tokens"], kept["output_tokens"])
         faults = tuple(str(fault) for fault in kept["faults"])
         times = kept["first_token_ms"], kept["end_ms"], kept["lag_ms"]
         seen = Seen(*times, faults, float(kept["busy_share"]))
-    return trace, seen
+        return trace, seen, kept["passes"]

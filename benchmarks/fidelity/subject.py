@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any, Protocol
 
+from pace import Pace
 from stage import Case, Stage
 
+from cleave.perf.timing import Timing
 from cleave.simulator.fleet import Engine, Fleet, Pool, Transfer
 
 
@@ -21,17 +23,20 @@ class Subject(Protocol):
     time_scale: float
     """Milliseconds of this machine for one of the trace."""
 
-    def spec(self) -> dict[str, Any]:
-        """Of the LLMDeployment, without its placement."""
+    def spec(self, folder: Path) -> dict[str, Any]:
+        """Of the LLMDeployment, without its placement; engines may write to `folder`."""
 
     def prepare(self, stage: Stage, folder: Path) -> None:
         """Measure on the idle fleet what the twin needs, unless `folder` has it."""
 
-    def twin(self, folder: Path) -> Fleet:
-        """The fleet for the simulator, from what `prepare` left in `folder`.
+    def timing(self, folder: Path) -> Timing:
+        """Passes of an engine by itself, from what `prepare` left in `folder`.
 
         Raises FileNotFoundError before `prepare` has run.
         """
+
+    def twin(self, folder: Path, pace: Pace) -> Fleet:
+        """The fleet for the simulator, its passes at `pace`. Raises as `timing` does."""
 
 
 def make_fleet(case: Case, engine: Engine, transfer: Transfer, dispatch_ms: float) -> Fleet:

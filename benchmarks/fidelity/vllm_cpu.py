@@ -10,6 +10,7 @@ from typing import Any
 
 from cores import part_fronts
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
+from pace import Pace
 from stage import Case, Stage
 from subject import make_fleet
 
@@ -17,22 +18,24 @@ from cleave.local import tiny_model
 from cleave.perf import latency
 from cleave.perf import profile as profiles
 from cleave.perf.profile import MeasuredProfile
+from cleave.perf.timing import Timing
 from cleave.profiling.client import Client
-from cleave.profiling.engine import inspect
+from cleave.profiling.engine import EngineFacts, inspect
 from cleave.profiling.points import find_scattered, to_profile
-from cleave.profiling.rounds import Settings, measure
-from cleave.profiling.shots import draw
+from cleave.profiling.rounds import Settings, Taken, measure
+from cleave.profiling.shots import Decode, draw
 from cleave.simulator.fleet import Engine, Fleet, Transfer
 
+PROFILE = "profile.yaml"
 CASES = (Case(mixed=1), Case(prefill=1, decode=1))
-"""The profile is measured on the first."""
-SHAPE = tiny_model.Shape(layers=4, hidden=512, heads=8, kv_heads=4, mlp=1024)
-"""Passes of some 5 to 100 ms, as real models have them on GPUs. With the smallest model fronts have
-thousands of tokens a second to send, and are what limits the fleet; with larger ones the kernels of
-two engines do not fit 24 GB."""
+SHAPE = tiny_model.Shape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
+"""Passes of some 5 to 200 ms, as real models have them on GPUs. With the smallest model fronts have
+thousands of tokens a second to send, and are what limits the fleet; one whose weights fit the cache
+(32 MB here) decodes faster the longer it is let alone; with larger hidden sizes the kernels of two
+engines do not fit 24 GB."""
 BLOCK_SIZE = 128
 """vLLM's on CPU."""
-MAX_BATCHED_TOKENS = 4096
+MAX_BATCHED_TOKENS = 2048
 MAX_NUM_SEQS = 64
 WARM_TOKENS = 1000
 """Hardly any of the scaled prompts is longer."""
@@ -42,9 +45,13 @@ FULL = Settings(
     repeats=3,
     batches=(1, 2, 4, 8, 16, 32),
     contexts=(64, 256, 1024),
-    longest_fill_s=5.0,
+    longest_fill_s=10.0,
 )
 QUICK = Settings(repeats=3, batches=(1, 4, 16), contexts=(64, 512), steps_per_octave=1)
+SHORT_PROMPTS = 64
+"""Longest that are measured where only decoding counts."""
+CLOCK = Path(__file__).parent / "engine"
+"""Where engines find the scheduler that notes passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,13 @@ class Vllm:
     max_model_len: int = 4096
     time_scale: float = 1.0
 
-    def spec(self) -> dict[str, Any]:
-        """Of the LLMDeployment, without its placement."""
+    def spec(self, folder: Path) -> dict[str, Any]:
+        """Of the LLMDeployment, without its placement; passes are noted in `folder`."""
+        environment = {
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS),
+            "PYTHONPATH": str(CLOCK),
+            "FIDELITY_PASSES": str(folder.resolve()),
+        }
         return {
             "model": {
                 "source": str(_model()),
@@ -73,43 +85,63 @@ class Vllm:
                 "args": [
                     *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)),
                     *("--max-num-seqs", str(MAX_NUM_SEQS)),
+                    *("--scheduler-cls", "fidelity_clock.ClockedScheduler"),
                     "--no-enable-prefix-caching",
                 ],
-                "env": [{"name": "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "value": str(KERNELS)}],
+                "env": [{"name": name, "value": value} for name, value in environment.items()],
             },
         }
 
     def prepare(self, stage: Stage, folder: Path) -> None:
-        """A profile of the mixed engine, and times of the idle fleet."""
+        """A profile of these engines, and times of the idle fleet."""
         urls = [url for urls in stage.engines.values() for url in urls]
         part_fronts(urls, stage.url)
         asyncio.run(_warm(urls, self.model))
-        file = _profile(folder)
-        if self.case.mixed and not file.exists():
-            profiles.write(asyncio.run(self._profile(stage.engines["mixed"][0])), file)
+        file = folder / PROFILE
+        if not file.exists():
+            profiles.write(asyncio.run(self._profile(stage)), file)
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
-    def twin(self, folder: Path) -> Fleet:
+    def timing(self, folder: Path) -> Timing:
+        """As profiled."""
+        return latency.load(str(folder / PROFILE)).timing
+
+    def twin(self, folder: Path, pace: Pace) -> Fleet:
         """Engines as profiled; ways and pulls from an idle fleet."""
-        profile = latency.load(str(_profile(folder)))
+        profile = latency.load(str(folder / PROFILE))
         engine = Engine(
-            profile.timing,
+            pace.apply(profile.timing),
             profile.kv_capacity_tokens,
             BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
         )
         idle = read_idle(folder / "idle.json")
-        transfer = fit_transfer(idle) if self.case.decode else Transfer()
+        transfer = Transfer()
+        if self.case.decode:
+            transfer = replace(
+                fit_transfer(idle),
+                receiver_ms=pace.pull_ms,
+                receiver_token_ms=pace.pull_block_ms / BLOCK_SIZE,
+            )
         return make_fleet(self.case, engine, transfer, find_dispatch(idle, self.case.ways))
 
-    async def _profile(self, url: str) -> MeasuredProfile:
-        settings = QUICK if self.quick else FULL
-        client = Client(url)
-        facts = await inspect(client, self.model)
-        samples = await measure(replace(client, model=self.model), facts, settings, _say)
-        for line in find_scattered(samples, settings.max_spread):
-            print(f"scatters: {line}")
+    async def _profile(self, stage: Stage) -> MeasuredProfile:
+        """Of a pair: prompts on one engine and, at the same time, decoding on the other.
+
+        They share the machine's caches and memory then as they do when they serve.
+        """
+        full = QUICK if self.quick else FULL
+        if self.case.mixed:
+            facts, samples = await self._measure(stage.engines["mixed"][0], full)
+        else:
+            (facts, samples), (_, others) = await asyncio.gather(
+                self._measure(stage.engines["prefill"][0], replace(full, batches=())),
+                self._measure(
+                    stage.engines["decode"][0], replace(full, longest_prompt=SHORT_PROMPTS)
+                ),
+            )
+            samples |= {what: of for what, of in others.items() if isinstance(what, Decode)}
         return to_profile(
             samples,
             replace(facts, source="tiny-llama"),
@@ -119,6 +151,14 @@ class Vllm:
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
         )
+
+    async def _measure(self, url: str, settings: Settings) -> tuple[EngineFacts, Taken]:
+        client = Client(url)
+        facts = await inspect(client, self.model)
+        samples = await measure(replace(client, model=self.model), facts, settings, _say)
+        for line in find_scattered(samples, settings.max_spread):
+            print(f"scatters: {line}")
+        return facts, samples
 
 
 def _model() -> Path:
@@ -138,15 +178,6 @@ async def _warm(urls: list[str], model: str) -> None:
             await client.complete(draw(rng, tokens), 1)
 
     await asyncio.gather(*map(warm, urls))
-
-
-def _first(folder: Path) -> Path:
-    """The folder of the case that the profile is measured on, beside `folder`."""
-    return folder.with_name(CASES[0].name)
-
-
-def _profile(folder: Path) -> Path:
-    return _first(folder) / "profile.yaml"
 
 
 def _say(done: int, total: int, what: str) -> None:

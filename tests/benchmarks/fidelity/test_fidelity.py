@@ -37,7 +37,12 @@ def test_equal_sides_differ_in_nothing(module: Import) -> None:
     compare, load = module("compare"), module("load")
     times = [100.0, 200.0, 300.0, 400.0], [10.0, 20.0, 30.0, 40.0]
     found = compare.compare(
-        0.5, trace(), seen(load, *times), Said(*times), compare.Slo(250.0, 100.0)
+        0.5,
+        trace(),
+        seen(load, *times),
+        Said(*times),
+        compare.Slo(250.0, 100.0),
+        module("pace").Pace(),
     )
     assert found.attainment == (0.5, 0.5)
     assert (found.points, found.worst_points, found.failed) == (0.0, 0.0, 0)
@@ -52,6 +57,7 @@ def test_errors_are_the_simulators(module: Import) -> None:
         seen(load, [100.0] * 4, [10.0] * 4),
         Said([110.0] * 4, [9.0] * 4),
         compare.Slo(105.0, 100.0),
+        module("pace").Pace(),
     )
     assert found.attainment == (1.0, 0.0)
     assert found.points == -100
@@ -68,6 +74,7 @@ def test_a_failed_request_meets_no_target_and_spoils_no_percentile(module: Impor
         seen(load, [100.0, nan, 100.0, 100.0], [10.0] * 4, "request 1: gone"),
         Said([100.0] * 4, [10.0] * 4),
         compare.Slo(1000.0, 1000.0),
+        module("pace").Pace(),
     )
     assert found.attainment == (0.75, 1.0)
     assert found.failed == 1
@@ -114,8 +121,9 @@ def test_a_kept_load_comes_back_as_it_was(module: Import, tmp_path: Path) -> Non
     kept, load = module("kept"), module("load")
     file = tmp_path / "load.npz"
     before = seen(load, [1.0, float("nan")], [2.0, 3.0], "request 1: gone")
-    kept.keep(file, trace(2), before)
-    came, after = kept.recall(file)
+    kept.keep(file, trace(2), before, np.ones((3, 7)))
+    came, after, passes = kept.recall(file)
+    assert passes.shape == (3, 7)
     assert came.prompt_tokens.tolist() == [50, 50]
     np.testing.assert_equal(after.end_ms, before.end_ms)
     assert after.faults == ("request 1: gone",)
