@@ -1,7 +1,5 @@
 """The operator's command line, its pages and its handlers."""
 
-import json
-import logging
 from pathlib import Path
 
 import aiohttp
@@ -62,12 +60,6 @@ def test_bad_usage_is_exit_code_2() -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["--device", "tpu"])
     assert ended.value.code == 2
-
-
-def test_a_log_line_is_one_json_object() -> None:
-    record = logging.LogRecord("cleave", logging.INFO, "f", 1, "a\nb %s", ("c",), None)
-    said = json.loads(main.JsonLines().format(record))
-    assert (said["message"], said["level"], said["logger"]) == ("a\nb c", "info", "cleave")
 
 
 async def test_the_pages_say_what_is_wrong_and_what_was_counted() -> None:

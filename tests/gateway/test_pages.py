@@ -91,9 +91,9 @@ async def test_metrics_add_up(pair) -> None:
         "cleave_gateway_requests_in_flight": 0,
         'cleave_gateway_prompt_tokens_total{model="m"}': 21,
         'cleave_gateway_output_tokens_total{model="m"}': 9,
-        'cleave_gateway_ttft_seconds_count{model="m"}': 1,
-        'cleave_gateway_ttft_seconds_bucket{le="+Inf",model="m"}': 1,
-        'cleave_gateway_tpot_seconds_count{model="m"}': 1,
+        'cleave_gateway_ttft_seconds_count{model="m",role="prefill"}': 1,
+        'cleave_gateway_ttft_seconds_bucket{le="+Inf",model="m",role="prefill"}': 1,
+        'cleave_gateway_tpot_seconds_count{model="m",role="decode"}': 1,
     }
     assert {name: float(figures[name]) for name in expected} == expected
 

@@ -106,6 +106,17 @@ def test_keys_come_from_a_secret(deployment) -> None:
     assert "--api-keys" not in container(gateway_pod(deployment()))["command"]
 
 
+def test_traces_and_the_access_log_are_asked_for(deployment) -> None:
+    collector = "http://collector:4317"
+    chat = deployment(gateway={"tracing": {"endpoint": collector}, "accessLog": True})
+    line = container(gateway_pod(chat))["command"]
+    assert option(line, "--otlp-endpoint") == collector
+    assert option(line, "--trace-share") == "0.01"
+    assert "--access-log" in line
+    plain = container(gateway_pod(deployment()))["command"]
+    assert not {"--otlp-endpoint", "--trace-share", "--access-log"} & {*plain}
+
+
 def test_the_image_is_the_stated_one_or_cleaves_own_from_where_the_operator_says(
     deployment,
 ) -> None:

@@ -155,6 +155,15 @@ class Rollout(Shape):
     )
 
 
+class Tracing(Shape):
+    """Where the gateway sends traces."""
+
+    endpoint: Annotated[str, Field(max_length=1024, pattern=r"^https?://[^/ \n]+")]
+    """URL of an OpenTelemetry collector, such as http://collector.observability:4317 (gRPC)."""
+    share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Of requests that bring no traceparent, those that are traced."""
+
+
 class Gateway(Shape):
     """The gateway's pods, in a cluster."""
 
@@ -164,6 +173,10 @@ class Gateway(Shape):
     """Container image; absent: Cleave's own."""
     keys_secret: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
     """Secret whose entry `keys` has the API keys that are let in, one a line; absent: all are."""
+    tracing: Tracing | None = None
+    """Traces of requests, through prefill and hand-off to decode; absent: none."""
+    access_log: bool = False
+    """Whether each request is a line in the gateway's log, without anything that it says."""
 
 
 class LLMDeploymentSpec(Shape):

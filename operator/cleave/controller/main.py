@@ -5,11 +5,9 @@ Exit codes: 0 stopped by a signal, 1 a part has failed or there is no cluster, 2
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,28 +16,12 @@ from cleave.api.manifest import ManifestError, load_cluster
 from cleave.controller.kube import ApiError, connect
 from cleave.controller.operator import Operator, Options, WebhookOptions
 from cleave.controller.settings import Settings
+from cleave.metrics import logs
 
 log = logging.getLogger("cleave.controller")
 
 PROGRAM = "python -m cleave.controller.main"
 _EXIT_CODES = "Exit codes: 0 stopped by a signal, 1 failed or no cluster, 2 bad usage."
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line, as log collectors want it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record with its traceback, if any, in one line."""
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = {
-            "time": f"{moment}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 def run(options: Options) -> int:
@@ -69,7 +51,7 @@ async def _serve(options: Options) -> None:
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Read the command line and run; `program` is how the help names it."""
     stated = _build_parser(program).parse_args(arguments)
-    _log(stated.log_level.upper(), as_json=stated.log_format == "json")
+    _log(stated.log_level.upper(), stated.log_format)
     try:
         cluster = load_cluster(stated.cluster) if stated.cluster else None
     except ManifestError as error:
@@ -101,11 +83,8 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     )
 
 
-def _log(level: str, *, as_json: bool) -> None:
-    handler = logging.StreamHandler()
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonLines() if as_json else plain)
-    logging.basicConfig(level=level, handlers=[handler])
+def _log(level: str, log_format: str) -> None:
+    logs.set_up(log_format, level=level)
     # They tell of every event that is handed over, and of every try while the API server is away.
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)
@@ -147,7 +126,7 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         help="who makes the webhook's certificate",
     )
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    add("--log-format", choices=["text", "json"], default="json")
+    logs.add_option(parser, "json")
     return parser
 
 

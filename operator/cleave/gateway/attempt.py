@@ -24,6 +24,11 @@ MAX_ANSWER_BYTES = 64 << 20
 LEASE_S = 30.0
 """How long KV is kept for a decode engine that says nothing."""
 
+# Looking a member up takes an enum as long as a call does; these are compared for every request.
+_OK = HTTPStatus.OK.value
+_BEGIN, _FAIL = Opening.BEGIN, Opening.FAIL
+_PREFILL = Phase.PREFILL
+
 
 class Asker(Protocol):
     """Who wants the answer. Hears of exactly one: answer, refuse, fail, or begin.
@@ -60,6 +65,7 @@ class Attempt:
         "_call",
         "_completion",
         "_context",
+        "_fields",
         "_id",
         "_opening",
         "_path",
@@ -74,14 +80,22 @@ class Attempt:
     )
 
     def __init__(
-        self, context: Context, asker: Asker, path: bytes, completion: Completion, pick: Pick
+        self,
+        context: Context,
+        asker: Asker,
+        path: bytes,
+        completion: Completion,
+        pick: Pick,
+        fields: bytes = b"",
     ) -> None:
+        """`fields`: header lines for engines."""
         self._context = context
         self._asker = asker
         self._path = path
         self._completion = completion
         # Another one for each attempt, lest it meets its predecessor in an engine.
         self._id = context.make_id()
+        self._fields = fields
         self._call: Call | None = None
         self._answer: list[bytes] = []
         self._answer_bytes = 0
@@ -138,7 +152,7 @@ class Attempt:
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
         """Bytes of an engine's answer."""
-        if self.prefill is None and call.status == HTTPStatus.OK and _is_stream(call):
+        if self.prefill is None and call.status == _OK and _is_stream(call):
             self._open_stream(call, piece, complete)
         else:
             self._gather(call, piece, complete)
@@ -156,7 +170,9 @@ class Attempt:
         wait_s = timeouts.answer_s if whole_answer else timeouts.first_byte_s
         self.sent_at = self._context.clock()
         self.deadline = self.sent_at + wait_s
-        payload = head.build_engine_head(self._path, pool.host, self._id, len(body)) + body
+        payload = (
+            head.build_engine_head(self._path, pool.host, self._id, len(body), self._fields) + body
+        )
         self.pulse = pool.pulse
         self._call = pool.send(self, payload)
 
@@ -173,7 +189,9 @@ class Attempt:
         counted = context.metrics.models[completion.model]
         counted.phases["prefill"].observe(context.clock() - self.sent_at)
         self.prompt_tokens = prompt_tokens
-        context.router.release(self.pick, Phase.PREFILL)
+        if handoff is not None:
+            counted.handoff_tokens += prompt_tokens
+        context.router.release(self.pick, _PREFILL)
         self.prefill = None
         second = build_whole(completion) if handoff is None else build_decode(completion, handoff)
         self._send(context.find_pool(self.pick.decode), second)
@@ -196,7 +214,7 @@ class Attempt:
         if call.status >= 500:
             self._note_failed_handoff()
             self._asker.fail(Failure.STATUS, f"answered with status {call.status}")
-        elif call.status != HTTPStatus.OK:
+        elif call.status != _OK:
             self._asker.refuse(call, body)
         elif self.prefill is not None:
             self._hand_over(self.prefill, body)
@@ -209,12 +227,12 @@ class Attempt:
         """The first bytes of a stream: an answer, or a failure that came after the status."""
         opening = self._opening + piece
         verdict = judge_opening(opening)
-        if verdict is Opening.FAIL:
+        if verdict is _FAIL:
             self._note_failed_handoff()
             self._asker.fail(Failure.STATUS, "answered with an error in its stream")
         elif self._may_be_stale():
             self._throw_away()
-        elif verdict is Opening.BEGIN or complete:
+        elif verdict is _BEGIN or complete:
             self.streaming, self._opening = True, b""
             if not complete:
                 # One call less for each token.

@@ -40,6 +40,9 @@ class Handler(Protocol):
     def handle(self, client: "ClientConnection", request: Request) -> None:
         """Answer a request, now or later, through the client's methods."""
 
+    def note(self, request_id: bytes, status: int, request: Request | None = None) -> None:
+        """A request has been answered without an engine; None: it is not even one."""
+
 
 class ClientConnection(asyncio.Protocol):
     """One client."""
@@ -52,7 +55,7 @@ class ClientConnection(asyncio.Protocol):
         self._context = context
         self._handler = handler
         self._reader = RequestReader(
-            context.config.max_body_bytes, handler.check, context.session_header
+            context.config.max_body_bytes, handler.check, context.also_read
         )
         self._backlog: list[bytes] = []
         self._deaf = False
@@ -200,6 +203,7 @@ class ClientConnection(asyncio.Protocol):
         fields = head.JSON + head.CLOSE
         self.write(head.build_head(error.status, fields, request_id, len(body)) + body)
         self._context.metrics.requests["", "refused"] += 1
+        self._handler.note(request_id, error.status)
         self.transport.write_eof()
         self._wait(LINGER_S)
 

@@ -60,6 +60,12 @@ class GatewayConfig:
     tpot_slo_ms: float = 0.0
     late: Late = Late.SERVE
     """What becomes of requests that cannot meet the TTFT target any more."""
+    access_log: bool = False
+    """Whether each request is a line in the log."""
+    otlp_endpoint: str | None = None
+    """Collector of traces; empty: as OpenTelemetry's environment variables say; None: no traces."""
+    trace_share: float = 0.01
+    """Of requests whose clients have not decided it, those that are traced."""
     queue_limit: int = 1_024
     """Requests that wait for the first byte of their answer; more are refused with 429."""
     max_body_bytes: int = 16 << 20

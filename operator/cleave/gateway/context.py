@@ -11,6 +11,7 @@ from cleave.gateway.engine import EnginePool
 from cleave.gateway.health import Breaker
 from cleave.gateway.keys import Keys
 from cleave.gateway.metrics import Metrics, Slo
+from cleave.gateway.traceparent import NAME
 from cleave.router.instance import Target
 from cleave.router.router import Router
 
@@ -48,6 +49,9 @@ class Context:
         """Seconds."""
         self.session_header = config.session_header.lower().encode()
         """Empty: none."""
+        traced = {NAME} if config.otlp_endpoint is not None else set()
+        self.also_read = frozenset({self.session_header} - {b""} | traced)
+        """Headers of requests, beside those that are always read."""
         slo = Slo(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = Metrics(slo if slo.ttft_s > 0 else None)
         self.door = Door(config, router.directory, self.metrics)

@@ -117,6 +117,8 @@ class Door:
                 priority=tenant.priority,
                 until=now + (self._target_s if self._refuses(tenant) else self._wait_s),
             )
+        else:
+            self._note_wait(model, 0.0)
         return visit
 
     def observe(self, visit: Visit, now: float) -> None:
@@ -146,6 +148,7 @@ class Door:
                     break
                 entrant, visit = turn
                 visit.admitted_at, visit.ahead = now, backlog
+                self._note_wait(model, now - visit.arrived_at)
                 entrant.admit()
         finally:
             self._pumping = False
@@ -165,6 +168,11 @@ class Door:
     def count_waiting(self) -> dict[str, int]:
         """Requests that wait here, by model."""
         return {model: len(queue) for model, queue in self._queues.items() if queue}
+
+    def _note_wait(self, model: str, seconds: float) -> None:
+        # Clients may name anything a model.
+        if model in self._directory.models:
+            self._metrics.models[model].queue.observe(seconds)
 
     def _check_lateness(self, visit: Visit, ahead: float) -> None:
         known = self._models.get(visit.model)

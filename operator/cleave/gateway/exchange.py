@@ -35,11 +35,13 @@ from cleave.gateway.splice import SpliceError
 from cleave.gateway.tally import TIMED_MASK, count
 from cleave.gateway.tenants import EVERYBODY, Tenant
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
-from cleave.router.router import Phase
+from cleave.router.router import Phase, Pick
 
 
 class Exchange:
     """One completion request. Events come from the client, from its attempt and the sweeper."""
+
+    _attempt_type: type[Attempt] = Attempt
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Exchange:
         body: Completion,
         tenant: Tenant = EVERYBODY,
         session: bytes | None = None,
+        fields: bytes = b"",
     ) -> None:
         self._context = context
         self._client = client
@@ -58,6 +61,7 @@ class Exchange:
         self._completion = body
         self._tenant = tenant
         self._session = session
+        self._fields = fields
         self._visit: Visit | None = None
         """At the door; None: it was open."""
         self._rescue: Rescue | None = None
@@ -65,6 +69,8 @@ class Exchange:
         self._attempt: Attempt | None = None
         self._relay: Relay | None = None
         """The stream to the client, once it has begun."""
+        self._pick: Pick | None = None
+        """Whose stream began."""
         self._progress = self._swept_progress = 0
         self._gap_from = 0.0
         """Seconds, when a piece came; 0: its gaps are not timed."""
@@ -148,6 +154,7 @@ class Exchange:
             return
         context.unanswered -= 1
         self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
+        self._pick = attempt.pick
         metrics = context.metrics
         metrics.streams = number = metrics.streams + 1
         if not number & TIMED_MASK:
@@ -286,7 +293,7 @@ class Exchange:
             self._miss(error)
             return
         context.metrics.dispatches[completion.model, pick.reason] += 1
-        self._attempt = Attempt(context, self, path, completion, pick)
+        self._attempt = self._attempt_type(context, self, path, completion, pick, self._fields)
         self._attempt.start()
 
     def _miss(self, error: RouterError) -> None:
@@ -329,7 +336,9 @@ class Exchange:
 
     def _note_gap(self) -> None:
         now = self._context.clock()
-        self._context.metrics.models[self._completion.model].itl.observe(now - self._gap_from)
+        assert self._pick is not None
+        counted = self._context.metrics.models[self._completion.model]
+        counted.itl[self._pick.decode.role].observe(now - self._gap_from)
         self._gap_from = now
 
     def _give_up(self, error: ApiError, outcome: str) -> None:
@@ -382,15 +391,9 @@ class Exchange:
             attempt.end()
         metrics, model = context.metrics, self._completion.model
         metrics.in_flight -= 1
-        count(
-            metrics,
-            model if model in context.router.directory.models else "",
-            self._tenant.name,
-            outcome,
-            self._prompt_tokens,
-            self._output_tokens,
-            stream_s,
-        )
+        known = model if model in context.router.directory.models else ""
+        prompt, output = self._prompt_tokens, self._output_tokens
+        count(metrics, known, self._tenant.name, outcome, prompt, output, stream_s, self._pick)
         visit, self._visit = self._visit, None
         if visit is not None:
             context.door.leave(visit, self._output_tokens, context.clock())

@@ -1,7 +1,9 @@
 """What `GET /fleet` answers: every instance that this gateway follows. Used by the pages."""
 
+from collections import Counter
+
 from cleave.gateway.context import Context
-from cleave.router.instance import Instance
+from cleave.router.instance import Contact, Instance
 from cleave.rpc import fleet_page
 from cleave.rpc.fleet_page import FleetPage, KvPath
 from cleave.rpc.v1 import agent_pb2
@@ -21,6 +23,19 @@ def describe_fleet(context: Context) -> FleetPage:
         left_out=max(len(instances) - MAX_INSTANCES, 0),
         draining=context.draining,
     )
+
+
+def count_instances(context: Context) -> Counter[tuple[str, str, str]]:
+    """Instances by model, role and state; where none of a role is ready, that is said as well."""
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for instance in context.router.directory.instances.values():
+        stated = instance.registration
+        role, state = _word(agent_pb2.Role.Name(stated.role)), "unreachable"
+        if instance.contact in (Contact.HEARD, Contact.STALE):
+            state = _word(agent_pb2.State.Name(stated.state))
+        counted[stated.model, role, state] += 1
+        counted[stated.model, role, "ready"] += 0
+    return counted
 
 
 def _describe(instance: Instance, now: float) -> fleet_page.Instance:

@@ -23,6 +23,14 @@ class Usage(msgspec.Struct):
     completion_tokens: int | None = 0
 
 
+class _Blocks(msgspec.Struct):
+    remote_block_ids: list[list[int]] | None = None
+
+
+class _BlocksAnswer(msgspec.Struct):
+    kv_transfer_params: _Blocks | None = None
+
+
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     usage: Usage | None = None
@@ -37,6 +45,7 @@ class _Counted(msgspec.Struct):
     usage: Usage | None = None
 
 
+_decode_blocks = msgspec.json.Decoder(_BlocksAnswer).decode
 _decode_prefill = msgspec.json.Decoder(_PrefillAnswer).decode
 _decode_origin = msgspec.json.Decoder(_Origin | None).decode
 _decode_counted = msgspec.json.Decoder(_Counted).decode
@@ -68,6 +77,15 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     if f"-{request_id.decode()}-" not in f"{origin.remote_request_id}-":
         raise HandoffError("is of another request")
     return answer.kv_transfer_params, tokens
+
+
+def count_blocks(body: bytes) -> int:
+    """Blocks of KV that a prefill answer hands over; 0 when it does not tell."""
+    try:
+        handed = _decode_blocks(body).kv_transfer_params
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return 0
+    return sum(map(len, handed.remote_block_ids or ())) if handed is not None else 0
 
 
 def strip_handoff(body: bytes) -> bytes:

@@ -32,11 +32,17 @@ _UNSAFE = re.compile(rb"[^\x21-\x7e]")
 Headers = list[tuple[bytes, bytes]]
 
 
-def build_engine_head(path: bytes, host: bytes, request_id: bytes, length: int) -> bytes:
-    """The head of a request to an engine; nothing of the client's head is in it."""
+def build_engine_head(
+    path: bytes, host: bytes, request_id: bytes, length: int, fields: bytes = b""
+) -> bytes:
+    """The head of a request to an engine; nothing of the client's head is in it.
+
+    `fields`: further lines, whole.
+    """
     return (
         b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
-        b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (path, host, request_id, length)
+        b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
+        % (path, host, request_id, fields, length)
     )
 
 

@@ -11,13 +11,17 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import uvloop
 
+from cleave.gateway.access_log import ACCESS
 from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.server import Gateway
 from cleave.gateway.tenants import KeysError, Late
+from cleave.gateway.watch import TracingError
+from cleave.metrics import logs
 from cleave.policy.dispatch import Policy
 from cleave.router.router import Fallback
 from cleave.rpc.discovery import ENV, DiscoveryError
@@ -29,17 +33,16 @@ log = logging.getLogger("cleave.gateway")
 PROGRAM = "python -m cleave.gateway.main"
 _DESCRIPTION = "Serve the OpenAI API in front of the instances whose agents it follows."
 _EXIT_CODES = "Exit codes: 0 stopped by a signal, 1 the address cannot be had, 2 bad usage."
+_OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
 def run(config: GatewayConfig) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
-        return uvloop.run(_serve(config))
-    except (DiscoveryError, KeysError) as error:
+        with logs.write_aside(ACCESS) if config.access_log else nullcontext():
+            return uvloop.run(_serve(config))
+    except (DiscoveryError, KeysError, TracingError) as error:
         log.error("%s", error)
         return 2
     except OSError as error:
@@ -71,9 +74,24 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def _parse_share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return share
+
+
+def _find_collector(stated: str | None) -> str | None:
+    """Where traces go; empty: as the environment says; None: nowhere."""
+    if stated is None and any(map(os.environ.get, _OTLP_VARIABLES)):
+        return ""
+    return stated or None
+
+
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Read the command line and run; `program` is how the help names it."""
     stated = _build_parser(program).parse_args(arguments)
+    logs.set_up(stated.log_format)
     return run(
         GatewayConfig(
             agents=stated.agents,
@@ -89,6 +107,9 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             ttft_slo_ms=stated.ttft_ms,
             tpot_slo_ms=stated.tpot_ms,
             late=stated.late,
+            access_log=stated.access_log,
+            otlp_endpoint=_find_collector(stated.otlp_endpoint),
+            trace_share=stated.trace_share,
             queue_limit=stated.queue_limit,
             max_body_bytes=stated.max_body,
             max_clients=stated.max_clients,
@@ -169,6 +190,21 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="prompts up to so long are computed where they are decoded while prefill instances "
         "are busy; 0: none",
+    )
+    logs.add_option(parser)
+    add("--access-log", action="store_true", help="a line for each request, without what it says")
+    add(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="collector that traces are sent to, such as http://HOST:4317 "
+        "(default: as OpenTelemetry's environment variables say)",
+    )
+    add(
+        "--trace-share",
+        type=_parse_share,
+        default=default.trace_share,
+        metavar="SHARE",
+        help="of requests without a traceparent, 0 to 1",
     )
     add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
     add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")

@@ -6,7 +6,7 @@ tenth. Seconds, as Prometheus wants them.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -26,6 +26,9 @@ TTFT_BOUNDS_S = (
 TPOT_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
+
+Instances = Mapping[tuple[str, str, str], int]
+"""How many there are, by model, role and state."""
 
 PHASES = ("prefill", "decode")
 """Of split requests; for others the TTFT says all."""
@@ -53,6 +56,10 @@ class Histogram:
         family.add_metric(labels, buckets, self._sum)
 
 
+def _by_role(bounds: tuple[float, ...]) -> dict[str, Histogram]:
+    return defaultdict(lambda: Histogram(bounds))
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """What answers are measured against, in seconds."""
@@ -65,16 +72,31 @@ class Slo:
 class ModelMetrics:
     """What is counted per model."""
 
-    __slots__ = ("itl", "output_tokens", "phases", "prompt_tokens", "tpot", "ttft")
+    __slots__ = (
+        "handoff_tokens",
+        "itl",
+        "output_tokens",
+        "phases",
+        "prompt_tokens",
+        "queue",
+        "tpot",
+        "ttft",
+    )
 
     def __init__(self) -> None:
-        self.ttft = Histogram(TTFT_BOUNDS_S)
-        self.tpot = Histogram(TPOT_BOUNDS_S)
-        self.itl = Histogram(TPOT_BOUNDS_S)
+        self.ttft = _by_role(TTFT_BOUNDS_S)
+        """By the role of the instance that computed the prompt."""
+        self.tpot = _by_role(TPOT_BOUNDS_S)
+        """By the role of the instance that generated the tokens; as `itl`."""
+        self.itl = _by_role(TPOT_BOUNDS_S)
+        self.queue = Histogram(TTFT_BOUNDS_S)
+        """Of requests that came to a door that is not simply open."""
         self.phases = {phase: Histogram(TTFT_BOUNDS_S) for phase in PHASES}
         """By what the instance was asked for, from sending it to its first bytes."""
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.handoff_tokens = 0
+        """Of prompts whose KV went to another instance."""
 
 
 class Metrics:
@@ -106,7 +128,12 @@ class Metrics:
         self.recoveries: dict[tuple[str, str], int] = defaultdict(int)
         """Streams that went on with another engine, by model and how: continued, replayed."""
         self.handoffs: dict[str, int] = defaultdict(int)
-        """By result: used, none (nothing to hand over), refused (of another boot, unreadable)."""
+        """By result: used, of these failed (an error came instead of an answer), none (nothing to
+        hand over), refused (of another boot or request, unreadable)."""
+        self.spans: dict[str, int] = defaultdict(int)
+        """Of traces, by result: exported, failed, dropped. Empty when nothing is traced."""
+        self.flips: dict[tuple[str, str, str], int] = defaultdict(int)
+        """By model, old and new role; those that were only advised as well."""
         self.in_flight = 0
         self.streams = 0
         """Begun so far."""
@@ -115,8 +142,10 @@ class Metrics:
 class Collector:
     """Turns the counts into metric families; registered with prometheus_client."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, instances: Callable[[], Instances] = dict) -> None:
+        """`instances`: looks at the fleet."""
         self._metrics = metrics
+        self._instances = instances
 
     def collect(self) -> Iterable[Metric]:
         """Called at each scrape."""
@@ -137,9 +166,20 @@ class Collector:
         yield from self._collect_attainment()
         handoffs = {(result,): number for result, number in counted.handoffs.items()}
         yield _count("handoffs", "KV hand-offs by result", ["result"], handoffs)
+        yield _count("flips", "Changes of roles", ["model", "from", "to"], counted.flips)
+        spans = {(result,): number for result, number in counted.spans.items()}
+        yield _count("spans", "Spans of traces by result", ["result"], spans)
         yield GaugeMetricFamily(
             "cleave_gateway_requests_in_flight", "Requests being served", counted.in_flight
         )
+        instances = GaugeMetricFamily(
+            "cleave_gateway_instances",
+            "Instances that this gateway knows",
+            labels=["model", "role", "state"],
+        )
+        for labels, number in self._instances().items():
+            instances.add_metric(labels, number)
+        yield instances
         yield from self._collect_models()
 
     def _collect_models(self) -> Iterable[Metric]:
@@ -148,19 +188,26 @@ class Collector:
         output = {(name,): model.output_tokens for name, model in models}
         yield _count("prompt_tokens", "Prompt tokens, estimated when not told", ["model"], prompt)
         yield _count("output_tokens", "Tokens sent to clients", ["model"], output)
-        ttft = _histogram("ttft", "Request read to first byte of stream", "model")
-        tpot = _histogram("tpot", "Mean time between tokens of a stream", "model")
-        itl = _histogram("itl", "Each gap between pieces of some streams", "model")
+        handed = {(name,): model.handoff_tokens for name, model in models}
+        yield _count("handoff_tokens", "Prompt tokens whose KV was handed over", ["model"], handed)
+        by_role = "model", "role"
+        ttft = _histogram("ttft", "Request read to first byte of stream", *by_role)
+        tpot = _histogram("tpot", "Mean time between tokens of a stream", *by_role)
+        itl = _histogram("itl", "Each gap between pieces of some streams", *by_role)
+        queue = _histogram(
+            "queue", "Wait for a turn, where tenants or targets have limits", "model"
+        )
         phases = _histogram(
             "phase", "An instance asked to its first bytes, of split requests", "model", "phase"
         )
         for name, model in models:
-            model.ttft.add_to(ttft, [name])
-            model.tpot.add_to(tpot, [name])
-            model.itl.add_to(itl, [name])
+            for family, roles in ((ttft, model.ttft), (tpot, model.tpot), (itl, model.itl)):
+                for role, histogram in roles.items():
+                    histogram.add_to(family, [name, role])
+            model.queue.add_to(queue, [name])
             for phase, histogram in model.phases.items():
                 histogram.add_to(phases, [name, phase])
-        yield from (ttft, tpot, itl, phases)
+        yield from (ttft, tpot, itl, queue, phases)
 
     def _collect_attainment(self) -> Iterable[Metric]:
         """Goodput is the rate of those that missed nothing."""

@@ -19,10 +19,11 @@ from cleave.gateway.completion import read_completion, read_other
 from cleave.gateway.context import Context
 from cleave.gateway.errors import ApiError, from_router
 from cleave.gateway.exchange import Exchange
-from cleave.gateway.fleet_page import describe_fleet
+from cleave.gateway.fleet_page import count_instances, describe_fleet
 from cleave.gateway.metrics import Collector
 from cleave.gateway.request import Request
 from cleave.gateway.tenants import EVERYBODY
+from cleave.gateway.watch import Watch
 from cleave.router.errors import UnknownModel
 from cleave.router.instance import Instance
 from cleave.rpc.v1 import agent_pb2
@@ -68,13 +69,16 @@ _UNAUTHORIZED = ApiError(
 class Pages:
     """Gives each request to whoever answers it."""
 
-    def __init__(self, context: Context, *, internal: bool = False) -> None:
-        """`internal`: for the port that the operator and scrapers use."""
+    def __init__(
+        self, context: Context, watch: Watch | None = None, *, internal: bool = False
+    ) -> None:
+        """`watch`: who hears of requests; `internal`: for the operator's and scrapers' port."""
         self._context = context
+        self._watch = watch
         self._methods = _INTERNAL_METHODS if internal else _METHODS
         self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
         self._registry = CollectorRegistry()
-        self._registry.register(Collector(context.metrics))
+        self._registry.register(Collector(context.metrics, lambda: count_instances(context)))
         ProcessCollector(registry=self._registry)
 
     def check(self, request: Request) -> ApiError | None:
@@ -105,12 +109,37 @@ class Pages:
                 if request.method == b"POST":
                     self._pass_on(client, request, request_id)
                 else:
-                    client.respond(*self._answer(request.path), request_id)
+                    self._tell(client, request, self._answer(request.path), request_id)
                 return
             except ApiError as refusal:
                 error = refusal
         context.metrics.requests["", "refused"] += 1
-        client.respond(error.status, head.JSON, error.to_json(), request_id)
+        refused = error.status, head.JSON, error.to_json()
+        self._tell(client, request, refused, request_id)
+
+    def note(self, request_id: bytes, status: int, request: Request | None = None) -> None:
+        """For the access log; a path that is none of ours may hold anything, so it is not told."""
+        if self._watch is not None:
+            known = request is not None and request.path in self._methods
+            self._watch.note(
+                self._context,
+                request_id,
+                status,
+                request.method if request is not None else b"",
+                request.path if request is not None and known else b"",
+            )
+
+    def _tell(
+        self,
+        client: ClientConnection,
+        request: Request,
+        answer: tuple[int, bytes, bytes],
+        request_id: bytes,
+    ) -> None:
+        """Answer here."""
+        if request.path not in self._open:
+            self.note(request_id, answer[0], request)
+        client.respond(*answer, request_id)
 
     def _pass_on(self, client: ClientConnection, request: Request, request_id: bytes) -> None:
         """Let engines answer. Raises ApiError."""
@@ -125,7 +154,15 @@ class Pages:
         if not context.door.open:
             tenant = context.keys.find(request.headers.get(b"authorization")) or EVERYBODY
         session = request.headers.get(context.session_header)
-        exchange = Exchange(context, client, request.path, request_id, completion, tenant, session)
+        exchange: Exchange
+        if self._watch is None:
+            exchange = Exchange(
+                context, client, request.path, request_id, completion, tenant, session
+            )
+        else:
+            exchange = self._watch.open(
+                context, client, request, request_id, completion, tenant, session
+            )
         client.run(exchange)
         exchange.start()
 

@@ -50,14 +50,14 @@ class RequestReader:
         self,
         max_body_bytes: int,
         check: Callable[[Request], ApiError | None],
-        also_read: bytes = b"",
+        also_read: frozenset[bytes] = frozenset(),
     ) -> None:
         """`check` looks at a request whose body is still to come; an error refuses it unread.
 
-        `also_read`: one more header to be kept, in small letters; empty: none.
+        `also_read`: more headers to be kept, in small letters.
         """
-        self._names = _READ | {also_read} if also_read else _READ
-        self._lengths = _LENGTHS | {len(also_read)} if also_read else _LENGTHS
+        self._names = _READ | also_read if also_read else _READ
+        self._lengths = _LENGTHS.union(map(len, also_read)) if also_read else _LENGTHS
         self.ready: deque[Request] = deque()
         """Whole requests, oldest first."""
         self.refusal: ApiError | None = None

@@ -15,6 +15,7 @@ from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import Context
 from cleave.gateway.keys import KeysFile
 from cleave.gateway.pages import Pages
+from cleave.gateway.watch import Watch, make_watch
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
 from cleave.router.router import Router, Rules
@@ -43,15 +44,17 @@ class Gateway:
         self.context = Context(config, Router(directory, config.fallback, rules), self._keys.keys)
         self._fleet = Fleet(config.agents, directory, time.monotonic)
         self._service = RouterServer(self.context.router, time.monotonic)
+        self._watch: Watch | None = None
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.port = config.port
 
     async def start(self) -> None:
-        """Listen and follow the fleet. Raises OSError and DiscoveryError."""
+        """Listen and follow the fleet. Raises OSError, DiscoveryError and TracingError."""
         config = self._config
+        self._watch = make_watch(config, self.context.metrics)
         await self._fleet.start()
-        self.port = await self._listen(config.port, Pages(self.context))
+        self.port = await self._listen(config.port, Pages(self.context, self._watch))
         if config.internal_port:
             await self._listen(config.internal_port, Pages(self.context, internal=True))
         if config.router_port:
@@ -81,6 +84,8 @@ class Gateway:
             task.cancel()
         await self._service.stop()
         await self._fleet.stop()
+        if self._watch is not None:
+            await self._watch.stop()
 
     async def _listen(self, port: int, pages: Pages) -> int:
         server = await asyncio.get_running_loop().create_server(

@@ -5,6 +5,7 @@ no answer counts as one that missed its targets; only what clients broke off or 
 """
 
 from cleave.gateway.metrics import Metrics
+from cleave.router.router import Pick
 
 TIMED_MASK = 7
 """One stream in eight has each of its gaps timed: all of them would cost 4 % of a token."""
@@ -20,11 +21,13 @@ def count(
     prompt_tokens: int,
     output_tokens: int,
     stream_s: tuple[float, float] | None,
+    pick: Pick | None = None,
 ) -> None:
     """All is over.
 
     `model` is empty when clients made it up, `tenant` where there are none. `stream_s`: seconds to
-    the first byte of a stream that came to an end, and from there to the end.
+    the first byte of a stream that came to an end, and from there to the end; `pick`: of whom, if
+    known.
     """
     metrics.requests[model, outcome] += 1
     if tenant:
@@ -37,10 +40,10 @@ def count(
     counted.output_tokens += output_tokens
     tpot_s = 0.0
     if stream_s is not None:
-        counted.ttft.observe(stream_s[0])
+        counted.ttft[(pick.prefill or pick.decode).role if pick else ""].observe(stream_s[0])
         if output_tokens > 1:
             tpot_s = stream_s[1] / (output_tokens - 1)
-            counted.tpot.observe(tpot_s)
+            counted.tpot[pick.decode.role if pick else ""].observe(tpot_s)
     slo = metrics.slo
     if slo is None:
         return

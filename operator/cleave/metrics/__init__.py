@@ -1,1 +1,1 @@
-"""What the processes of one machine share."""
+"""What processes share beside contracts: load page, core locks, the form of log lines."""

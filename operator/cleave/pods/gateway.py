@@ -3,7 +3,7 @@
 Called by `cleave.local` and the controller.
 """
 
-from cleave.api.deployment import LLMDeployment
+from cleave.api.deployment import Gateway, LLMDeployment
 from cleave.api.planned import SelectedPlan
 from cleave.pods import spread
 from cleave.pods.container import addresses, container_security, image, pod_defaults, scratch
@@ -160,6 +160,7 @@ def _container(
             *("--queue-limit", str(routing.queue_limit)),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
             *(("--api-keys", f"{_KEYS}/keys") if stated.keys_secret else ()),
+            *_observe_flags(stated),
         ],
         "env": addresses(agents_source(deployment.name, deployment.namespace)),
         "ports": [{"name": _PORT, "containerPort": port}],
@@ -176,3 +177,11 @@ def _container(
         "securityContext": container_security(),
         "volumeMounts": mounts,
     }
+
+
+def _observe_flags(stated: Gateway) -> list[str]:
+    flags = ["--access-log"] if stated.access_log else []
+    if stated.tracing is not None:
+        flags += ["--otlp-endpoint", stated.tracing.endpoint]
+        flags += ["--trace-share", f"{stated.tracing.share:g}"]
+    return flags

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cleave.metrics import logs
 from cleave.rpc.discovery import ENV as AGENTS_ENV
 from cleave.rpc.v1 import agent_pb2
 
@@ -84,6 +85,7 @@ class AgentConfig:
     max_model_len: int = 0
     """Tokens; 0: the model's own."""
     drain_timeout: float = 30.0
+    log_format: str = "text"
     engine_args: tuple[str, ...] = ()
     timing: Timing = field(default_factory=Timing)
 
@@ -127,6 +129,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         pipeline_parallel_size=options.pipeline_parallel_size,
         max_model_len=options.max_model_len,
         drain_timeout=options.drain_timeout,
+        log_format=options.log_format,
         engine_args=engine_args,
         timing=Timing(start_timeout=options.start_timeout, peer_wait=options.peer_wait),
     )
@@ -171,6 +174,7 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
     parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")
     parser.add_argument("--peer-wait", type=_seconds, default=20.0, metavar="SECONDS")
+    logs.add_option(parser, env=env)
     return parser
 
 

@@ -22,12 +22,13 @@ from pathlib import Path
 
 import grpc
 
+from cleave.metrics import logs
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import warden
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import Boot, Launch, LaunchError, free_port, has_gpu, share
 from cleave_worker.agent.peers import ask
-from cleave_worker.agent.process import EngineProcess
+from cleave_worker.agent.process import EngineProcess, find_sink
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Follower:
                 cores=(),
                 scratch=Path(folder),
                 stop_grace=config.engine.timing.stop_grace,
+                sink=find_sink(config.engine.log_format),
             )
             _log.info("share of engine %s starts", boot_id)
             ended = asyncio.create_task(process.wait())
@@ -176,6 +178,7 @@ def parse(argv: Sequence[str]) -> FollowerConfig:
             pipeline_parallel_size=options.pipeline_parallel_size,
             max_model_len=options.max_model_len,
             drain_timeout=options.drain_timeout,
+            log_format=options.log_format,
             engine_args=tuple(arguments[cut + 1 :]),
         ),
     )
@@ -184,7 +187,8 @@ def parse(argv: Sequence[str]) -> FollowerConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until told to end; returns the exit code."""
     config = parse(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    named = logs.TextLines("%(asctime)s %(levelname)s %(message)s")
+    logs.set_up(config.engine.log_format, text=named, always={"instance": config.engine.name})
     warden.become_subreaper()
     try:
         return asyncio.run(_run(config))
@@ -217,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pipeline-parallel-size", type=int, default=1)
     add("--max-model-len", type=int, default=0, metavar="TOKENS")
     add("--drain-timeout", type=float, default=600.0, metavar="SECONDS")
+    logs.add_option(parser)
     return parser
 
 

@@ -5,12 +5,11 @@ Exit codes: 0 drained; 2 bad usage or cores that another engine holds; 1 anythin
 
 import asyncio
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
 
-from cleave.metrics import core_locks
+from cleave.metrics import core_locks, logs
 from cleave.rpc.discovery import DiscoveryError, Unreachable, find_agents
 from cleave_worker.agent import cores, warden
 from cleave_worker.agent.agent import Agent
@@ -21,11 +20,8 @@ from cleave_worker.agent.launch import LaunchError, has_gpu
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until drained; returns the exit code."""
     config = parse(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {config.name}: %(message)s",
-        stream=sys.stderr,
-    )
+    named = logs.TextLines(f"%(asctime)s %(levelname)s {config.name}: %(message)s")
+    logs.set_up(config.log_format, text=named, always={"instance": config.name})
     gpu = config.engine == "vllm" and has_gpu()
     locks = cores.CoreLocks(core_locks.folder(), config.name)
     try:

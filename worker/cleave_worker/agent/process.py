@@ -7,6 +7,7 @@ lines are kept, to tell why an engine died.
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections import deque
@@ -17,11 +18,22 @@ from typing import Self
 from cleave_worker.agent import warden
 from cleave_worker.agent.launch import Launch
 
+_engine_log = logging.getLogger("engine")
 _PREFIX = b"[engine] "
 _CHUNK_BYTES = 65536
 _LINES_KEPT = 20
 _LINE_LIMIT = 300
 _SWEEP_SECONDS = 5.0
+
+
+def find_sink(log_format: str) -> Callable[[bytes], None]:
+    """What becomes of an engine's lines: records where logs are JSON, else they stay as is."""
+    return _to_log if log_format == "json" else _to_stderr
+
+
+def _to_log(text: bytes) -> None:
+    for line in text.splitlines():
+        _engine_log.info("%s", line.removeprefix(_PREFIX).decode(errors="replace"))
 
 
 def _to_stderr(text: bytes) -> None:

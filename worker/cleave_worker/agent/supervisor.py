@@ -20,7 +20,7 @@ from cleave_worker.agent.config import AgentConfig, Timing
 from cleave_worker.agent.http import HttpError
 from cleave_worker.agent.instance import Instance
 from cleave_worker.agent.launch import Boot, block_size, free_port, launch
-from cleave_worker.agent.process import EngineProcess
+from cleave_worker.agent.process import EngineProcess, find_sink
 from cleave_worker.agent.proof import prove
 
 _log = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ class Supervisor:
                 cores=boot.cores,
                 scratch=boot.load_page.parent,
                 stop_grace=self._config.timing.stop_grace,
+                sink=find_sink(self._config.log_format),
             )
             try:
                 self._instance.boot(boot.boot_id, url, page)

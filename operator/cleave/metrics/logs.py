@@ -1,0 +1,137 @@
+"""How our processes write their logs: lines of text for people, of JSON for collectors.
+
+Called once by the gateway, the operator and the agent, when they start. Whatever is logged may name
+requests, models and instances as `extra={"fields": {...}}`; nobody ever logs prompts, keys, bodies.
+What is hard: a pipe that nobody empties blocks who writes to it, which an event loop must not be.
+So what comes with each request goes through a bounded queue (`write_aside`).
+"""
+
+import json
+import logging
+import os
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from logging.handlers import QueueHandler
+from queue import Full, Queue
+from threading import Thread
+
+FORMATS = ("text", "json")
+ENV = "CLEAVE_LOG_FORMAT"
+"""Environment variable that says which, where no option does; our container images set it."""
+QUEUE_LINES = 8_192
+END_S = 1.0
+
+Fields = Mapping[str, object]
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, as log collectors want it."""
+
+    def __init__(self, always: Fields | None = None) -> None:
+        """`always`: fields of each line."""
+        super().__init__()
+        self._always = dict(always or {})
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record with its traceback, if any, in one line."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._always,
+            **_find_fields(record),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class TextLines(logging.Formatter):
+    """The same for people: `TIME LEVEL LOGGER: MESSAGE key=value ...`."""
+
+    def __init__(self, pattern: str = "%(asctime)s %(levelname)s %(name)s: %(message)s") -> None:
+        super().__init__(pattern)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own
+        """The line without a traceback."""
+        fields = (f" {name}={value}" for name, value in _find_fields(record).items())
+        return super().formatMessage(record) + "".join(fields)
+
+
+def add_option(
+    parser: ArgumentParser, default: str = "text", env: Mapping[str, str] = os.environ
+) -> None:
+    """`--log-format`, alike for all of our programs."""
+    chosen = env.get(ENV, default)
+    text = f"of the log's lines (default: ${ENV}, or {default})"
+    parser.add_argument("--log-format", choices=FORMATS, default=chosen, help=text)
+
+
+def set_up(
+    log_format: str,
+    *,
+    level: int | str = logging.INFO,
+    text: logging.Formatter | None = None,
+    always: Fields | None = None,
+) -> None:
+    """Make the process log to its stderr.
+
+    `text`: how lines of text look; `always`: fields of each line of JSON.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(always) if log_format == "json" else text or TextLines())
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+@contextmanager
+def write_aside(name: str, lines: int = QUEUE_LINES) -> Iterator[None]:
+    """Meanwhile a thread writes this logger's lines, to where the root's go."""
+    aside, log = _Aside(lines), logging.getLogger(name)
+    log.addHandler(aside)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(aside)
+        log.propagate = True
+        aside.end()
+
+
+class _Aside(QueueHandler):
+    """Puts records into a queue that a thread empties; what finds it full is lost, and counted."""
+
+    def __init__(self, lines: int) -> None:
+        self._lines: Queue[logging.LogRecord | None] = Queue(lines)
+        super().__init__(self._lines)
+        self._num_lost = 0
+        self._writer = Thread(target=self._write, name="log", daemon=True)
+        self._writer.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Never waits."""
+        try:
+            self._lines.put_nowait(record)
+        except Full:
+            self._num_lost += 1
+
+    def end(self) -> None:
+        """Write what waits, unless nobody takes it."""
+        with suppress(Full):
+            self._lines.put(None, timeout=END_S)
+        self._writer.join(END_S)
+        if self._num_lost:
+            logging.getLogger(__name__).warning("%d lines were lost", self._num_lost)
+
+    def _write(self) -> None:
+        while (record := self._lines.get()) is not None:
+            for handler in logging.getLogger().handlers:
+                handler.handle(record)
+
+
+def _find_fields(record: logging.LogRecord) -> Fields:
+    fields = getattr(record, "fields", None)
+    return fields if isinstance(fields, Mapping) else {}
