@@ -98,6 +98,17 @@ def test_an_adapter_goes_elsewhere_when_staying_costs_more(routed, policy: Polic
     assert min(counts.values()) * 300 >= max(counts.values()) * 300 - ADAPTER_TOKENS - 300
 
 
+@pytest.mark.parametrize(("slots", "homes"), [(1, 1), (2, 2), (3, 2)])
+def test_adapters_that_all_fit_are_treated_like_their_model(
+    directory, stated, slots: int, homes: int
+) -> None:
+    for name in ("a", "b"):
+        event = stated(name, "mixed", adapters=["sql", "law"], max_adapters=slots)
+        directory.hear(name, event, 0.0)
+    router = Router(directory)
+    assert len({serve(router, "sql") for _ in range(8)}) == homes
+
+
 @pytest.mark.parametrize("policy", sorted(set(Policy) - set(KEEPING), key=lambda each: each.value))
 def test_other_policies_treat_adapters_like_their_model(routed, policy: Policy) -> None:
     served = []

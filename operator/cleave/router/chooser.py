@@ -41,10 +41,11 @@ from cleave.policy.packing import (
 from cleave.policy.prefixes import TOKENS_PER_BLOCK, PrefixIndex, find_cached, hash_blocks
 from cleave.router.board import Board
 from cleave.router.boards import RESIDENT_WEIGHT
+from cleave.router.directory import Model
 from cleave.router.instance import Instance
 from cleave.router.passes import Passes
 
-ADAPTER_TOKENS = 1_024.0
+ADAPTER_TOKENS = 2_048.0
 """How many more tokens may wait, or be held, where an adapter is than elsewhere: about what it
 takes to bring one to another instance."""
 
@@ -60,7 +61,7 @@ class Wish(msgspec.Struct, frozen=True, gc=False):
     session: int | None = None
     """Key of the session it belongs to."""
     adapter: int | None = None
-    """Key of the adapter it asks for."""
+    """Key of the adapter that it keeps to an instance with."""
 
 
 class Chooser:
@@ -87,17 +88,17 @@ class Chooser:
         output_tokens: float,
         session: bytes | None,
         text: bytes | memoryview,
-        adapter: int | None,
+        known: Model,
     ) -> Wish:
         """What this policy looks at, and nothing that it does not."""
+        adapter = known.adapter
         if self._is_by_score and session is None and adapter is None:
             return Wish(prompt_tokens, output_tokens)
         key = to_key(session) if session is not None else None
         # KV that one adapter made is no other's.
-        known = self._policy is Policy.PREFIX_AWARE
-        hashes = hash_blocks(text, adapter or 0) if known else ()
-        keeps = adapter if self._policy in _KEEPING_ADAPTERS else None
-        return Wish(prompt_tokens, output_tokens, hashes, key, keeps)
+        hashes = hash_blocks(text, adapter or 0) if self._policy is Policy.PREFIX_AWARE else ()
+        keeps = known.is_crowded and self._policy in _KEEPING_ADAPTERS
+        return Wish(prompt_tokens, output_tokens, hashes, key, adapter if keeps else None)
 
     def count_cached(self, instance: Instance, wish: Wish) -> int:
         """Tokens of the prompt that the instance has probably computed before."""

@@ -32,7 +32,9 @@ class Model:
     base: str = ""
     """Of an adapter: the model that it changes; empty: this is none."""
     adapter: int | None = None
-    """The key that its requests keep together by; None: this is none."""
+    """The key of an adapter; None: this is none."""
+    is_crowded: bool = False
+    """Whether instances have more adapters than they hold at a time."""
 
 
 class Directory:
@@ -167,13 +169,18 @@ class Directory:
             if name not in self.models:
                 boards = [board for _, board in served]
                 all_of_them = [instance for board in boards for instance in board.instances]
-                self.models[name] = Model(boards, all_of_them, served[0][0], to_key(name))
+                crowded = any(map(_is_crowded, all_of_them))
+                self.models[name] = Model(boards, all_of_them, served[0][0], to_key(name), crowded)
 
 
 def _find_adapters(instances: Collection[Instance]) -> Collection[str]:
     """What all of them serve, as far as they know: one that starts for the first time does not."""
     told = [set(each.registration.adapters) for each in instances if _has_answered(each)]
     return sorted(set.intersection(*told)) if told else ()
+
+
+def _is_crowded(instance: Instance) -> bool:
+    return len(instance.registration.adapters) > instance.registration.max_adapters
 
 
 def _has_answered(instance: Instance) -> bool:

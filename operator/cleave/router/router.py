@@ -189,7 +189,7 @@ class Router:
                 board.gather()
         avoids = [{*avoid, *doubt}, avoid] if doubt else [avoid]
         predicted = self.lengths.predict(prompt_tokens, output_tokens)
-        wish = self._chooser.make_wish(prompt_tokens, predicted, session, text, known.adapter)
+        wish = self._chooser.make_wish(prompt_tokens, predicted, session, text, known)
         placed = None
         if not single:
             placed = self._place_short(known, wish, avoids) or self._place_pair(known, wish, avoids)

@@ -80,10 +80,10 @@ def test_two_workers_prove_their_kv_path_and_say_what_they_serve(pair) -> None:
 
 
 def test_a_worker_says_which_adapters_its_engine_serves(agents) -> None:
-    adapters = ("--enable-lora", "--lora-modules", "sql=/none", "law=/none")
+    adapters = ("--enable-lora", "--max-loras=2", "--lora-modules", "sql=/none", "law=/none")
     agent = agents.start("x-0", "mixed", *EMULATED, engine_args=(*FAST, *adapters))
     told = agent.until(lambda told: bool(told.adapters))
-    assert (told.adapters, told.model) == (["sql", "law"], "m")
+    assert (told.adapters, told.max_adapters, told.model) == (["sql", "law"], 2, "m")
     status, answer = post(told.engine_url, "/v1/completions", {"model": "law", "prompt": "hello"})
     assert (status, answer["model"]) == (200, "law")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cleave.metrics.load_page import Load, LoadPage
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.launch import max_adapters
 
 
 class RoleRefused(RuntimeError):  # noqa: N818
@@ -56,6 +57,7 @@ class Instance:
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             max_model_len=config.max_model_len,
+            max_adapters=max_adapters(config),
             reason="engine starts",
         )
         self._page: LoadPage | None = None

@@ -92,6 +92,12 @@ def block_size(config: AgentConfig, gpu: bool) -> int:
     return 128 if config.engine == "vllm" and not gpu else 16
 
 
+def max_adapters(config: AgentConfig) -> int:
+    """Adapters that the engine holds at a time, as its command line tells."""
+    told = _option(config.engine_args, "--max-loras")
+    return int(told) if told and told.isdigit() else 1
+
+
 def has_gpu() -> bool:
     """Whether this machine shows an NVIDIA GPU; asked without loading CUDA or torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None

@@ -141,6 +141,7 @@ class Registration(_message.Message):
     CELL_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
     deployment: _builtins.str
@@ -174,6 +175,8 @@ class Registration(_message.Message):
     """KV moves fast within it (pods: one node or NVLink domain); empty: none"""
     home: Global___Role.ValueType
     """what it was made for: flips change role, never this"""
+    max_adapters: _builtins.int
+    """of them that it holds at a time (vLLM: --max-loras)"""
     @_builtins.property
     def kv_path(self) -> Global___KvPath:
         """result of the self-test"""
@@ -206,10 +209,11 @@ class Registration(_message.Message):
         cell: _builtins.str = ...,
         home: Global___Role.ValueType = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        max_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
