@@ -1,7 +1,8 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
-`python benchmarks/dispatch/run.py [queues|gateways|goodput|savings|cost ...]`; without names all of
-them, about ten minutes on one core. `--quick`: does everything work? Quote none of its figures.
+`python benchmarks/dispatch/run.py [queues|gateways|goodput|savings|adapters|cost ...]`; without
+names all of them, about ten minutes on one core. `--quick`: does everything work? Quote none of its
+figures.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import adapters
 import cost
 import goodput
 import numpy as np
@@ -164,6 +166,23 @@ def saved(console: Console, quick: bool) -> Rows:
     return rows
 
 
+def kept(console: Console, quick: bool) -> Rows:
+    """Adapters."""
+    rows: Rows = []
+    for instances in SIZES[: 1 if quick else 2]:
+        table = _table("load, adapters", *(f"{worth:g} tokens" for worth in adapters.WORTHS))
+        for load in (0.7, 0.9):
+            for number in (8, 32, 128):
+                requests = 2_000 if quick else 40_000
+                found = adapters.measure(instances, load, number, requests)
+                cells = (f"{row.mean_ms:.4g} ({row.brought:.0%})" for row in found)
+                table.add_row(f"{load:g}, {number}", *cells)
+                rows += [asdict(row) for row in found]
+        title = f"{instances} instances of {adapters.SLOTS} adapters: mean delay in ms (brought)"
+        _print(console, title, table)
+    return rows
+
+
 def costs(console: Console, quick: bool) -> Rows:
     """CPU time."""
     found = [
@@ -183,6 +202,7 @@ SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "gateways": gateways,
     "goodput": goodputs,
     "savings": saved,
+    "adapters": kept,
     "cost": costs,
 }
 

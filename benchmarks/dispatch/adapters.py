@@ -1,0 +1,92 @@
+"""What keeping each adapter's requests together is worth, by how much longer they may wait for it.
+
+Called by run.py. Instances compute one prompt after another and hold few adapters; bringing another
+one takes a while, in which nothing is computed. Its place is found by `policy.affinity.find_kept`,
+as the router finds it.
+"""
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import traces
+from numpy.typing import NDArray
+from queueing import WARM_UP, Load, draw_load
+
+from cleave.policy.affinity import find_kept, to_key
+from cleave.policy.dispatch import RECENCY, find_least
+
+SLOTS = 4
+"""Adapters that an instance holds."""
+BRING_MS = 100.0
+"""To read one from disk and copy it to the GPU."""
+WORTHS = (0.0, 1024.0, 2048.0, 4096.0)
+"""Tokens; 0: adapters are not looked at."""
+SKEW = 1.0
+"""Of Zipf's law: how often each adapter is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fleet, load and number of adapters."""
+
+    instances: int
+    load: float
+    adapters: int
+    worth: float
+    mean_ms: float
+    """From arrival to the prompt's own computation."""
+    brought: float
+    """Share of the requests that an adapter was brought for."""
+
+
+def measure(instances: int, load: float, adapters: int, requests: int) -> list[Row]:
+    """A row for each worth; the same requests."""
+    prompt = traces.read("conv").prompt_tokens
+    drawn = draw_load(
+        prompt, instances=instances, utilisation=load, requests=requests, seed=1, error=0.2
+    )
+    shares = 1.0 / np.arange(1, adapters + 1) ** SKEW
+    asked = np.random.default_rng(2).choice(adapters, requests, p=shares / shares.sum())
+    found = (_serve(drawn, asked, instances, worth) for worth in WORTHS)
+    return [
+        Row(instances, load, adapters, worth, *row)
+        for worth, row in zip(WORTHS, found, strict=True)
+    ]
+
+
+def _serve(
+    load: Load, asked: NDArray[np.int64], instances: int, worth: float
+) -> tuple[float, float]:
+    """(mean delay in ms, share of requests with an adapter brought), least pending tokens."""
+    keys = np.array([to_key(f"chat-{n}") for n in range(instances)], np.uint64)
+    names = [to_key(f"adapter-{n}") for n in range(int(asked.max()) + 1)]
+    pending = np.arange(instances) * RECENCY
+    free_at = [0.0] * instances
+    held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(instances)]
+    ends: list[tuple[float, int, float]] = []
+    delays = np.zeros(len(asked))
+    brought = 0
+    for r, (now, service_ms, tokens, adapter) in enumerate(
+        zip(load.arrival_ms, load.service_ms, load.tokens, asked, strict=True)
+    ):
+        while ends and ends[0][0] <= now:
+            _, ended, done = heapq.heappop(ends)
+            pending[ended] -= done
+        i = find_kept(pending, keys, names[adapter], worth) if worth else find_least(pending)
+        begin = max(free_at[i], now)
+        if adapter in held[i]:
+            held[i].move_to_end(adapter)
+        else:
+            begin += BRING_MS
+            brought += 1
+            held[i][adapter] = None
+            if len(held[i]) > SLOTS:
+                held[i].popitem(last=False)
+        free_at[i] = begin + service_ms
+        delays[r] = begin - now
+        # A tie goes to who had its last request longest ago.
+        pending[i] += tokens + RECENCY
+        heapq.heappush(ends, (free_at[i], i, tokens))
+    return float(delays[int(WARM_UP * len(delays)) :].mean()), brought / len(delays)
