@@ -38,7 +38,7 @@ class SharedTable:
         """
         self.rows = rows
         self.process = processes
-        self._own, self._processes = own, processes
+        self._own, self.processes = own, processes
         sizes = [rows * own * processes, common * rows, rows]
         self._file = os.memfd_create("cleave-shared")
         os.ftruncate(self._file, CELL_BYTES * sum(sizes) + rows * (processes + 1))
@@ -90,7 +90,7 @@ class SharedTable:
 
     def column_at(self, row: int, field: int) -> int:
         """Where in `cells` the cells of all processes begin."""
-        return (row * self._own + field) * self._processes
+        return (row * self._own + field) * self.processes
 
     def common_at(self, row: int, field: int) -> int:
         """Where in `cells` all write."""

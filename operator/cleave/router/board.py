@@ -136,7 +136,7 @@ class Board:
         prompt = ledger.prompt.pending
         doubt = STALE if instance.contact is _STALE else 0.0
         self.pending_prompt[slot] = prompt + doubt
-        first, total = self._score(ledger, prompt, doubt)
+        first, total = self._score(ledger, prompt, ledger.resident.pending, doubt)
         if self._compares_more:
             self._measure(slot, instance)
         by_prompt, by_all = self._uses[slot]
@@ -163,32 +163,40 @@ def _is_in(scores: Scores, both: tuple[tuple[Scores, ...], tuple[Scores, ...]]) 
     return any(scores is each for some in both for each in some)
 
 
-def _score_wait(ledger: Ledger, prompt: float, doubt: float) -> tuple[float, float]:
+def _score_wait(
+    ledger: Ledger, prompt: float, resident: float, doubt: float
+) -> tuple[float, float]:
     tie = ledger.last_turn * RECENCY
     queue = ledger.queue
     # STALE squared is far above what a clock may show as well.
     first = doubt * doubt + predict_end_ms(prompt, queue.since_ms, queue.token_ms, tie)
-    return first, prompt + doubt + tie + ledger.resident.pending
+    return first, prompt + doubt + tie + resident
 
 
-def _score_turn(ledger: Ledger, _prompt: float, doubt: float) -> tuple[float, float]:
+def _score_turn(
+    ledger: Ledger, _prompt: float, _resident: float, doubt: float
+) -> tuple[float, float]:
     turn = doubt + ledger.last_turn
     return turn, turn
 
 
-def _score_requests(ledger: Ledger, _prompt: float, doubt: float) -> tuple[float, float]:
+def _score_requests(
+    ledger: Ledger, _prompt: float, _resident: float, doubt: float
+) -> tuple[float, float]:
     here = ledger.count_requests() + ledger.others
     score = here + doubt + ledger.last_turn * RECENCY
     return score, score
 
 
-def _score_tokens(ledger: Ledger, prompt: float, doubt: float) -> tuple[float, float]:
+def _score_tokens(
+    ledger: Ledger, prompt: float, resident: float, doubt: float
+) -> tuple[float, float]:
     first = prompt + doubt + ledger.last_turn * RECENCY
-    return first, first + ledger.resident.pending
+    return first, first + resident
 
 
-def _find_scoring(policy: Policy) -> Callable[[Ledger, float, float], tuple[float, float]]:
-    """What makes (score of a prompt, score of all else) of books, pending tokens and doubt."""
+def _find_scoring(policy: Policy) -> Callable[[Ledger, float, float, float], tuple[float, float]]:
+    """What makes (score of a prompt, score of all else) of books, tokens in both, and doubt."""
     if policy is Policy.SHORTEST_WAIT:
         return _score_wait
     if policy is Policy.ROUND_ROBIN:

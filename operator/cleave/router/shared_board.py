@@ -8,12 +8,24 @@ entered; so each looks again at what it scored by, and the last to write has see
 instance is open and how well it is heard is each process's own view, which is added here.
 """
 
+import struct
+
 import numpy as np
 
+from cleave.metrics.shared_table import CELL_BYTES
 from cleave.policy.dispatch import STALE, Policy, Scores
 from cleave.router.board import USES, Board
 from cleave.router.instance import Contact, Instance
-from cleave.router.shared_books import FIRST, PENDING, TOTAL, SharedBooks
+from cleave.router.shared_books import (
+    FIRST,
+    OTHER_PROMPTS,
+    OTHER_RESIDENTS,
+    PENDING,
+    PROMPT,
+    TOTAL,
+    SharedBooks,
+    add_up,
+)
 
 _STALE = Contact.STALE
 _ATTEMPTS = 3
@@ -27,19 +39,26 @@ class SharedBoard(Board):
         "_at",
         "_cells",
         "_common",
+        "_count",
         "_doubts",
         "_gathered",
+        "_look",
         "_masks",
+        "_memory",
         "_sources",
+        "_starts",
         "_weights",
     )
 
     def __init__(self, instances: list[Instance], policy: Policy, books: SharedBooks) -> None:
         table, rows = books.table, [books.find_row(each.ledger) for each in instances]
         self._cells = table.cells
-        self._at = [
-            tuple(table.common_at(row, kind) for kind in (FIRST, TOTAL, PENDING)) for row in rows
-        ]
+        fields = FIRST, TOTAL, PENDING, OTHER_PROMPTS, OTHER_RESIDENTS
+        self._at = [tuple(table.common_at(row, field) for field in fields) for row in rows]
+        self._memory, self._count = table.memory, table.processes
+        # Columns of prompts and residents are side by side: one look at both.
+        self._look = struct.Struct(f"{2 * table.processes}d").unpack_from
+        self._starts = [CELL_BYTES * table.column_at(row, PROMPT) for row in rows]
         self._doubts = [0.0] * len(instances)
         self._masks, self._weights = np.zeros((1, len(instances))), np.zeros(1)
         super().__init__(instances, policy)
@@ -75,14 +94,17 @@ class SharedBoard(Board):
         if self._compares_more:
             self._measure(slot, instance)
         cells = self._cells
-        first_at, total_at, pending_at = self._at[slot]
-        prompt, resident = ledger.prompt.pending, ledger.resident.pending
+        first_at, total_at, pending_at, prompt_at, resident_at = self._at[slot]
+        look, memory, start, count = self._look, self._memory, self._starts[slot], self._count
+        now = look(memory, start)
         for _ in range(_ATTEMPTS):
-            cells[first_at], cells[total_at] = self._score(ledger, prompt, 0.0)
+            seen = now
+            prompt = add_up(seen[:count]) + cells[prompt_at]
+            resident = add_up(seen[count:]) + cells[resident_at]
+            cells[first_at], cells[total_at] = self._score(ledger, prompt, resident, 0.0)
             cells[pending_at] = prompt
-            seen = prompt, resident
-            prompt, resident = ledger.prompt.pending, ledger.resident.pending
-            if (prompt, resident) == seen:
+            now = look(memory, start)
+            if now == seen:
                 break
 
     def _find_masks(self, used: list[str]) -> Scores:

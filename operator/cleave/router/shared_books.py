@@ -24,8 +24,9 @@ FIRST, TOTAL, PENDING = 0, 1, 2
 _SINCE, _TOKEN_MS, _LEARNT_MS, _LEARNT_TOKENS, _TURN = 3, 4, 5, 6, 7
 _OTHERS = 8
 """Plus the own field: what other gateways have there, as the latest report tells any process."""
-_PROMPT, _RESIDENT, _REQUESTS = 0, 1, 2
+PROMPT, _RESIDENT, _REQUESTS = 0, 1, 2
 """Own cells."""
+OTHER_PROMPTS, OTHER_RESIDENTS = _OTHERS + PROMPT, _OTHERS + _RESIDENT
 _SPILL, _TURNS = 0, 1
 """Rows that are no boot's."""
 
@@ -78,7 +79,7 @@ class SharedLedger(Ledger):
         self._others_at = table.common_at(row, _OTHERS + _REQUESTS)
         self._turn_at = table.common_at(row, _TURN)
         self._own = 0
-        self.prompt = SharedBook(table, row, _PROMPT)
+        self.prompt = SharedBook(table, row, PROMPT)
         self.resident = SharedBook(table, row, _RESIDENT)
         self.queue = SharedQueue(table, row)
         self.heavy = 0
@@ -145,9 +146,7 @@ class SharedBook(Book):
     @property
     def pending(self) -> float:
         """The estimate that dispatch compares."""
-        here: float = sum(self._unpack(self._memory, self._start))
-        # Sums of fractions do not come back to nothing exactly.
-        return max(here, 0.0) + self._cells[self._others_at]
+        return add_up(self._unpack(self._memory, self._start)) + self._cells[self._others_at]
 
     @pending.setter
     def pending(self, tokens: float) -> None:
@@ -165,8 +164,14 @@ class SharedBook(Book):
 
     def report(self, reported: float) -> None:
         """The instance's own count arrived."""
-        here: float = sum(self._unpack(self._memory, self._start))
+        here = add_up(self._unpack(self._memory, self._start))
         self._cells[self._others_at] = estimate_pending(0.0, reported, here)
+
+
+def add_up(tokens: tuple[float, ...]) -> float:
+    """What all processes have entered; sums of fractions do not come back to nothing exactly."""
+    here = sum(tokens)
+    return here if here > 0.0 else 0.0
 
 
 class SharedQueue(Queue):
