@@ -43,6 +43,10 @@ class ClockedScheduler(Scheduler):
         self._updated_s = time.monotonic()
         return result
 
+    def shutdown(self):
+        super().shutdown()
+        self._file.close()
+
 
 def describe(output):
     """Prompt tokens, end^2 - start^2 of them, decoding requests, their contexts, blocks to pull.
