@@ -71,5 +71,7 @@ def test_passes_end_where_the_next_begins_unless_the_engine_idled(
     scheduler.schedule()
     scheduler.shutdown()
     (file,) = tmp_path.glob("*.csv")
-    spans = [[float(field) for field in line.split(",")[:2]] for line in file.open()]
+    spans = [
+        [float(field) for field in line.split(",")[:2]] for line in file.read_text().splitlines()
+    ]
     assert spans == [[10.0, 10.006], [10.006, 10.011], [15.0, 15.001]]
