@@ -55,8 +55,10 @@ def judge_opening(opening: bytes) -> Opening:
         role = opening.find(_ROLE, at, at + _ROLE_WITHIN)
         if role < 0 or opening.startswith(_ERROR, at) or opening.find(b"\n\n", at, role) >= 0:
             return _judge_event(opening[at:])
-        end = opening.find(b"\n\n", role)
-        if end < 0 or opening.find(_NOTHING_SAID, role, end) < 0:
+        # A line's end is found ten times faster than an event's, and JSON holds none.
+        end = opening.find(b"\n", role)
+        said = opening.find(_NOTHING_SAID, role, role + _ROLE_WITHIN) < 0
+        if said or end < 0 or not opening.startswith(b"\n\n", end):
             return _BEGIN
         at = end + 2
 
