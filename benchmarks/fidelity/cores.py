@@ -46,8 +46,7 @@ def part_fronts(engine_urls: Iterable[str], gateway_url: str) -> None:
 def _pick_apart(num: int, cores: int) -> list[int]:
     """As many cores, no two of them neighbours while that can be.
 
-    Virtual cores 2n and 2n+1 are often threads of one real core, which the machine does not say:
-    seen on four of them, passes took 17 % longer while the neighbour computed too.
+    Virtual cores 2n and 2n+1 may be threads of one real core, which the machine does not say.
     """
     return [*range(0, cores, 2), *range(1, cores, 2)][:num]
 

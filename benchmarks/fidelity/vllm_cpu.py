@@ -37,8 +37,8 @@ BLOCK_SIZE = 128
 """vLLM's on CPU."""
 MAX_BATCHED_TOKENS = 2048
 MAX_NUM_SEQS = 64
-WARM_TOKENS = 1000
-"""Hardly any of the scaled prompts is longer."""
+WARM_TOKENS = 600
+"""Few of the scaled prompts are longer, and a kernel is a small part of such a pass."""
 KERNELS = 65536
 """Compiled kernels that oneDNN keeps; its 1,024 are too few for passes of all lengths."""
 FULL = Settings(
