@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from cleave.gateway import head
 from cleave.gateway.context import Context
 from cleave.gateway.engine import set_nodelay
-from cleave.gateway.errors import ApiError
+from cleave.gateway.errors import ApiError, build_error_fields
 from cleave.gateway.request import Request, RequestReader
 
 LINGER_S = 5.0
@@ -119,12 +119,21 @@ class ClientConnection(asyncio.Protocol):
         """Say what works on the present request, so that it hears of the client."""
         self._running = running
 
-    def respond(self, status: int, fields: bytes, body: bytes, request_id: bytes) -> None:
-        """A whole response."""
+    def respond(
+        self,
+        status: int,
+        fields: bytes,
+        body: bytes,
+        request_id: bytes,
+        *,
+        with_body: bool = True,
+    ) -> None:
+        """A whole response; without its body: what HEAD asks for."""
         reusable = self.keep_alive and not self._context.draining
         if not reusable:
             fields += head.CLOSE
-        self.write(head.build_head(status, fields, request_id, len(body)) + body)
+        raw = head.build_head(status, fields, request_id, len(body))
+        self.write(raw + body if with_body else raw)
         self.end(reusable)
 
     def end(self, reusable: bool) -> None:
@@ -167,7 +176,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Turn to what arrived while the last request was being answered."""
-        if self._busy or self.transport.is_closing():
+        if self._busy or self._deaf or self.transport.is_closing():
+            # Bytes that came first have brought it further already.
             return
         if self._reader.ready:
             self._next()
@@ -181,7 +191,7 @@ class ClientConnection(asyncio.Protocol):
                 self._feed(backlog)
 
     def _next(self) -> None:
-        request = self._reader.ready.popleft()
+        request = self._reader.ready.pop(0)
         self._busy, self._receiving = True, False
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
@@ -200,11 +210,12 @@ class ClientConnection(asyncio.Protocol):
         self._deaf = True
         body = error.to_json()
         request_id = self._context.make_id()
-        fields = head.JSON + head.CLOSE
+        fields = build_error_fields(error) + head.CLOSE
         self.write(head.build_head(error.status, fields, request_id, len(body)) + body)
         self._context.metrics.requests["", "refused"] += 1
         self._handler.note(request_id, error.status)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._wait(LINGER_S)
 
     def _wait(self, seconds: float) -> None:
