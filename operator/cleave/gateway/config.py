@@ -35,13 +35,15 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """One gateway process."""
+    """One gateway."""
 
     agents: str
     """Where the agents are, as cleave.rpc.discovery reads it."""
     host: str = "127.0.0.1"
     port: int = 8080
     """0: any free port, written to the log."""
+    processes: int = 1
+    """That serve the port together."""
     internal_port: int = 0
     """/fleet, /health and /metrics without keys, for the operator and scrapers; 0: off."""
     router_port: int = 0

@@ -11,9 +11,14 @@ from cleave.gateway.engine import EnginePool
 from cleave.gateway.health import Breaker
 from cleave.gateway.keys import Keys
 from cleave.gateway.metrics import Metrics, Slo
+from cleave.gateway.siblings import Siblings
+from cleave.gateway.summed import restore, save
 from cleave.gateway.traceparent import NAME
 from cleave.router.instance import Target
 from cleave.router.router import Router
+
+SAVE_S = 1.0
+"""Between two times that a process leaves word of what it has counted."""
 
 
 class Sweepable(Protocol):
@@ -42,11 +47,14 @@ class Context:
         router: Router,
         keys: Keys,
         clock: Callable[[], float] = time.monotonic,
+        siblings: Siblings | None = None,
     ) -> None:
+        """`siblings`: where several processes are one gateway."""
         self.config = config
         self.router = router
         self.clock = clock
         """Seconds."""
+        self.siblings = siblings
         self.session_header = config.session_header.lower().encode()
         """Empty: none."""
         traced = {NAME} if config.otlp_endpoint is not None else set()
@@ -54,23 +62,52 @@ class Context:
         """Headers of requests, beside those that are always read."""
         slo = Slo(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = Metrics(slo if slo.ttft_s > 0 else None)
-        self.door = Door(config, router.directory, self.metrics)
+        self.door = Door(config, router.directory, self.metrics, siblings)
         self.use_keys(keys)
         self.breaker = Breaker()
         self.clients: set[ClientSlot] = set()
         self.exchanges: set[Sweepable] = set()
         self.unanswered = 0
         """Requests that wait for the first byte of their answer."""
+        self.queue_limit = config.queue_limit
+        """How many may; less what siblings have."""
         self.draining = False
         self._pools: dict[str, EnginePool] = {}
         # Unique among gateways and their restarts: engines refuse or mix up equal ids.
         self._id_prefix = os.urandom(6).hex().encode()
         self._last_id = 0
+        self._save_at = 0.0
 
     def use_keys(self, keys: Keys) -> None:
         """At the start, and whenever their file has changed."""
         self.keys = keys
         self.door.know(keys.tenants, self.clock())
+
+    def take_up(self) -> None:
+        """Go on from what this process's predecessor has left."""
+        if self.siblings is not None:
+            restore(self.metrics, self.siblings.read_counts(self.siblings.process))
+
+    def tell_siblings(self, now: float) -> None:
+        """That this process lives, and what they need to know of it; called by the sweeper."""
+        siblings = self.siblings
+        if siblings is None:
+            return
+        siblings.beat(now, self.unanswered, self.metrics.in_flight)
+        self.queue_limit = siblings.find_room(self.unanswered, self.config.queue_limit)
+        if now >= self._save_at:
+            self._save_at = now + SAVE_S
+            self.leave_word()
+
+    def leave_word(self) -> None:
+        """Of what this process has counted."""
+        if self.siblings is not None:
+            save(self.metrics, self.siblings)
+
+    def count_in_flight(self) -> int:
+        """Requests being served, by siblings as well."""
+        siblings = self.siblings
+        return self.metrics.in_flight if siblings is None else siblings.count_in_flight()
 
     def make_id(self) -> bytes:
         """A request id that no client can bring about."""

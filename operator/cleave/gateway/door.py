@@ -20,6 +20,8 @@ from cleave.gateway.fairness import FairQueue, Place
 from cleave.gateway.lateness import FirstTokenModel, find_excess_s
 from cleave.gateway.limits import Account, Limits
 from cleave.gateway.metrics import Metrics
+from cleave.gateway.shared_limits import SharedAccount
+from cleave.gateway.siblings import Siblings
 from cleave.gateway.tenants import EVERYBODY, Late, Tenant
 from cleave.policy.dispatch import STALE
 from cleave.router.directory import Directory
@@ -66,7 +68,14 @@ class Visit:
 class Door:
     """The door of one gateway."""
 
-    def __init__(self, config: GatewayConfig, directory: Directory, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        directory: Directory,
+        metrics: Metrics,
+        siblings: Siblings | None = None,
+    ) -> None:
+        """`siblings`: with whom tenants' accounts are kept."""
         self.open = True
         """Nobody has limits and nobody is refused for being late: there is nothing to ask."""
         self._late = config.late
@@ -74,6 +83,8 @@ class Door:
         self._wait_s = config.timeouts.first_byte_s
         self._directory = directory
         self._metrics = metrics
+        self._siblings = siblings
+        self._processes = siblings.count if siblings is not None else 1
         self._accounts: dict[str, Account] = {}
         self._queues: dict[str, FairQueue[tuple[Entrant, Visit]]] = {}
         self._models: dict[str, FirstTokenModel] = {}
@@ -98,12 +109,13 @@ class Door:
         visit = Visit(tenant, model, prompt_tokens, now)
         backlog, instances = self._measure(model)
         queue = self._queues.setdefault(model, FairQueue())
-        self._check_lateness(visit, backlog + queue.cost / instances)
-        if queue.count(tenant.name) >= tenant.max_queued:
+        # Siblings have queues like this one, as connections are spread over all.
+        self._check_lateness(visit, backlog + self._processes * queue.cost / instances)
+        if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._processes):
             raise self._shed(tenant, "tenant_queue_full", "too many of its requests wait", 1.0)
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = Account(tenant.limits, now)
+            account = self._accounts[tenant.name] = self._open_account(tenant, now)
         refusal = account.enter(prompt_tokens, now)
         if refusal is not None:
             raise self._shed(tenant, refusal.reason, refusal.message, refusal.retry_after_s)
@@ -174,6 +186,14 @@ class Door:
         if model in self._directory.models:
             self._metrics.models[model].queue.observe(seconds)
 
+    def _open_account(self, tenant: Tenant, now: float) -> Account:
+        if self._siblings is not None:
+            table = self._siblings.accounts
+            row = table.claim(tenant.name.encode())
+            if row is not None:
+                return SharedAccount(table, row, tenant.limits, now)
+        return Account(tenant.limits, now)
+
     def _check_lateness(self, visit: Visit, ahead: float) -> None:
         known = self._models.get(visit.model)
         if known is None or not self._refuses(visit.tenant):
@@ -196,6 +216,7 @@ class Door:
         least, instances = math.inf, 0
         known = self._directory.models.get(model)
         for board in known.boards if known is not None else ():
+            board.gather()
             use = board.prefill if board.prefill.size else board.whole
             pending = board.pending_prompt[np.isfinite(use)] if use.size else use
             if pending.size:

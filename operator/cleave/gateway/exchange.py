@@ -85,7 +85,7 @@ class Exchange:
         context.exchanges.add(self)
         context.unanswered += 1
         context.metrics.in_flight += 1
-        if context.unanswered > context.config.queue_limit:
+        if context.unanswered > context.queue_limit:
             context.metrics.shed[self._tenant.name, "queue_full"] += 1
             self._answer_error(from_router(QueueFull("too many requests wait already")), "shed")
         elif context.door.open:

@@ -56,7 +56,7 @@ def _describe(instance: Instance, now: float) -> fleet_page.Instance:
         num_waiting=load.num_waiting,
         pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
         kv_cache_usage=load.kv_cache_usage,
-        requests_in_flight=ledger.requests,
+        requests_in_flight=ledger.count_requests(),
         report_age_s=round(max(now - instance.heard_at, 0.0), 3),
         kv_path=KvPath(
             verified=stated.kv_path.verified,

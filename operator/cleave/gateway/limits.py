@@ -26,7 +26,12 @@ class Bucket:
 
     def use(self, amount: float, now: float) -> None:
         """Charge so much, also what is not there."""
-        self._level = self._fill(now) - amount
+        self._fill(now)
+        self.charge(amount)
+
+    def charge(self, amount: float) -> None:
+        """The same directly after the wait was found."""
+        self._level -= amount
 
     def resize(self, per_minute: float, now: float) -> None:
         """Another allowance from now on."""
@@ -76,13 +81,14 @@ class Account:
     def change(self, limits: Limits, now: float) -> None:
         """Other limits from now on."""
         self._limits = limits
-        self._requests = _resize(self._requests, limits.requests_per_minute, now)
-        self._tokens = _resize(self._tokens, limits.tokens_per_minute, now)
+        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+        self._requests = self._resize(self._requests, requests, now, of_tokens=False)
+        self._tokens = self._resize(self._tokens, tokens, now, of_tokens=True)
 
     def enter(self, prompt_tokens: int, now: float) -> Refusal | None:
         """Take a request in; a refusal changes nothing."""
         limits = self._limits
-        if limits.max_concurrent and self.running >= limits.max_concurrent:
+        if limits.max_concurrent and self.count_running() >= limits.max_concurrent:
             message = f"more than {limits.max_concurrent} requests at a time"
             return Refusal("concurrency_limit", message, 1.0)
         if self._requests is not None and (wait_s := self._requests.find_wait_s(1, now)):
@@ -91,10 +97,11 @@ class Account:
         if self._tokens is not None and (wait_s := self._tokens.find_wait_s(prompt_tokens, now)):
             message = f"more than {limits.tokens_per_minute} tokens a minute"
             return Refusal("token_rate_limit", message, wait_s)
+        # Both have just been filled up to now.
         if self._requests is not None:
-            self._requests.use(1, now)
+            self._requests.charge(1)
         if self._tokens is not None:
-            self._tokens.use(prompt_tokens, now)
+            self._tokens.charge(prompt_tokens)
         self.running += 1
         return None
 
@@ -104,11 +111,20 @@ class Account:
         if self._tokens is not None:
             self._tokens.use(output_tokens, now)
 
+    def count_running(self) -> int:
+        """Requests that wait or run."""
+        return self.running
 
-def _resize(bucket: Bucket | None, per_minute: int, now: float) -> Bucket | None:
-    if not per_minute:
-        return None
-    if bucket is None:
+    def _resize(
+        self, bucket: Bucket | None, per_minute: int, now: float, *, of_tokens: bool
+    ) -> Bucket | None:
+        if not per_minute:
+            return None
+        if bucket is None:
+            return self._open_bucket(of_tokens, per_minute, now)
+        bucket.resize(per_minute, now)
+        return bucket
+
+    def _open_bucket(self, of_tokens: bool, per_minute: int, now: float) -> Bucket:
+        del of_tokens
         return Bucket(per_minute, now)
-    bucket.resize(per_minute, now)
-    return bucket

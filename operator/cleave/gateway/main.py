@@ -1,6 +1,6 @@
 """`python -m cleave.gateway.main`, the command that pods run, and `cleave gateway`, its other door.
 
-Exit codes: 0 stopped by a signal, 1 the address cannot be had, 2 bad usage.
+Exit codes: 0 stopped by a signal, 1 the address cannot be had or processes keep dying, 2 bad usage.
 """
 
 import argparse
@@ -16,9 +16,11 @@ from pathlib import Path
 
 import uvloop
 
+from cleave.gateway import processes
 from cleave.gateway.access_log import ACCESS
 from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.server import Gateway
+from cleave.gateway.siblings import Siblings
 from cleave.gateway.tenants import KeysError, Late
 from cleave.gateway.watch import TracingError
 from cleave.metrics import logs
@@ -32,35 +34,58 @@ log = logging.getLogger("cleave.gateway")
 
 PROGRAM = "python -m cleave.gateway.main"
 _DESCRIPTION = "Serve the OpenAI API in front of the instances whose agents it follows."
-_EXIT_CODES = "Exit codes: 0 stopped by a signal, 1 the address cannot be had, 2 bad usage."
+_EXIT_CODES = (
+    "Exit codes: 0 stopped by a signal, 1 the address cannot be had or processes keep dying, "
+    "2 bad usage."
+)
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+MAX_PROCESSES = 64
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
 def run(config: GatewayConfig) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
+    if config.processes == 1:
+        return _serve_alone(config)
+    try:
+        return processes.run(config, _serve_alone)
+    except OSError as error:
+        return _tell_address(config, error)
+
+
+def _serve_alone(config: GatewayConfig, siblings: Siblings | None = None) -> int:
+    """`siblings`: of which this process is one."""
     try:
         with logs.write_aside(ACCESS) if config.access_log else nullcontext():
-            return uvloop.run(_serve(config))
+            return uvloop.run(_serve(config, siblings))
     except (DiscoveryError, KeysError, TracingError) as error:
         log.error("%s", error)
         return 2
     except OSError as error:
-        log.error("cannot listen on %s:%d: %s", config.host, config.port, error)
-        return 1
+        return _tell_address(config, error)
 
 
-async def _serve(config: GatewayConfig) -> int:
-    gateway = Gateway(config)
+def _tell_address(config: GatewayConfig, error: OSError) -> int:
+    log.error("cannot listen on %s:%d: %s", config.host, config.port, error)
+    return 1
+
+
+async def _serve(config: GatewayConfig, siblings: Siblings | None) -> int:
+    gateway = Gateway(config, siblings)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if siblings is not None:
+        # The parent never writes: it can be read from when the parent has gone.
+        loop.add_reader(siblings.parent, stop.set)
     try:
         await gateway.start()
-        log.info("listening on http://%s:%d", config.host, gateway.port)
+        if siblings is None:
+            log.info("listening on http://%s:%d", config.host, gateway.port)
         await stop.wait()
-        log.info("draining")
+        if siblings is None:
+            log.info("draining")
     finally:
         await gateway.stop()
     return 0
@@ -90,13 +115,17 @@ def _find_collector(stated: str | None) -> str | None:
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Read the command line and run; `program` is how the help names it."""
-    stated = _build_parser(program).parse_args(arguments)
+    parser = _build_parser(program)
+    stated = parser.parse_args(arguments)
+    if not 1 <= stated.processes <= MAX_PROCESSES:
+        parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
     logs.set_up(stated.log_format)
     return run(
         GatewayConfig(
             agents=stated.agents,
             host=stated.host,
             port=stated.port,
+            processes=stated.processes,
             internal_port=stated.internal_port,
             router_port=stated.router_port,
             api_keys=stated.api_keys,
@@ -134,6 +163,12 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--host", default=default.host)
     add("--port", type=int, default=default.port, help="0: any free port")
+    add(
+        "--processes",
+        type=int,
+        default=default.processes,
+        help="that serve the port together, knowing of each other's load; one for each core",
+    )
     add(
         "--agents",
         default=os.environ.get(ENV),

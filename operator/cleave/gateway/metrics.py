@@ -6,7 +6,7 @@ tenth. Seconds, as Prometheus wants them.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -48,6 +48,16 @@ class Histogram:
         """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def to_list(self) -> list[float]:
+        """Counts, then their sum; as `add` takes them."""
+        return [*self._counts, self._sum]
+
+    def add(self, more: Sequence[float]) -> None:
+        """Count what another one with the same bounds has counted."""
+        *counts, total = more
+        self._counts = [int(a + b) for a, b in zip(self._counts, counts, strict=True)]
+        self._sum += total
 
     def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
         """Write it down for a scrape."""
@@ -132,6 +142,10 @@ class Metrics:
         hand over), refused (of another boot or request, unreadable)."""
         self.spans: dict[str, int] = defaultdict(int)
         """Of traces, by result: exported, failed, dropped. Empty when nothing is traced."""
+        self.processes = 1
+        """That serve; with several, these are the counts of all."""
+        self.restarts = 0
+        """Of processes that died."""
         self.flips: dict[tuple[str, str, str], int] = defaultdict(int)
         """By model, old and new role; those that were only advised as well."""
         self.in_flight = 0
@@ -171,6 +185,12 @@ class Collector:
         yield _count("spans", "Spans of traces by result", ["result"], spans)
         yield GaugeMetricFamily(
             "cleave_gateway_requests_in_flight", "Requests being served", counted.in_flight
+        )
+        yield GaugeMetricFamily(
+            "cleave_gateway_processes", "Processes that serve", counted.processes
+        )
+        yield CounterMetricFamily(
+            "cleave_gateway_process_restarts", "Processes that were replaced", counted.restarts
         )
         instances = GaugeMetricFamily(
             "cleave_gateway_instances",

@@ -22,6 +22,8 @@ from cleave.gateway.exchange import Exchange
 from cleave.gateway.fleet_page import count_instances, describe_fleet
 from cleave.gateway.metrics import Collector
 from cleave.gateway.request import Request
+from cleave.gateway.siblings import Siblings
+from cleave.gateway.summed import SummedCollector
 from cleave.gateway.tenants import EVERYBODY
 from cleave.gateway.watch import Watch
 from cleave.router.errors import UnknownModel
@@ -78,8 +80,14 @@ class Pages:
         self._methods = _INTERNAL_METHODS if internal else _METHODS
         self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
         self._registry = CollectorRegistry()
-        self._registry.register(Collector(context.metrics, lambda: count_instances(context)))
-        ProcessCollector(registry=self._registry)
+        if context.siblings is None:
+            self._registry.register(Collector(context.metrics, lambda: count_instances(context)))
+            ProcessCollector(registry=self._registry)
+        else:
+            summed = SummedCollector(
+                context.metrics, context.siblings, lambda: count_instances(context)
+            )
+            self._registry.register(summed)
 
     def check(self, request: Request) -> ApiError | None:
         """What is wrong with a request as far as its head tells."""
@@ -205,13 +213,17 @@ class Pages:
         if not models:
             reasons.append("no instance has registered yet")
         ready = any(not obstacle for obstacle in obstacles.values())
+        siblings = self._context.siblings
+        if siblings and (missing := _describe_missing(siblings, self._context.clock())):
+            reasons += missing
+            ready = False
         status = "ok" if ready else "unavailable"
         if self._context.draining:
             ready, status = False, "draining"
         return HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE, {
             "status": status,
             "reasons": reasons,
-            "requests_in_flight": self._context.metrics.in_flight,
+            "requests_in_flight": self._context.count_in_flight(),
             "models": {
                 name: {
                     "ready": not obstacles[name],
@@ -220,6 +232,14 @@ class Pages:
                 for name, model in sorted(models.items())
             },
         }
+
+
+def _describe_missing(siblings: Siblings, now: float) -> list[str]:
+    """A process that hangs still gets its share of the connections."""
+    return [
+        f"process {process + 1} of {siblings.count} has not been heard for {age:.0f} s"
+        for process, age in siblings.find_missing(now)
+    ]
 
 
 def _describe(instance: Instance) -> dict[str, object]:
@@ -231,6 +251,6 @@ def _describe(instance: Instance) -> dict[str, object]:
         "selectable": instance.selectable,
         "contact": instance.contact.value,
         "kv_path_verified": stated.kv_path.verified,
-        "requests_in_flight": instance.ledger.requests,
+        "requests_in_flight": instance.ledger.count_requests(),
         "reason": stated.reason,
     }

@@ -8,6 +8,7 @@ is still there after the drain time is cut.
 import asyncio
 import logging
 import math
+import os
 import time
 
 from cleave.gateway.client import ClientConnection
@@ -15,6 +16,7 @@ from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import Context
 from cleave.gateway.keys import KeysFile
 from cleave.gateway.pages import Pages
+from cleave.gateway.siblings import Siblings
 from cleave.gateway.watch import Watch, make_watch
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
@@ -31,18 +33,24 @@ BACKLOG = 4_096
 class Gateway:
     """Start it, then stop it; one use."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        """Raises KeysError when the keys cannot be read."""
-        directory = Directory(config.policy)
+    def __init__(self, config: GatewayConfig, siblings: Siblings | None = None) -> None:
+        """`siblings`: of which it is one process.
+
+        Raises KeysError when the keys cannot be read."""
+        directory = Directory(config.policy, siblings.open_books() if siblings else None)
         rules = Rules(
             config.whole_below_tokens,
             config.ttft_slo_ms or math.inf,
             config.tpot_slo_ms or math.inf,
         )
         self._config = config
+        self._siblings = siblings
         self._keys = KeysFile(config.api_keys)
-        self.context = Context(config, Router(directory, config.fallback, rules), self._keys.keys)
-        self._fleet = Fleet(config.agents, directory, time.monotonic)
+        router = Router(directory, config.fallback, rules)
+        self.context = Context(config, router, self._keys.keys, siblings=siblings)
+        self.context.take_up()
+        together = (siblings.name, siblings.count) if siblings else ()
+        self._fleet = Fleet(config.agents, directory, time.monotonic, *together)
         self._service = RouterServer(self.context.router, time.monotonic)
         self._watch: Watch | None = None
         self._servers: list[asyncio.Server] = []
@@ -60,6 +68,8 @@ class Gateway:
         if config.router_port:
             await self._service.start(f"{config.host}:{config.router_port}")
         self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._read_keys())]
+        if self._siblings is not None:
+            self._siblings.begin(os.getpid())
 
     async def stop(self) -> None:
         """Finish what runs, within the drain time, and let go of everything."""
@@ -84,12 +94,17 @@ class Gateway:
             task.cancel()
         await self._service.stop()
         await self._fleet.stop()
+        context.leave_word()
         if self._watch is not None:
             await self._watch.stop()
 
     async def _listen(self, port: int, pages: Pages) -> int:
         server = await asyncio.get_running_loop().create_server(
-            lambda: ClientConnection(self.context, pages), self._config.host, port, backlog=BACKLOG
+            lambda: ClientConnection(self.context, pages),
+            self._config.host,
+            port,
+            backlog=BACKLOG,
+            reuse_port=self._siblings is not None,
         )
         self._servers.append(server)
         bound: int = server.sockets[0].getsockname()[1]
@@ -117,4 +132,5 @@ class Gateway:
             for client in tuple(context.clients):
                 client.sweep(now)
             context.door.sweep(now)
+            context.tell_siblings(now)
             context.sweep_pools(now)

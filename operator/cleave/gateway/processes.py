@@ -1,0 +1,222 @@
+"""A gateway of several processes on one port: starts them, watches them, ends them.
+
+Called by main. The kernel spreads connections over the processes (SO_REUSEPORT); what they share is
+in `siblings`. They are forked, so that one that died is replaced within milliseconds and all share
+the memory of what is imported; hence the parent has no event loop and no thread. What is hard: a
+port that several may have is also had by a stranger's gateway, so it is first asked for alone; and
+a parent that is killed must not leave children that serve, so each holds the end of a pipe that the
+parent never writes to.
+"""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cleave.gateway.config import GatewayConfig
+from cleave.gateway.siblings import Siblings
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.2
+HUNG_S = 30.0
+"""A process that has not been heard for so long is killed."""
+FIRST_DELAY_S = 0.1
+LAST_DELAY_S = 5.0
+"""Between the deaths of one process and its replacement: doubled each time."""
+CALM_S = 60.0
+MAX_DEATHS = 10
+"""Of all processes within CALM_S; then something is wrong that no restart mends."""
+END_SLACK_S = 5.0
+"""After leaving and draining, until what is left is killed."""
+
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+
+Serve = Callable[[GatewayConfig, Siblings], int]
+"""Runs one process until it is told to stop; its exit code."""
+
+
+@dataclass(slots=True)
+class _Child:
+    """One of the processes, or what is known of it while it is away."""
+
+    pid: int = 0
+    """0: it is to be started at `start_at`."""
+    start_at: float = 0.0
+    delay_s: float = 0.0
+    started_at: float = 0.0
+
+
+def run(config: GatewayConfig, serve: Serve) -> int:
+    """Until SIGTERM or SIGINT; the exit code. Raises OSError when an address cannot be had."""
+    with ExitStack() as stack:
+        held = reserve(config.host, config.port)
+        stack.enter_context(held)
+        config = replace(config, port=held.getsockname()[1])
+        if config.internal_port:
+            stack.enter_context(reserve(config.host, config.internal_port))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cleave-gateway-"))
+        reading, writing = os.pipe()
+        siblings = Siblings(config.processes, Path(folder), reading)
+        stack.callback(siblings.close)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+        gc.freeze()
+        return _Parent(config, siblings, serve, writing).run()
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A port that only our processes can have as well; connections go past this socket.
+
+    Raises OSError when somebody listens there already.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as alone:
+        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        alone.bind(address)
+        address = alone.getsockname()
+    held = socket.socket(family, kind, protocol)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(address)
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+class _Parent:
+    """Whoever holds the processes together; single-threaded, woken by signals."""
+
+    def __init__(self, config: GatewayConfig, siblings: Siblings, serve: Serve, pipe: int) -> None:
+        self._config = config
+        self._siblings = siblings
+        self._serve = serve
+        self._pipe = pipe
+        self._children = [_Child() for _ in range(siblings.count)]
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._ready = False
+        self._code: int | None = None
+
+    def run(self) -> int:
+        """Start all, keep them, end them."""
+        while self._code is None:
+            now = time.monotonic()
+            for process, child in enumerate(self._children):
+                if not child.pid and now >= child.start_at:
+                    self._start(process, child, now)
+            self._say_ready()
+            self._wait()
+            self._bury()
+            self._kill_hung()
+        self._end()
+        return self._code
+
+    def _start(self, process: int, child: _Child, now: float) -> None:
+        child.started_at = now
+        child.pid = os.fork()
+        if child.pid == 0:
+            os.close(self._pipe)
+            os._exit(_be(self._serve, self._config, self._siblings.seen_by(process)))
+
+    def _say_ready(self) -> None:
+        if not self._ready and len(self._siblings.list_pids()) == self._siblings.count:
+            self._ready = True
+            config, count = self._config, self._siblings.count
+            scheme = "http" if config.tls_certificate is None else "https"
+            log.info(
+                "listening on %s://%s:%d with %d processes", scheme, config.host, config.port, count
+            )
+
+    def _wait(self) -> None:
+        found = signal.sigtimedwait(_SIGNALS, WATCH_S)
+        if found is not None and found.si_signo != signal.SIGCHLD:
+            log.info("draining")
+            self._code = 0
+
+    def _bury(self) -> None:
+        """Clear up after processes that have ended."""
+        for process, child in enumerate(self._children):
+            code = _reap(child.pid)
+            if code is None:
+                continue
+            now = time.monotonic()
+            self._siblings.forget(process)
+            child.pid = 0
+            if self._code is not None:
+                continue
+            if not self._ready and code > 0:
+                # It has said why; nor could another one.
+                self._code = code
+                continue
+            lived_s = now - child.started_at
+            child.delay_s = min(max(2 * child.delay_s, FIRST_DELAY_S), LAST_DELAY_S)
+            if lived_s > CALM_S:
+                child.delay_s = FIRST_DELAY_S
+            child.start_at = now + child.delay_s
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            log.error("process %d %s; another one follows", process + 1, how)
+            self._siblings.note_restart()
+            self._deaths.append(now)
+            if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < CALM_S:
+                log.error("%d processes died within %g s: giving up", MAX_DEATHS, CALM_S)
+                self._code = 1
+
+    def _kill_hung(self) -> None:
+        now = time.monotonic()
+        for process, child in enumerate(self._children):
+            silent_s = now - max(self._siblings.find_beat(process), child.started_at)
+            if child.pid and silent_s > HUNG_S:
+                log.error("process %d has not moved for %.0f s: killing it", process + 1, silent_s)
+                os.kill(child.pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        """Let all finish what they serve, then kill what is left."""
+        waits = self._config.timeouts
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + waits.leave_s + waits.drain_s + END_SLACK_S
+        while any(child.pid for child in self._children):
+            if time.monotonic() > deadline:
+                self._signal(signal.SIGKILL)
+            signal.sigtimedwait({signal.SIGCHLD}, WATCH_S)
+            self._bury()
+
+    def _signal(self, number: int) -> None:
+        for child in self._children:
+            if child.pid:
+                os.kill(child.pid, number)
+
+
+def _be(serve: Serve, config: GatewayConfig, siblings: Siblings) -> int:
+    """The whole life of a child."""
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if siblings.process:
+            # A ticket is known only where it was given out.
+            config = replace(config, router_port=0, endpoint_picker_port=0)
+        return serve(config, siblings)
+    except BaseException:
+        log.exception("process %d ends", siblings.process + 1)
+        return 70
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _reap(pid: int) -> int | None:
+    """The exit code of a child that has ended, below 0 for a signal; None: it lives, or is none."""
+    if not pid:
+        return None
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
