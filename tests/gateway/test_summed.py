@@ -33,7 +33,7 @@ def scrape(metrics: Metrics, siblings: Siblings) -> dict[tuple[str, tuple[str, .
     registry = CollectorRegistry()
     registry.register(SummedCollector(metrics, siblings))
     return {
-        (sample.name, tuple(sample.labels.values())): sample.value
+        (sample.name, tuple(sorted(sample.labels.values()))): sample.value
         for family in text_string_to_metric_families(generate_latest(registry).decode())
         for sample in family.samples
     }
@@ -54,7 +54,7 @@ def test_counts_of_all_processes_are_added_up_and_targets_are_not(siblings) -> N
     assert page["cleave_gateway_handoffs_total", ("used",)] == 5
     assert page["cleave_gateway_output_tokens_total", ("m",)] == 50
     assert page["cleave_gateway_ttft_seconds_count", ("m", "mixed")] == 5
-    assert page["cleave_gateway_ttft_seconds_bucket", ("m", "mixed", "0.025")] == 5
+    assert page["cleave_gateway_ttft_seconds_bucket", ("0.025", "m", "mixed")] == 5
     assert page["cleave_gateway_ttft_seconds_sum", ("m", "mixed")] == pytest.approx(0.1)
     assert page["cleave_gateway_phase_seconds_sum", ("m", "prefill")] == 500
     assert page["cleave_gateway_slo_target_seconds", ("ttft",)] == 0.4
