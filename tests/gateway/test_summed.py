@@ -50,7 +50,7 @@ def test_counts_of_all_processes_are_added_up_and_targets_are_not(siblings) -> N
     first.beat(0.0, 1, 3)
     page = scrape(ours, first)
     assert page["cleave_gateway_requests_total", ("m", "ok")] == 5
-    assert page["cleave_gateway_requests_total", ("n", "failed")] == 1
+    assert page["cleave_gateway_requests_total", ("failed", "n")] == 1
     assert page["cleave_gateway_handoffs_total", ("used",)] == 5
     assert page["cleave_gateway_output_tokens_total", ("m",)] == 50
     assert page["cleave_gateway_ttft_seconds_count", ("m", "mixed")] == 5
