@@ -5,6 +5,7 @@ cheap as that; the others look at the request as well. Whatever a policy finds, 
 never among it, and one in doubt only when all are.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -45,9 +46,14 @@ from cleave.router.directory import Model
 from cleave.router.instance import Instance
 from cleave.router.passes import Passes
 
+FEW = 24
+"""Up to so many instances lists are faster than arrays."""
 ADAPTER_TOKENS = 2_048.0
 """How many more tokens may wait, or be held, where an adapter is than elsewhere: about what it
 takes to bring one to another instance."""
+
+
+_INF = math.inf
 
 
 class Wish(msgspec.Struct, frozen=True, gc=False):
@@ -124,7 +130,8 @@ class Chooser:
         cells = board.cells
         plain = wish.session is None and wish.adapter is None
         if self._is_by_score and plain and not board.is_shared and cells is None:
-            return choose_pair(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
+            choose = choose_pair_of_few if len(board.instances) <= FEW else choose_pair
+            return choose(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
         prefill, decode = uses.prefill, uses.decode
         if cells is not None and prefill.size and decode.size:
             prefill = self._weigh_cells(board, cells, uses, wish)
@@ -258,6 +265,27 @@ class Chooser:
         stated = instance.registration
         capacity = stated.kv_blocks_total * stated.kv_block_size
         return find_peak_after(held, left) <= packing.theta * capacity
+
+
+def choose_pair_of_few(
+    prefill: Scores, decode: Scores, mixed: Scores, pending_prompt: Scores
+) -> tuple[int, int]:
+    """What `choose_pair` chooses; with few instances in half the time, as argmin starts slowly."""
+    first = _find_least_of_few(prefill) if prefill.size else NONE
+    second = _find_least_of_few(decode) if decode.size and first != NONE else NONE
+    whole = _find_least_of_few(mixed) if mixed.size else NONE
+    if first == NONE or second == NONE or whole == NONE:
+        return (first, second) if second != NONE else (NONE, whole)
+    queues = pending_prompt.tolist()
+    if serves_whole(queues[first], float(decode[second]), queues[whole]):
+        return NONE, whole
+    return first, second
+
+
+def _find_least_of_few(scores: Scores) -> int:
+    values = scores.tolist()
+    least = min(values)
+    return values.index(least) if least < _INF else NONE
 
 
 @dataclass(frozen=True, slots=True)

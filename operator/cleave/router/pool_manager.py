@@ -60,10 +60,15 @@ class Flip:
     """Pressure."""
     decodes: float
 
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """(model, from, to), for metrics."""
+        return self.model, _name(self.origin), _name(self.role)
+
     def describe(self) -> str:
         """In a sentence, for people."""
         return (
-            f"{self.instance}: {_name(self.origin)} -> {_name(self.role)}; "
+            f"{self.instance}: {' -> '.join(self.labels[1:])}; "
             f"pressure of prompts {self.prompts:.2f}, of decoding {self.decodes:.2f}"
         )
 
