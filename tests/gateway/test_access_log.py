@@ -2,6 +2,12 @@
 
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -143,3 +149,23 @@ async def test_no_log_tells_prompts_keys_or_bodies(make_stage, caplog, tmp_path,
             line = form.format(record)
             assert PROMPT not in line
             assert KEY not in line
+
+
+def test_lines_of_a_gateway_are_json_where_the_environment_says_so() -> None:
+    command = [sys.executable, "-m", "cleave.gateway.main", "--port", "0", "--agents", ""]
+    environment = os.environ | {"CLEAVE_LOG_FORMAT": "json"}
+    with subprocess.Popen(
+        [*command, "--access-log"], env=environment, stderr=subprocess.PIPE, text=True
+    ) as gateway:
+        try:
+            first = json.loads(gateway.stderr.readline())
+            url = first["message"].removeprefix("listening on ")
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(f"{url}/v1/completions", json.dumps(ASK).encode(), 10)
+            gateway.send_signal(signal.SIGTERM)
+            lines = [json.loads(line) for line in gateway.stderr]
+            assert gateway.wait(15) == 0
+        finally:
+            gateway.kill()
+    (access,) = [line for line in lines if line["logger"] == ACCESS]
+    assert (access["status"], access["outcome"]) == (404, "unavailable")

@@ -10,6 +10,7 @@ import pytest
 
 from cleave.gateway import tracing, watch
 from cleave.gateway.config import GatewayConfig
+from cleave.gateway.main import main
 from cleave.gateway.metrics import Metrics
 from cleave.gateway.watch import TracingError
 
@@ -315,3 +316,16 @@ def test_a_gateway_that_traces_nothing_imports_nothing_for_it() -> None:
         [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
     )
     assert told.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("share", ["2", "-0.1", "nan", "much"])
+def test_a_share_that_is_none_is_bad_usage(share, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--agents", "", "--trace-share", share])
+    assert ended.value.code == 2
+    assert "--trace-share" in capsys.readouterr().err
+
+
+def test_an_endpoint_that_is_none_ends_a_gateway_with_2(caplog) -> None:
+    assert main(["--agents", "", "--port", "0", "--otlp-endpoint", "collector"]) == 2
+    assert "--otlp-endpoint must be a URL" in caplog.text

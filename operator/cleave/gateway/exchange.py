@@ -37,6 +37,8 @@ from cleave.gateway.tenants import EVERYBODY, Tenant
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
 from cleave.router.router import Phase, Pick
 
+_PREFILL = Phase.PREFILL
+
 
 class Exchange:
     """One completion request. Events come from the client, from its attempt and the sweeper."""
@@ -141,7 +143,7 @@ class Exchange:
         # What was before may have been an idle time, so it is no pause of the engine's.
         attempt.pulse.last = now
         # The first byte has come, so the prompt is computed.
-        context.router.release(attempt.pick, Phase.PREFILL)
+        context.router.release(attempt.pick, _PREFILL)
         if context.breaker.standing:
             context.breaker.succeed(attempt.target.instance)
         rescue = self._rescue
@@ -193,7 +195,8 @@ class Exchange:
             self.fail(Failure.LOST, str(lost))
             return
         except SpliceError as error:
-            name = self._name_instance()
+            assert self._attempt is not None
+            name = self._attempt.target.instance
             self._break_off(relay, fail_engine(HTTPStatus.BAD_GATEWAY, f"instance {name} {error}"))
             return
         if data:
@@ -246,7 +249,7 @@ class Exchange:
         """An engine let the request down: again elsewhere, or tell the client."""
         attempt = self._attempt
         assert attempt is not None
-        name = self._name_instance()
+        name = attempt.target.instance
         late = failure in (Failure.TIMEOUT, Failure.STALL)
         status = HTTPStatus.GATEWAY_TIMEOUT if late else HTTPStatus.BAD_GATEWAY
         error = fail_engine(status, f"instance {name} {reason}")
@@ -329,10 +332,6 @@ class Exchange:
         if self._rescue is None:
             self._rescue = Rescue(self._context, self._path, self._completion)
         return self._rescue
-
-    def _name_instance(self) -> str:
-        assert self._attempt is not None
-        return self._attempt.target.instance
 
     def _note_gap(self) -> None:
         now = self._context.clock()
