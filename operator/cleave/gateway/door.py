@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
-import numpy as np
-
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.errors import ApiError
 from cleave.gateway.fairness import FairQueue, Place
@@ -30,6 +28,7 @@ HOLD_TOKENS = 8_192.0
 """Prompt tokens that wait at every instance before requests wait here: four batches of 2,048, the
 size at which prompts saturate (Splitwise, section IV-B)."""
 LEAST_HOLD_TOKENS = 1_024.0
+_REFUSE = Late.REFUSE
 HOLD_SHARE = 0.5
 """Of the target, that may be spent waiting at an instance."""
 
@@ -108,7 +107,9 @@ class Door:
         """
         visit = Visit(tenant, model, prompt_tokens, now)
         backlog, instances = self._measure(model)
-        queue = self._queues.setdefault(model, FairQueue())
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = self._queues[model] = FairQueue()
         # Siblings have queues like this one, as connections are spread over all.
         self._check_lateness(visit, backlog + self._processes * queue.cost / instances)
         if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._processes):
@@ -120,7 +121,8 @@ class Door:
         if refusal is not None:
             raise self._shed(tenant, refusal.reason, refusal.message, refusal.retry_after_s)
         visit.ahead = backlog
-        if len(queue) or backlog >= self._find_hold(model):
+        least_hold = min(LEAST_HOLD_TOKENS, HOLD_TOKENS)
+        if queue or (backlog >= least_hold and backlog >= self._find_hold(model)):
             visit.place = queue.push(
                 (entrant, visit),
                 tenant.name,
@@ -135,7 +137,9 @@ class Door:
 
     def observe(self, visit: Visit, now: float) -> None:
         """Its first token has come."""
-        known = self._models.setdefault(visit.model, FirstTokenModel())
+        known = self._models.get(visit.model)
+        if known is None:
+            known = self._models[visit.model] = FirstTokenModel()
         known.observe(visit.ahead + visit.prompt_tokens, now - visit.admitted_at)
         self.pump(visit.model, now)
 
@@ -181,11 +185,6 @@ class Door:
         """Requests that wait here, by model."""
         return {model: len(queue) for model, queue in self._queues.items() if queue}
 
-    def _note_wait(self, model: str, seconds: float) -> None:
-        # Clients may name anything a model.
-        if model in self._directory.models:
-            self._metrics.models[model].queue.observe(seconds)
-
     def _open_account(self, tenant: Tenant, now: float) -> Account:
         if self._siblings is not None:
             table = self._siblings.accounts
@@ -193,6 +192,11 @@ class Door:
             if row is not None:
                 return SharedAccount(table, row, tenant.limits, now)
         return Account(tenant.limits, now)
+
+    def _note_wait(self, model: str, seconds: float) -> None:
+        # Clients may name anything a model.
+        if model in self._directory.models:
+            self._metrics.models[model].queue.observe(seconds)
 
     def _check_lateness(self, visit: Visit, ahead: float) -> None:
         known = self._models.get(visit.model)
@@ -204,7 +208,7 @@ class Door:
             raise self._shed(visit.tenant, "late", message, excess_s)
 
     def _refuses(self, tenant: Tenant) -> bool:
-        return self._target_s > 0 and (tenant.late or self._late) is Late.REFUSE
+        return self._target_s > 0 and (tenant.late or self._late) is _REFUSE
 
     def _find_hold(self, model: str) -> float:
         known = self._models.get(model)
@@ -217,11 +221,8 @@ class Door:
         known = self._directory.models.get(model)
         for board in known.boards if known is not None else ():
             board.gather()
-            use = board.prefill if board.prefill.size else board.whole
-            pending = board.pending_prompt[np.isfinite(use)] if use.size else use
-            if pending.size:
-                least = min(least, float(pending.min()))
-                instances += pending.size
+            least = min(least, board.find_shortest_queue())
+            instances += len(board.computing)
         # One that is not heard is no place to wait for; nor is none at all, which is told at once.
         return least if least < STALE else 0.0, max(instances, 1)
 

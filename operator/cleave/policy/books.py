@@ -63,25 +63,25 @@ class Queue:
 class Book:
     """Tokens outstanding at one instance in one phase. All amounts in tokens."""
 
-    __slots__ = ("_others", "own", "pending")
+    __slots__ = ("_others", "own")
 
     def __init__(self) -> None:
         self.own = 0.0
         self._others = 0.0
-        self.pending = 0.0
-        """The estimate that dispatch compares: read more often than it changes."""
+
+    @property
+    def pending(self) -> float:
+        """The estimate that dispatch compares."""
+        return self.own + self._others
 
     def enter(self, tokens: float) -> None:
         """A request of ours was sent there."""
         self.own += tokens
-        self.pending = self.own + self._others
 
     def close(self, tokens: float) -> None:
         """That request, or its phase, has ended."""
         self.own -= tokens
-        self.pending = self.own + self._others
 
     def report(self, reported: float) -> None:
         """The instance's own count arrived."""
         self._others = estimate_pending(0.0, reported, self.own)
-        self.pending = self.own + self._others
