@@ -89,7 +89,7 @@ def everything(cache: dict[str, Any]) -> dict[str, Any]:
                 {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
             ]
         },
-        gateway={"keysSecret": "chat-keys"},
+        gateway={"keysSecret": "chat-keys", "tlsSecret": "chat-tls"},
         template={
             "nodeSelector": {"a": "b"},
             "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],

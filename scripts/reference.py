@@ -1,10 +1,11 @@
 """Writes docs/reference: `python scripts/reference.py OUTDIR` (scripts/generate).
 
-The code is the only source: resource types, command lines and metric collectors are walked, so a
-page cannot tell what the code does not do. It lies outside both packages because it reads both.
+The code is the only source: resource types, command lines, metric collectors and routes are walked,
+so a page cannot tell what the code does not do. It lies outside both packages because it reads both.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
 from cleave.gateway import metrics as gateway_metrics
+from cleave.gateway import openapi
 from cleave.rpc import discovery
 from cleave_worker.agent import config as agent
 from cleave_worker.agent import follower
@@ -44,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     for name, page in PAGES.items():
         text = _HEADER + "\n".join(page()) + "\n"
         (Path(argv[0]) / f"{name}.md").write_text(text)
+    api = json.dumps(openapi.describe(), indent=2)
+    (Path(argv[0]) / "openapi.json").write_text(api + "\n")
     return 0
 
 

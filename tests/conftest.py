@@ -23,6 +23,8 @@ from doubles import Answering, Clock
 
 # A busy machine is slow, not wrong.
 settings.register_profile("cleave", deadline=None)
+# pytest --hypothesis-profile=long PATH looks longer; for fuzzing, out of hours.
+settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.load_profile("cleave")
 
 TRUST = Trust(Basis.FITTED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041)

@@ -213,6 +213,19 @@ async def test_garbage_after_a_request_does_not_cost_its_answer(single) -> None:
     assert await client.is_closed()
 
 
+async def test_garbage_is_refused_once_even_when_more_comes_at_that_moment(single, caplog) -> None:
+    client = await single.connect()
+    await single.until(lambda: bool(single.context.clients), "it is connected")
+    (connection,) = single.context.clients
+    # The first part is answered at once; what follows comes before the loop turns to the garbage.
+    connection.data_received(client.build(ASK, "/nowhere") + b"\x00garbage")
+    connection.data_received(b"more")
+    assert (await client.read()).status == 404
+    assert (await client.read()).status == 400
+    assert await client.is_closed()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_no_garbage_breaks_the_gateway(single, seed: int) -> None:
     rng = random.Random(seed)

@@ -57,7 +57,7 @@ def test_without_a_file_everybody_is_served() -> None:
 
 
 async def test_a_running_gateway_takes_new_keys(make_stage, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(server, "KEYS_S", 0.02)
+    monkeypatch.setattr(server, "FILES_S", 0.02)
     path = mount(tmp_path, "v1", "first\n")
     stage = await make_stage({"x": "mixed"}, api_keys=path)
     mount(tmp_path, "v2", "second\n")

@@ -51,6 +51,38 @@ async def test_what_is_not_served_is_told_in_openais_shape(pair, body, path, sta
     assert (await client.ask(None, "/health")).status == 200, "the connection goes on"
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "allowed"),
+    [
+        ("/health", 200, None),
+        ("/v1/models/m", 200, None),
+        ("/nowhere", 404, None),
+        ("/v1/models/none", 404, None),
+        ("/v1/completions", 405, "POST"),
+    ],
+)
+async def test_head_is_answered_without_a_body(pair, path: str, status: int, allowed) -> None:
+    """A body would be read as the beginning of the next answer."""
+    client = await pair.connect()
+    client.writer.write(b"HEAD %b HTTP/1.1\r\nHost: g\r\n\r\n" % path.encode())
+    got, headers = await client.read_head()
+    assert (got, headers.get("allow")) == (status, allowed)
+    assert int(headers["content-length"]) > 0
+    assert (await client.ask(ASK)).status == 200
+
+
+async def test_a_wrong_method_is_told_the_right_one(pair) -> None:
+    assert (await pair.ask(None, "/v1/completions")).headers["allow"] == "POST"
+    assert (await pair.ask(ASK, "/v1/models")).headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("target", ["http://g:80/v1/completions", "HTTPS://g/v1/completions?a=b"])
+async def test_targets_may_be_in_absolute_form(pair, target: str) -> None:
+    assert (await pair.ask(ASK, target)).status == 200
+    assert pair.engines["d"].requests[0].path == "/v1/completions"
+    assert (await pair.ask(None, "http://g")).status == 404
+
+
 @pytest.fixture
 async def locked(make_stage, tmp_path):
     keys = tmp_path / "keys"
@@ -69,6 +101,7 @@ async def test_anything_else_does_not(locked, value: str) -> None:
     for path, body in (("/v1/completions", ASK), ("/v1/models", None)):
         response = await locked.ask(body, path, Authorization=value)
         assert (response.status, response.error["code"]) == (401, "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
     assert not locked.engines["x"].requests
 
 

@@ -38,6 +38,7 @@ def cached(source: str = "org/model", **cache) -> dict:
             "spec.model.cache.hostPath.path",
         ),
         ({"gateway": {"keysSecret": "keys"}}, "spec.gateway.keysSecret"),
+        ({"gateway": {"tlsSecret": "tls"}}, "spec.gateway.tlsSecret"),
         (
             {"engine": {"env": [{"name": "K", "valueFrom": {"secretKeyRef": SECRET}}]}},
             "spec.engine.env.K",

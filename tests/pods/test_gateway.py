@@ -117,6 +117,21 @@ def test_traces_and_the_access_log_are_asked_for(deployment) -> None:
     assert not {"--otlp-endpoint", "--trace-share", "--access-log"} & {*plain}
 
 
+def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
+    chat = deployment(gateway={"tlsSecret": "chat-tls"})
+    made = gateway_deployment(chat)["spec"]["template"]
+    gateway = container(made)
+    mount = gateway["volumeMounts"][-1]
+    assert made["spec"]["volumes"][-1]["secret"]["secretName"] == "chat-tls"
+    for flag, file in (("--tls-cert", "tls.crt"), ("--tls-key", "tls.key")):
+        assert option(gateway["command"], flag) == f"{mount['mountPath']}/{file}"
+    assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert "scheme" not in gateway["livenessProbe"]["httpGet"], "the internal port stays plain"
+    (port,) = gateway_service(chat)["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (443, gateway["ports"][0]["name"])
+    assert url(chat) == "https://chat.llm.svc/v1"
+
+
 def test_the_image_is_the_stated_one_or_cleaves_own_from_where_the_operator_says(
     deployment,
 ) -> None:

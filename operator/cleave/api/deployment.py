@@ -173,6 +173,9 @@ class Gateway(Shape):
     """Container image; absent: Cleave's own."""
     keys_secret: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
     """Secret whose entry `keys` has the API keys that are let in, one a line; absent: all are."""
+    tls_secret: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
+    """Secret of type kubernetes.io/tls: the Service then speaks HTTPS on port 443 instead of HTTP
+    on port 80; a renewed certificate is taken up. Absent: plain HTTP."""
     tracing: Tracing | None = None
     """Traces of requests, through prefill and hand-off to decode; absent: none."""
     access_log: bool = False

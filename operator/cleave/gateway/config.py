@@ -50,6 +50,9 @@ class GatewayConfig:
     """gRPC Router service; 0: off."""
     api_keys: Path | None = None
     """Read again whenever it changes."""
+    tls_certificate: Path | None = None
+    """PEM, with its chain; with its key also read again. None: the port speaks plain HTTP."""
+    tls_key: Path | None = None
     fallback: Fallback = Fallback.ALWAYS
     policy: Policy = Policy.SHORTEST_WAIT
     """Which instances a request gets."""

@@ -22,6 +22,7 @@ from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.server import Gateway
 from cleave.gateway.siblings import Siblings
 from cleave.gateway.tenants import KeysError, Late
+from cleave.gateway.tls import TlsError
 from cleave.gateway.watch import TracingError
 from cleave.metrics import logs
 from cleave.policy.dispatch import Policy
@@ -58,7 +59,7 @@ def _serve_alone(config: GatewayConfig, siblings: Siblings | None = None) -> int
     try:
         with logs.write_aside(ACCESS) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, siblings))
-    except (DiscoveryError, KeysError, TracingError) as error:
+    except (DiscoveryError, KeysError, TlsError, TracingError) as error:
         log.error("%s", error)
         return 2
     except OSError as error:
@@ -81,8 +82,9 @@ async def _serve(config: GatewayConfig, siblings: Siblings | None) -> int:
         loop.add_reader(siblings.parent, stop.set)
     try:
         await gateway.start()
+        scheme = "http" if config.tls_certificate is None else "https"
         if siblings is None:
-            log.info("listening on http://%s:%d", config.host, gateway.port)
+            log.info("listening on %s://%s:%d", scheme, config.host, gateway.port)
         await stop.wait()
         if siblings is None:
             log.info("draining")
@@ -117,6 +119,8 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Read the command line and run; `program` is how the help names it."""
     parser = _build_parser(program)
     stated = parser.parse_args(arguments)
+    if (stated.tls_cert is None) != (stated.tls_key is None):
+        parser.error("--tls-cert and --tls-key go together: give both or neither")
     if not 1 <= stated.processes <= MAX_PROCESSES:
         parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
     logs.set_up(stated.log_format)
@@ -129,6 +133,8 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             internal_port=stated.internal_port,
             router_port=stated.router_port,
             api_keys=stated.api_keys,
+            tls_certificate=stated.tls_cert,
+            tls_key=stated.tls_key,
             fallback=stated.fallback,
             policy=stated.policy,
             session_header=stated.session_header,
@@ -189,6 +195,13 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="FILE",
         help="one key a line, or tenants with their keys and limits; without it all are served",
     )
+    add(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="PEM, with its chain: the port speaks HTTPS; read again when it changes",
+    )
+    add("--tls-key", type=Path, metavar="FILE", help="PEM, without a password")
     add(
         "--fallback",
         type=Fallback,

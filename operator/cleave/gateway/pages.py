@@ -17,11 +17,23 @@ from cleave.gateway import head
 from cleave.gateway.client import ClientConnection
 from cleave.gateway.completion import read_completion, read_other
 from cleave.gateway.context import Context
-from cleave.gateway.errors import ApiError, from_router
+from cleave.gateway.errors import ApiError, build_error_fields, from_router
 from cleave.gateway.exchange import Exchange
 from cleave.gateway.fleet_page import count_instances, describe_fleet
 from cleave.gateway.metrics import Collector
+from cleave.gateway.openapi import describe
 from cleave.gateway.request import Request
+from cleave.gateway.routes import (
+    COMPLETIONS,
+    FLEET,
+    HEALTH,
+    INTERNAL,
+    METRICS,
+    MODEL,
+    OPENAPI,
+    OTHERS,
+    OWN,
+)
 from cleave.gateway.siblings import Siblings
 from cleave.gateway.summed import SummedCollector
 from cleave.gateway.tenants import EVERYBODY
@@ -30,41 +42,18 @@ from cleave.router.errors import UnknownModel
 from cleave.router.instance import Instance
 from cleave.rpc.v1 import agent_pb2
 
-_OTHERS = frozenset(
-    (
-        b"/classify",
-        b"/detokenize",
-        b"/pooling",
-        b"/rerank",
-        b"/score",
-        b"/tokenize",
-        b"/v1/embeddings",
-        b"/v1/messages",
-        b"/v1/messages/count_tokens",
-        b"/v1/rerank",
-        b"/v1/responses",
-        b"/v1/score",
-        b"/v2/rerank",
-    )
-)
-"""What engines may offer beside completions; one instance answers it."""
-_METHODS = {
-    b"/v1/chat/completions": b"POST",
-    b"/v1/completions": b"POST",
-    b"/v1/models": b"GET",
-    b"/health": b"GET",
-    b"/metrics": b"GET",
-    **dict.fromkeys(_OTHERS, b"POST"),
-}
-_MODELS = b"/v1/models/"
-_INTERNAL_METHODS = {b"/health": b"GET", b"/metrics": b"GET", b"/fleet": b"GET"}
-_OPEN = frozenset((b"/health", b"/metrics"))
+_OTHERS = frozenset(route.path for route in OTHERS)
+_METHODS = {route.path: b"POST" for route in (*COMPLETIONS, *OTHERS)}
+_METHODS |= {route.path: b"GET" for route in OWN}
+_OPEN = frozenset(route.path for route in OWN if not route.needs_key)
+_INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL}
 
 _UNAUTHORIZED = ApiError(
     HTTPStatus.UNAUTHORIZED,
     "no valid API key: send it as `Authorization: Bearer KEY`",
     "invalid_request_error",
     code="invalid_api_key",
+    fields=b"www-authenticate: Bearer\r\n",
 )
 
 
@@ -91,15 +80,11 @@ class Pages:
 
     def check(self, request: Request) -> ApiError | None:
         """What is wrong with a request as far as its head tells."""
-        method = self._methods.get(request.path)
-        if method is None and self._methods is _METHODS and request.path.startswith(_MODELS):
-            method = b"GET"
-        if method is None:
-            path = request.path.decode("ascii", "replace")
-            return ApiError(HTTPStatus.NOT_FOUND, f"no such path: {path}", "invalid_request_error")
-        if request.method != method:
-            allowed = f"{request.path.decode()} answers to {method.decode()} only"
-            return ApiError(HTTPStatus.METHOD_NOT_ALLOWED, allowed, "invalid_request_error")
+        method = self._methods.get(request.path) or self._look_closer(request)
+        if not method:
+            return _find_nothing(request.path)
+        if request.method != method and not (request.method == b"HEAD" and method == b"GET"):
+            return _forbid(request.path, method)
         if request.path in self._open:
             return None
         accepted = self._context.keys.accept(request.headers.get(b"authorization"))
@@ -122,7 +107,7 @@ class Pages:
             except ApiError as refusal:
                 error = refusal
         context.metrics.requests["", "refused"] += 1
-        refused = error.status, head.JSON, error.to_json()
+        refused = error.status, build_error_fields(error), error.to_json()
         self._tell(client, request, refused, request_id)
 
     def note(self, request_id: bytes, status: int, request: Request | None = None) -> None:
@@ -144,10 +129,17 @@ class Pages:
         answer: tuple[int, bytes, bytes],
         request_id: bytes,
     ) -> None:
-        """Answer here."""
+        """Answer here; to HEAD with the head alone, or the next answer would begin with a body."""
         if request.path not in self._open:
             self.note(request_id, answer[0], request)
-        client.respond(*answer, request_id)
+        client.respond(*answer, request_id, with_body=request.method != b"HEAD")
+
+    def _look_closer(self, request: Request) -> bytes:
+        """The method of a path that no table holds; empty: nothing is there."""
+        request.path = _find_path(request.path)
+        if self._methods is _METHODS and request.path.startswith(MODEL):
+            return b"GET"
+        return self._methods.get(request.path, b"")
 
     def _pass_on(self, client: ClientConnection, request: Request, request_id: bytes) -> None:
         """Let engines answer. Raises ApiError."""
@@ -175,18 +167,20 @@ class Pages:
         exchange.start()
 
     def _answer(self, path: bytes) -> tuple[int, bytes, bytes]:
-        if path == b"/fleet":
+        if path == FLEET:
             page = describe_fleet(self._context)
             return HTTPStatus.OK, head.JSON, msgspec.json.encode(page)
-        if path == b"/metrics":
+        if path == METRICS:
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
             return HTTPStatus.OK, content, generate_latest(self._registry)
-        if path == b"/health":
+        if path == OPENAPI:
+            return HTTPStatus.OK, head.JSON, msgspec.json.encode(describe())
+        if path == HEALTH:
             status, health = self._describe_health()
             return status, head.JSON, msgspec.json.encode(health)
         models = self._context.router.directory.models
-        if path.startswith(_MODELS):
-            name = unquote(path.removeprefix(_MODELS).decode("ascii", "replace"))
+        if path.startswith(MODEL):
+            name = unquote(path.removeprefix(MODEL).decode("ascii", "replace"))
             if name not in models:
                 raise from_router(UnknownModel(name))
             return HTTPStatus.OK, head.JSON, msgspec.json.encode(self._describe_model(name))
@@ -240,6 +234,29 @@ def _describe_missing(siblings: Siblings, now: float) -> list[str]:
         f"process {process + 1} of {siblings.count} has not been heard for {age:.0f} s"
         for process, age in siblings.find_missing(now)
     ]
+
+
+def _find_path(target: bytes) -> bytes:
+    """The path of a target in absolute form, as clients send it to proxies."""
+    scheme, mark, rest = target.partition(b"://")
+    if not mark or scheme.lower() not in (b"http", b"https"):
+        return target
+    return b"/" + rest.partition(b"/")[2]
+
+
+def _find_nothing(path: bytes) -> ApiError:
+    shown = path.decode("ascii", "replace")
+    return ApiError(HTTPStatus.NOT_FOUND, f"no such path: {shown}", "invalid_request_error")
+
+
+def _forbid(path: bytes, method: bytes) -> ApiError:
+    allowed = method.decode() if method != b"GET" else "GET, HEAD"
+    return ApiError(
+        HTTPStatus.METHOD_NOT_ALLOWED,
+        f"{path.decode('ascii', 'replace')} answers to {allowed} only",
+        "invalid_request_error",
+        fields=f"allow: {allowed}\r\n".encode(),
+    )
 
 
 def _describe(instance: Instance) -> dict[str, object]:

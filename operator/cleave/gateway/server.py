@@ -16,6 +16,7 @@ from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import Context
 from cleave.gateway.keys import KeysFile
 from cleave.gateway.pages import Pages
+from cleave.gateway.tls import Certificate
 from cleave.gateway.siblings import Siblings
 from cleave.gateway.watch import Watch, make_watch
 from cleave.router.directory import Directory
@@ -26,7 +27,9 @@ from cleave.router.service import RouterServer
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.2
-KEYS_S = 5.0
+FILES_S = 5.0
+HANDSHAKE_S = 10.0
+"""Until then a connection is no client's yet, and nothing else bounds it."""
 BACKLOG = 4_096
 
 
@@ -36,7 +39,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, siblings: Siblings | None = None) -> None:
         """`siblings`: of which it is one process.
 
-        Raises KeysError when the keys cannot be read."""
+        Raises KeysError and TlsError when the keys or the certificate cannot be read."""
         directory = Directory(config.policy, siblings.open_books() if siblings else None)
         rules = Rules(
             config.whole_below_tokens,
@@ -46,6 +49,9 @@ class Gateway:
         self._config = config
         self._siblings = siblings
         self._keys = KeysFile(config.api_keys)
+        self._certificate: Certificate | None = None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            self._certificate = Certificate(config.tls_certificate, config.tls_key)
         router = Router(directory, config.fallback, rules)
         self.context = Context(config, router, self._keys.keys, siblings=siblings)
         self.context.take_up()
@@ -62,12 +68,13 @@ class Gateway:
         config = self._config
         self._watch = make_watch(config, self.context.metrics)
         await self._fleet.start()
-        self.port = await self._listen(config.port, Pages(self.context, self._watch))
+        pages = Pages(self.context, self._watch)
+        self.port = await self._listen(config.port, pages, self._certificate)
         if config.internal_port:
             await self._listen(config.internal_port, Pages(self.context, internal=True))
         if config.router_port:
             await self._service.start(f"{config.host}:{config.router_port}")
-        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._read_keys())]
+        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._read_files())]
         if self._siblings is not None:
             self._siblings.begin(os.getpid())
 
@@ -98,13 +105,16 @@ class Gateway:
         if self._watch is not None:
             await self._watch.stop()
 
-    async def _listen(self, port: int, pages: Pages) -> int:
+    async def _listen(self, port: int, pages: Pages, certificate: Certificate | None = None) -> int:
         server = await asyncio.get_running_loop().create_server(
             lambda: ClientConnection(self.context, pages),
             self._config.host,
             port,
             backlog=BACKLOG,
             reuse_port=self._siblings is not None,
+            ssl=certificate and certificate.context,
+            ssl_handshake_timeout=HANDSHAKE_S if certificate else None,
+            ssl_shutdown_timeout=HANDSHAKE_S if certificate else None,
         )
         self._servers.append(server)
         bound: int = server.sockets[0].getsockname()[1]
@@ -114,9 +124,11 @@ class Gateway:
         for client in tuple(self.context.clients):
             client.close_if_idle()
 
-    async def _read_keys(self) -> None:
+    async def _read_files(self) -> None:
         while True:
-            await asyncio.sleep(KEYS_S)
+            await asyncio.sleep(FILES_S)
+            if self._certificate is not None:
+                self._certificate.refresh()
             self._keys.refresh()
             if self.context.keys is not self._keys.keys:
                 self.context.use_keys(self._keys.keys)

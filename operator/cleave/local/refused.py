@@ -43,6 +43,11 @@ def _rest(spec: LLMDeploymentSpec) -> Iterator[str]:
             "spec.gateway.keysSecret: there are no Secrets without a cluster; remove it, or run "
             "cleave gateway --api-keys FILE beside the workers"
         )
+    if spec.gateway.tls_secret:
+        yield (
+            "spec.gateway.tlsSecret: there are no Secrets without a cluster; remove it, or run "
+            "cleave gateway --tls-cert FILE --tls-key FILE beside the workers"
+        )
     for variable in spec.engine.env:
         if variable.value_from:
             yield (

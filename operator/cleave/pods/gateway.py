@@ -22,9 +22,9 @@ LEAVE_S = 5
 GRACE_SLACK_S = LEAVE_S + 10
 """Between the drain and the kill."""
 
-_PORT = "http"
 _INTERNAL = "internal"
 _KEYS = "/etc/cleave/keys"
+_TLS = "/etc/cleave/tls"
 
 
 def gateway_pod(
@@ -77,8 +77,9 @@ def gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> 
 
 
 def gateway_service(deployment: LLMDeployment) -> Manifest:
-    """The Service that clients use: the deployment's name, port 80."""
+    """The Service that clients use: the deployment's name, port 80, or 443 with a certificate."""
     labels = component_labels(deployment.name, GATEWAY)
+    scheme, port = _scheme(deployment), 443 if deployment.spec.gateway.tls_secret else 80
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -90,20 +91,27 @@ def gateway_service(deployment: LLMDeployment) -> Manifest:
         "spec": {
             "type": "ClusterIP",
             "selector": labels,
-            "ports": [{"name": _PORT, "port": 80, "targetPort": _PORT, "protocol": "TCP"}],
+            "ports": [{"name": scheme, "port": port, "targetPort": scheme, "protocol": "TCP"}],
         },
     }
 
 
 def url(deployment: LLMDeployment) -> str:
     """Base URL for OpenAI clients inside the cluster."""
-    return f"http://{deployment.name}.{deployment.namespace}.svc/v1"
+    return f"{_scheme(deployment)}://{deployment.name}.{deployment.namespace}.svc/v1"
+
+
+def _scheme(deployment: LLMDeployment) -> str:
+    """What clients speak, and the name of the port."""
+    return "https" if deployment.spec.gateway.tls_secret else "http"
 
 
 def _pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
     volumes = [scratch("tmp", "/tmp")[0]]  # noqa: S108 - inside the container
     if secret := deployment.spec.gateway.keys_secret:
         volumes.append({"name": "keys", "secret": {"secretName": secret, "optional": False}})
+    if secret := deployment.spec.gateway.tls_secret:
+        volumes.append({"name": "tls", "secret": {"secretName": secret, "optional": False}})
     return {
         **pod_defaults(deployment.name),
         "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
@@ -144,6 +152,8 @@ def _container(
     mounts = [scratch("tmp", "/tmp")[1]]  # noqa: S108
     if stated.keys_secret:
         mounts.append({"name": "keys", "mountPath": _KEYS, "readOnly": True})
+    if stated.tls_secret:
+        mounts.append({"name": "tls", "mountPath": _TLS, "readOnly": True})
     return {
         "name": "gateway",
         "image": stated.image or image("gateway", image_prefix),
@@ -160,23 +170,33 @@ def _container(
             *("--queue-limit", str(routing.queue_limit)),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
             *(("--api-keys", f"{_KEYS}/keys") if stated.keys_secret else ()),
+            *(_tls_flags() if stated.tls_secret else ()),
             *_observe_flags(stated),
         ],
         "env": addresses(agents_source(deployment.name, deployment.namespace)),
-        "ports": [{"name": _PORT, "containerPort": port}],
+        "ports": [{"name": _scheme(deployment), "containerPort": port}],
         # The gateway is one event loop: more than a core is never used.
         "resources": {
             "requests": {"cpu": "500m", "memory": "128Mi"},
             "limits": {"memory": "1Gi"},
         },
         "readinessProbe": {
-            "httpGet": {"path": "/health", "port": port},
+            "httpGet": {
+                "path": "/health",
+                "port": port,
+                **({"scheme": "HTTPS"} if stated.tls_secret else {}),
+            },
             "periodSeconds": 2,
             "timeoutSeconds": 2,
         },
         "securityContext": container_security(),
         "volumeMounts": mounts,
     }
+
+
+def _tls_flags() -> tuple[str, ...]:
+    """As secrets of type kubernetes.io/tls name their entries."""
+    return "--tls-cert", f"{_TLS}/tls.crt", "--tls-key", f"{_TLS}/tls.key"
 
 
 def _observe_flags(stated: Gateway) -> list[str]:

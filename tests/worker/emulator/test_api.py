@@ -144,6 +144,8 @@ async def test_the_request_id_of_the_caller_is_in_the_answer(serve) -> None:
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "max_tokens": 2048}, "input_tokens"),
         ({"prompt": [7] * 2048}, "input_tokens"),
+        ({"prompt": "a", "stop": 5}, "stop"),
+        ({"prompt": "a", "stop": {"a": 1}}, "stop"),
         ({"prompt": "a", "kv_transfer_params": 1}, "kv_transfer_params"),
         ({"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
     ],

@@ -153,11 +153,11 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
 
 
 def _stop(body: dict[str, Any]) -> tuple[str, ...]:
-    stop = body.get("stop") or ()
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in texts):
+    stop = body.get("stop") or []
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise bad_request("stop must be a text or a list of texts, none of them empty.", "stop")
-    return texts
+    return tuple(texts)
 
 
 def _completion_prompt(body: dict[str, Any]) -> "array[int]":
