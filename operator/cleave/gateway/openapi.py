@@ -154,14 +154,14 @@ def _get(route: OwnRoute) -> Schema:
         content: Schema = {"text/plain": {"schema": _TEXT}}
     else:
         content = {"application/json": {"schema": _OWN_ANSWERS[route.path]}}
-    operation = {
+    responses = _respond("The answer.", content, statuses)
+    if route.path == HEALTH:
+        responses["503"] = responses["200"] | {"description": "Nothing can be served."}
+    operation: Schema = {
         "summary": route.summary,
         "operationId": _identify("get", route.path.decode()),
-        "responses": _respond("The answer.", content, statuses),
+        "responses": responses,
     }
-    if route.path == HEALTH:
-        unavailable = operation["responses"]["200"] | {"description": "Nothing can be served."}
-        operation["responses"]["503"] = unavailable
     return operation | ({"security": _SECURITY} if route.needs_key else {})
 
 

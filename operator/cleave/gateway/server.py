@@ -112,7 +112,7 @@ class Gateway:
             port,
             backlog=BACKLOG,
             reuse_port=self._siblings is not None,
-            ssl=certificate and certificate.context,
+            ssl=certificate.context if certificate else None,
             ssl_handshake_timeout=HANDSHAKE_S if certificate else None,
             ssl_shutdown_timeout=HANDSHAKE_S if certificate else None,
         )
