@@ -1,8 +1,8 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
-`python benchmarks/dispatch/run.py [queues|gateways|goodput|savings|adapters|cost ...]`; without
-names all of them, about ten minutes on one core. `--quick`: does everything work? Quote none of its
-figures.
+`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|savings|adapters|cost ...]`;
+without names all of them, about fifteen minutes on one core. `--quick`: does everything work? Quote
+none of its figures.
 """
 
 import argparse
@@ -16,9 +16,11 @@ import adapters
 import cost
 import goodput
 import numpy as np
+import processes
 import queueing
 import savings
 import traces
+from numpy.typing import NDArray
 from queueing import Way
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +32,7 @@ WIDTH = 150
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
 SIZES = (8, 64, 1024)
 GATEWAYS = (1, 2, 4, 8)
+PROCESS_LOADS = (0.8, 0.9, 0.95)
 ESTIMATE_ERROR = 0.2
 """Spread of token estimates that are made of bytes."""
 WAYS = (
@@ -89,11 +92,34 @@ def gateways(console: Console, quick: bool) -> Rows:
     return [asdict(cell) for cell in cells]
 
 
+def together(console: Console, quick: bool) -> Rows:
+    """One gateway of several processes with shared books: the router itself, not a model of it."""
+    cells: list[Cell] = []
+    prompt = _read_prompts()
+    for instances in SIZES[:1] if quick else SIZES:
+        requests = 5_000 if quick else max(100_000, 200 * instances)
+        for load in PROCESS_LOADS[-1:] if quick else PROCESS_LOADS:
+            drawn = queueing.draw_load(
+                prompt, instances=instances, utilisation=load, requests=requests, seed=1
+            )
+            bound = queueing.measure(drawn, instances=instances, gateways=1, way=Way.BOUND, seed=1)
+            cells.append(_describe(instances, load, 1, "bound", bound, bound.mean))
+            for count in GATEWAYS:
+                delay = processes.measure(drawn, instances=instances, processes=count, seed=1)
+                name = f"{count} processes" if count > 1 else "1 process"
+                cells.append(_describe(instances, load, count, name, delay, bound.mean))
+    for instances in sorted({cell.instances for cell in cells}):
+        some = [cell for cell in cells if cell.instances == instances]
+        title = f"{instances} instances, books shared by processes: mean / p99 in ms (x bound)"
+        _print_cells(console, title, some, lambda cell: f"load {cell.load:g}")
+    return [asdict(cell) for cell in cells]
+
+
 def _measure(
     instances: int, load: float, count: int, ways: Sequence[Way], quick: bool
 ) -> Iterable[Cell]:
     """The bound first; with one gateway the last two ways once more, with lengths mistaken."""
-    prompt = np.concatenate([traces.read(name).prompt_tokens for name in ("code", "conv")])
+    prompt = _read_prompts()
     requests = 5_000 if quick else max(200_000, 400 * instances)
     tries: list[tuple[Way, float]] = [(way, 0.0) for way in (Way.BOUND, *ways)]
     if Way.HOME not in ways:
@@ -107,8 +133,18 @@ def _measure(
         if way is Way.BOUND:
             bound = delay.mean
         name = way.name.lower().replace("_", " ") + (f", lengths +-{error:.0%}" if error else "")
-        of_bound = delay.mean / bound if bound else None
-        yield Cell(instances, load, count, name, delay.mean, delay.p99, of_bound)
+        yield _describe(instances, load, count, name, delay, bound)
+
+
+def _read_prompts() -> NDArray[np.int64]:
+    return np.concatenate([traces.read(name).prompt_tokens for name in ("code", "conv")])
+
+
+def _describe(
+    instances: int, load: float, count: int, name: str, delay: queueing.Delay, bound: float
+) -> Cell:
+    of_bound = delay.mean / bound if bound else None
+    return Cell(instances, load, count, name, delay.mean, delay.p99, of_bound)
 
 
 def goodputs(console: Console, quick: bool) -> Rows:
@@ -200,6 +236,7 @@ def costs(console: Console, quick: bool) -> Rows:
 SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "queues": queues,
     "gateways": gateways,
+    "processes": together,
     "goodput": goodputs,
     "savings": saved,
     "adapters": kept,

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import scaling
 from endurance import (
     CLIENTS,
     MILLION,
@@ -204,8 +205,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "what",
         nargs="?",
         default="cost",
-        choices=("cost", "memory", "idle"),
-        help="cost per request and token; memory over a million requests; 10,000 idle clients",
+        choices=("cost", "memory", "idle", "scaling"),
+        help="cost per request and token; memory over a million requests; 10,000 idle clients; "
+        "1, 2, 4, ... up to --processes",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1, help="of each gateway of ours")
@@ -245,6 +247,8 @@ def main() -> int:
         build_tools()
         if arguments.what == "cost":
             report_costs(arguments, console)
+        elif arguments.what == "scaling":
+            report_scaling(arguments, console)
         else:
             report_endurance(arguments, console)
     except BenchError as error:
@@ -267,6 +271,17 @@ def report_endurance(arguments: argparse.Namespace, console: Console) -> None:
         print(json.dumps(to_rows(values), indent=2))
     else:
         Console(width=WIDTH).print(table)
+
+
+def report_scaling(arguments: argparse.Namespace, console: Console) -> None:
+    settings, cores = choose_settings(arguments), list_cores()
+    rungs = scaling.measure(
+        arguments.processes, settings.rounds, settings.seconds, settings.step_us, cores, console
+    )
+    if arguments.output == "json":
+        print(json.dumps([asdict(rung) for rung in rungs], indent=2))
+    else:
+        Console(width=WIDTH).print(scaling.build_table(rungs))
 
 
 def report_costs(arguments: argparse.Namespace, console: Console) -> None:

@@ -1,0 +1,134 @@
+"""Queueing delay behind a gateway of several processes that keep their books together.
+
+Called by run.py. Unlike queueing.py this drives the router itself, one for each process on one
+shared table, under a clock of its own; what they choose is what a gateway would. What is hard: a
+process reads the scores some microseconds before it has entered its choice, and does not see what a
+sibling chooses meanwhile; so picks that come within BLIND_MS of each other miss each other here.
+"""
+
+import heapq
+
+import numpy as np
+from queueing import REPORT_MS, WARM_UP, Delay, Load
+
+from cleave.metrics.shared_table import SharedTable
+from cleave.router.directory import Directory
+from cleave.router.fleet import MAX_INTERVAL_MS
+from cleave.router.router import Phase, Pick, Router
+from cleave.router.shared_books import SharedBooks, make_table
+from cleave.rpc.v1 import agent_pb2
+
+BLIND_MS = 0.02
+"""More than twice what a pick takes."""
+
+
+def measure(load: Load, *, instances: int, processes: int, seed: int) -> Delay:
+    """Delay of `load` when each request comes to one of the processes at random."""
+    table = make_table(processes)
+    fleet = _Fleet(table, instances, processes)
+    whose = np.random.default_rng(seed + 1).integers(0, processes, len(load.tokens))
+    waits = np.zeros(len(load.tokens))
+    blind: set[int] = set()
+    for number, now in enumerate(load.arrival_ms):
+        fleet.advance(now)
+        process = int(whose[number])
+        later = number + 1
+        while later < len(waits) and load.arrival_ms[later] < now + BLIND_MS:
+            if whose[later] != process and later not in blind:
+                fleet.gather(int(whose[later]))
+                blind.add(later)
+            later += 1
+        is_blind = number in blind
+        blind.discard(number)
+        tokens, service_ms = int(load.tokens[number]), float(load.service_ms[number])
+        waits[number] = fleet.send(process, tokens, service_ms, is_blind)
+    table.close()
+    counted = waits[int(WARM_UP * len(waits)) :]
+    return Delay(float(counted.mean()), float(np.percentile(counted, 99)))
+
+
+class _Fleet:
+    """Prefill instances that compute one prompt after another, and the routers before them."""
+
+    def __init__(self, table: SharedTable, instances: int, processes: int) -> None:
+        self._now_ms = 0.0
+        self._names = [f"p-{number:04d}" for number in range(instances)]
+        self._routers = [
+            self._start(SharedBooks(table.seen_by(process))) for process in range(processes)
+        ]
+        self._free_at = dict.fromkeys(self._names, 0.0)
+        self._todo = dict.fromkeys(self._names, 0)
+        self._ends: list[tuple[float, int, int, Pick]] = []
+        interval_ms = min(processes * REPORT_MS, MAX_INTERVAL_MS)
+        phases = np.random.default_rng(1).uniform(0.0, interval_ms, instances * processes)
+        self._reports = [
+            (float(at), number % processes, self._names[number // processes])
+            for number, at in enumerate(phases)
+        ]
+        heapq.heapify(self._reports)
+        self._interval_ms = interval_ms
+        self._sent = 0
+
+    def advance(self, now_ms: float) -> None:
+        """Everything that ends or is reported until now."""
+        while True:
+            end = self._ends[0][0] if self._ends else np.inf
+            report = self._reports[0][0]
+            if min(end, report) > now_ms:
+                break
+            self._now_ms = min(end, report)
+            if end <= report:
+                _, _, process, pick = heapq.heappop(self._ends)
+                assert pick.prefill is not None
+                self._todo[pick.prefill.instance] -= pick.prompt_tokens
+                self._routers[process].release(pick, Phase.PREFILL)
+                self._routers[process].release(pick, Phase.DECODE)
+            else:
+                _, process, name = self._reports[0]
+                again = report + self._interval_ms, process, name
+                heapq.heapreplace(self._reports, again)
+                self._report(process, name)
+        self._now_ms = now_ms
+
+    def gather(self, process: int) -> None:
+        """Its pick begins."""
+        for board in self._routers[process].directory.models["m"].boards:
+            board.gather()
+
+    def send(self, process: int, tokens: int, service_ms: float, is_blind: bool) -> float:
+        """How long a request waits."""
+        router = self._routers[process]
+        router._gathers = not is_blind
+        pick = router.pick("m", tokens, 1)
+        assert pick.prefill is not None
+        name = pick.prefill.instance
+        start = max(self._free_at[name], self._now_ms)
+        self._free_at[name] = start + service_ms
+        self._todo[name] += tokens
+        self._sent += 1
+        heapq.heappush(self._ends, (self._free_at[name], self._sent, process, pick))
+        return start - self._now_ms
+
+    def _start(self, books: SharedBooks) -> Router:
+        directory = Directory(books=books)
+        for name in [*self._names, "d"]:
+            stated = agent_pb2.Registration(
+                instance=name,
+                deployment="chat",
+                model="m",
+                revision="r",
+                boot_id=f"{name}-boot",
+                role=agent_pb2.ROLE_DECODE if name == "d" else agent_pb2.ROLE_PREFILL,
+                state=agent_pb2.STATE_READY,
+                engine_url="http://127.0.0.1:8000",
+                kv_block_size=16,
+                kv_blocks_total=1 << 30,
+                kv_path=agent_pb2.KvPath(verified=True),
+            )
+            directory.hear(name, agent_pb2.WatchEvent(registration=stated), 0.0)
+        return Router(directory, clock=lambda: self._now_ms / 1_000, seed=1)
+
+    def _report(self, process: int, name: str) -> None:
+        load = agent_pb2.LoadReport(boot_id=f"{name}-boot", pending_prompt_tokens=self._todo[name])
+        directory = self._routers[process].directory
+        directory.hear(name, agent_pb2.WatchEvent(load=load), self._now_ms / 1_000)
