@@ -125,7 +125,12 @@ class _Parent:
 
     def _start(self, process: int, child: _Child, now: float) -> None:
         child.started_at = now
-        child.pid = os.fork()
+        try:
+            child.pid = os.fork()
+        except OSError as error:
+            log.error("process %d cannot be started: %s", process + 1, error)
+            child.start_at = now + LAST_DELAY_S
+            return
         if child.pid == 0:
             os.close(self._pipe)
             os._exit(_be(self._serve, self._config, self._siblings.seen_by(process)))
