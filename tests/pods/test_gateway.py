@@ -2,7 +2,10 @@
 
 from itertools import pairwise
 
+import pytest
+
 from cleave.api.deployment import LLMDeploymentStatus
+from cleave.api.manifest import ManifestError
 from cleave.api.planned import SelectedPlan
 from cleave.pods.gateway import LEAVE_S, gateway_deployment, gateway_pod, gateway_service, url
 from cleave.pods.worker import worker_pod
@@ -26,6 +29,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
             "late": "Refuse",
             "queueLimit": 7,
         },
+        pools={"flipping": "Advisory", "minDecode": 2},
         slo={"ttftMs": 400, "tpotMs": 40.5},
     )
     assert container(gateway_pod(chat))["command"] == [
@@ -33,7 +37,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss"),
         *("--policy", "PrefixAware", "--session-header", "x-session"),
         *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
-        *("--drain-timeout", "600"),
+        *("--flipping", "Advisory", "--min-decode", "2", "--drain-timeout", "600"),
     ]
 
 
@@ -79,6 +83,14 @@ def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely_and_tells_the_oper
     assert behind["livenessProbe"]["httpGet"]["port"] == 8081
 
 
+def test_each_process_of_a_pod_has_room_of_its_own(deployment) -> None:
+    one, four = (container(gateway_pod(deployment(gateway={"processes": n}))) for n in (1, 4))
+    assert "--processes" not in one["command"]
+    assert option(four["command"], "--processes") == "4"
+    assert one["resources"]["requests"] == {"cpu": "500m", "memory": "128Mi"}
+    assert four["resources"]["requests"] == {"cpu": "2000m", "memory": "512Mi"}
+
+
 def test_a_gateway_is_not_killed_before_its_streams_have_ended(deployment) -> None:
     chat = deployment(template={"drainTimeoutS": 1000})
     spec = gateway_deployment(chat)["spec"]["template"]["spec"]
@@ -106,17 +118,6 @@ def test_keys_come_from_a_secret(deployment) -> None:
     assert "--api-keys" not in container(gateway_pod(deployment()))["command"]
 
 
-def test_traces_and_the_access_log_are_asked_for(deployment) -> None:
-    collector = "http://collector:4317"
-    chat = deployment(gateway={"tracing": {"endpoint": collector}, "accessLog": True})
-    line = container(gateway_pod(chat))["command"]
-    assert option(line, "--otlp-endpoint") == collector
-    assert option(line, "--trace-share") == "0.01"
-    assert "--access-log" in line
-    plain = container(gateway_pod(deployment()))["command"]
-    assert not {"--otlp-endpoint", "--trace-share", "--access-log"} & {*plain}
-
-
 def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
     chat = deployment(gateway={"tlsSecret": "chat-tls"})
     made = gateway_deployment(chat)["spec"]["template"]
@@ -130,6 +131,33 @@ def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
     (port,) = gateway_service(chat)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (443, gateway["ports"][0]["name"])
     assert url(chat) == "https://chat.llm.svc/v1"
+
+
+def test_traces_and_the_access_log_are_asked_for(deployment) -> None:
+    collector = "http://collector:4317"
+    chat = deployment(gateway={"tracing": {"endpoint": collector}, "accessLog": True})
+    line = container(gateway_pod(chat))["command"]
+    assert option(line, "--otlp-endpoint") == collector
+    assert option(line, "--trace-share") == "0.01"
+    assert "--access-log" in line
+    plain = container(gateway_pod(deployment()))["command"]
+    assert not {"--otlp-endpoint", "--trace-share", "--access-log"} & {*plain}
+
+
+def test_an_endpoint_picker_is_a_second_port_of_the_service(deployment) -> None:
+    chat = deployment(gateway={"endpointPicker": True})
+    gateway = container(gateway_deployment(chat)["spec"]["template"])
+    assert option(gateway["command"], "--endpoint-picker-port") == "9002"
+    ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
+    _, port = gateway_service(chat)["spec"]["ports"]
+    assert (port["port"], ports[port["targetPort"]]) == (9002, 9002)
+    plain = container(gateway_deployment(deployment())["spec"]["template"])
+    assert "--endpoint-picker-port" not in plain["command"]
+
+
+def test_an_endpoint_picker_names_gateways_that_speak_plain_http(deployment) -> None:
+    with pytest.raises(ManifestError, match="plain HTTP"):
+        deployment(gateway={"endpointPicker": True, "tlsSecret": "chat-tls"})
 
 
 def test_the_image_is_the_stated_one_or_cleaves_own_from_where_the_operator_says(

@@ -13,6 +13,7 @@ from cleave.api.engine import DeletionPolicy, Engine, Template
 from cleave.api.model import ModelField
 from cleave.api.planned import ManualPool, SelectedPlan
 from cleave.api.planning import Mode, Planning
+from cleave.api.pools import Pools
 from cleave.api.resource import DNS_NAME, Conditions, Resource, name_rule
 from cleave.api.role import Role
 from cleave.api.shape import Rule, Shape, keyed_by
@@ -169,6 +170,8 @@ class Gateway(Shape):
 
     replicas: Annotated[int, Field(ge=1, le=100)] = 2
     """Pods; each takes any request."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """In each pod: they serve its port together and know of each other's load; each uses a core."""
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Container image; absent: Cleave's own."""
     keys_secret: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
@@ -180,6 +183,18 @@ class Gateway(Shape):
     """Traces of requests, through prefill and hand-off to decode; absent: none."""
     access_log: bool = False
     """Whether each request is a line in the gateway's log, without anything that it says."""
+    endpoint_picker: bool = False
+    """Whether the Service also offers an endpoint picker for InferencePools of the Gateway API
+    Inference Extension, on port 9002; the pool's endpoints are the gateway's pods."""
+
+    rules = (
+        Rule(
+            cel="!has(self.endpointPicker) || !self.endpointPicker || !has(self.tlsSecret)",
+            holds=lambda g: not (g.endpoint_picker and g.tls_secret),
+            message="cannot go with tlsSecret: proxies speak plain HTTP to what a picker names",
+            field="endpointPicker",
+        ),
+    )
 
 
 class LLMDeploymentSpec(Shape):
@@ -197,6 +212,8 @@ class LLMDeploymentSpec(Shape):
     """Instances per role by hand; absent: planned."""
     routing: Routing = Routing()
     """How the gateway sends requests to instances."""
+    pools: Pools = Pools()
+    """How pools lend each other instances."""
     engine: Engine = Engine()
     """The engine of every instance."""
     template: Template = Template()

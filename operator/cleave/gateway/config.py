@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cleave.gateway.tenants import Late
 from cleave.policy.dispatch import Policy
+from cleave.router.pool_manager import Flipping
 from cleave.router.router import Fallback
 
 
@@ -48,6 +49,10 @@ class GatewayConfig:
     """/fleet, /health and /metrics without keys, for the operator and scrapers; 0: off."""
     router_port: int = 0
     """gRPC Router service; 0: off."""
+    endpoint_picker_port: int = 0
+    """Endpoint picker for gateways of InferencePools, over gRPC; 0: off."""
+    endpoint_picker_direct: bool = False
+    """Whether it sends requests that are not split to instances, past this gateway."""
     api_keys: Path | None = None
     """Read again whenever it changes."""
     tls_certificate: Path | None = None
@@ -60,6 +65,11 @@ class GatewayConfig:
     """Prompts of requests with the same value in it keep to one instance; empty: none do."""
     whole_below_tokens: int = 0
     """Prompts up to so long are computed where they are decoded while prefill is busy; 0: none."""
+    flipping: Flipping = Flipping.OFF
+    """Whether this gateway changes roles of instances as traffic does."""
+    min_prefill: int = 0
+    """Prefill instances that keep their role."""
+    min_decode: int = 0
     ttft_slo_ms: float = 0.0
     """Target of the deployment; 0: none, and then nothing is measured against it."""
     tpot_slo_ms: float = 0.0

@@ -19,6 +19,7 @@ import uvloop
 from cleave.gateway import processes
 from cleave.gateway.access_log import ACCESS
 from cleave.gateway.config import GatewayConfig, Timeouts
+from cleave.gateway.picker import PickerError
 from cleave.gateway.server import Gateway
 from cleave.gateway.siblings import Siblings
 from cleave.gateway.tenants import KeysError, Late
@@ -26,6 +27,7 @@ from cleave.gateway.tls import TlsError
 from cleave.gateway.watch import TracingError
 from cleave.metrics import logs
 from cleave.policy.dispatch import Policy
+from cleave.router.pool_manager import Flipping
 from cleave.router.router import Fallback
 from cleave.rpc.discovery import ENV, DiscoveryError
 
@@ -59,7 +61,7 @@ def _serve_alone(config: GatewayConfig, siblings: Siblings | None = None) -> int
     try:
         with logs.write_aside(ACCESS) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, siblings))
-    except (DiscoveryError, KeysError, TlsError, TracingError) as error:
+    except (DiscoveryError, KeysError, PickerError, TlsError, TracingError) as error:
         log.error("%s", error)
         return 2
     except OSError as error:
@@ -132,6 +134,8 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             processes=stated.processes,
             internal_port=stated.internal_port,
             router_port=stated.router_port,
+            endpoint_picker_port=stated.endpoint_picker_port,
+            endpoint_picker_direct=stated.endpoint_picker_direct,
             api_keys=stated.api_keys,
             tls_certificate=stated.tls_cert,
             tls_key=stated.tls_key,
@@ -139,6 +143,9 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             policy=stated.policy,
             session_header=stated.session_header,
             whole_below_tokens=stated.whole_below,
+            flipping=stated.flipping,
+            min_prefill=stated.min_prefill,
+            min_decode=stated.min_decode,
             ttft_slo_ms=stated.ttft_ms,
             tpot_slo_ms=stated.tpot_ms,
             late=stated.late,
@@ -189,6 +196,18 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         help="/fleet, /health and /metrics, for the operator; 0: off",
     )
     add("--router-port", type=int, default=default.router_port, help="gRPC Router service; 0: off")
+    add(
+        "--endpoint-picker-port",
+        type=int,
+        default=default.endpoint_picker_port,
+        help="endpoint picker (Envoy's ext_proc) for gateways that route to an InferencePool; "
+        "0: off",
+    )
+    add(
+        "--endpoint-picker-direct",
+        action="store_true",
+        help="it sends completions that are not split to instances, past this gateway",
+    )
     add(
         "--api-keys",
         type=Path,
@@ -254,6 +273,15 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="SHARE",
         help="of requests without a traceparent, 0 to 1",
     )
+    add(
+        "--flipping",
+        type=Flipping,
+        default=default.flipping,
+        metavar="{" + ",".join(rule.value for rule in Flipping) + "}",
+        help="whether instances take other roles while prompts wait or decoding is full",
+    )
+    add("--min-prefill", type=int, default=0, help="prefill instances that keep their role")
+    add("--min-decode", type=int, default=0, help="decode instances that keep their role")
     add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
     add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")
     add("--max-clients", type=int, default=default.max_clients)

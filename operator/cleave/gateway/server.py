@@ -13,24 +13,33 @@ import time
 
 from cleave.gateway.client import ClientConnection
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.context import Context
+from cleave.gateway.context import ClientSlot, Context
 from cleave.gateway.keys import KeysFile
 from cleave.gateway.pages import Pages
-from cleave.gateway.tls import Certificate
+from cleave.gateway.picker import PickerServer
 from cleave.gateway.siblings import Siblings
+from cleave.gateway.tls import Certificate
 from cleave.gateway.watch import Watch, make_watch
+from cleave.policy.pooling import Terms
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
+from cleave.router.pool_manager import Flip, Flipping, PoolManager
 from cleave.router.router import Router, Rules
 from cleave.router.service import RouterServer
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.2
+SWEEPS_OF_CLIENTS = 20
+CLIENTS_AT_ONCE = 64
 FILES_S = 5.0
 HANDSHAKE_S = 10.0
 """Until then a connection is no client's yet, and nothing else bounds it."""
 BACKLOG = 4_096
+WAIT_SHARE = 0.25
+"""Of the TTFT target, that prompts may wait before other pools help."""
+UNSTATED_WAIT_MS = 250.0
+"""The same where there is no target."""
 
 
 class Gateway:
@@ -57,10 +66,22 @@ class Gateway:
         self.context.take_up()
         together = (siblings.name, siblings.count) if siblings else ()
         self._fleet = Fleet(config.agents, directory, time.monotonic, *together)
+        self._pool_manager: PoolManager | None = None
+        # One process is enough, and the first one is always there or about to be.
+        if config.flipping is not Flipping.OFF and (siblings is None or siblings.process == 0):
+            wait_ms = WAIT_SHARE * config.ttft_slo_ms or UNSTATED_WAIT_MS
+            terms = Terms(wait_ms, min_prefill=config.min_prefill, min_decode=config.min_decode)
+            self._pool_manager = PoolManager(
+                directory, config.flipping, terms, time.monotonic, self._note_flip
+            )
         self._service = RouterServer(self.context.router, time.monotonic)
+        self._picker = PickerServer(self.context)
         self._watch: Watch | None = None
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._unswept: list[ClientSlot] = []
+        """Clients whose deadlines are still to be looked at in this round."""
+        self._at_once = CLIENTS_AT_ONCE
         self.port = config.port
 
     async def start(self) -> None:
@@ -74,7 +95,11 @@ class Gateway:
             await self._listen(config.internal_port, Pages(self.context, internal=True))
         if config.router_port:
             await self._service.start(f"{config.host}:{config.router_port}")
+        if config.endpoint_picker_port:
+            await self._picker.start(config.endpoint_picker_port, self.port)
         self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._read_files())]
+        if self._pool_manager is not None:
+            self._tasks.append(asyncio.create_task(self._pool_manager.run()))
         if self._siblings is not None:
             self._siblings.begin(os.getpid())
 
@@ -86,6 +111,7 @@ class Gateway:
             await asyncio.sleep(self._config.timeouts.leave_s)
         while self._servers:
             self._servers.pop().close()
+        picker = asyncio.create_task(self._picker.stop(self._config.timeouts.drain_s))
         deadline = context.clock() + self._config.timeouts.drain_s
         while context.exchanges and context.clock() < deadline:
             self._close_idle_clients()
@@ -99,11 +125,15 @@ class Gateway:
         context.close_pools()
         for task in self._tasks:
             task.cancel()
+        await picker
         await self._service.stop()
         await self._fleet.stop()
         context.leave_word()
         if self._watch is not None:
             await self._watch.stop()
+
+    def _note_flip(self, flip: Flip) -> None:
+        self.context.metrics.flips[flip.labels] += 1
 
     async def _listen(self, port: int, pages: Pages, certificate: Certificate | None = None) -> int:
         server = await asyncio.get_running_loop().create_server(
@@ -133,6 +163,18 @@ class Gateway:
             if self.context.keys is not self._keys.keys:
                 self.context.use_keys(self._keys.keys)
 
+    def _next_clients(self) -> list[ClientSlot]:
+        """Some of the clients, all of them within a few seconds, which is soon enough for them.
+
+        Ten thousand at once would take a hundredth of a core, and hold requests up for 3 ms.
+        """
+        if not self._unswept:
+            self._unswept = list(self.context.clients)
+            self._at_once = max(CLIENTS_AT_ONCE, len(self._unswept) // SWEEPS_OF_CLIENTS + 1)
+        count = self._at_once
+        part, self._unswept = self._unswept[:count], self._unswept[count:]
+        return part
+
     async def _sweep(self) -> None:
         """Keep all deadlines with one timer: one per request would cost more than it serves."""
         context = self.context
@@ -141,7 +183,7 @@ class Gateway:
             now = context.clock()
             for exchange in tuple(context.exchanges):
                 exchange.sweep(now)
-            for client in tuple(context.clients):
+            for client in self._next_clients():
                 client.sweep(now)
             context.door.sweep(now)
             context.tell_siblings(now)

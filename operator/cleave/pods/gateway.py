@@ -5,12 +5,14 @@ Called by `cleave.local` and the controller.
 
 from cleave.api.deployment import Gateway, LLMDeployment
 from cleave.api.planned import SelectedPlan
+from cleave.api.pools import Pools
 from cleave.pods import spread
 from cleave.pods.container import addresses, container_security, image, pod_defaults, scratch
 from cleave.pods.labels import (
     GATEWAY,
     GATEWAY_PORT,
     INTERNAL_PORT,
+    PICKER_PORT,
     Manifest,
     agents_source,
     component_labels,
@@ -23,6 +25,14 @@ GRACE_SLACK_S = LEAVE_S + 10
 """Between the drain and the kill."""
 
 _INTERNAL = "internal"
+_PICKER = "picker"
+_PICKER_SERVICE_PORT = {
+    "name": _PICKER,
+    "port": PICKER_PORT,
+    "targetPort": _PICKER,
+    "protocol": "TCP",
+    "appProtocol": "kubernetes.io/h2c",
+}
 _KEYS = "/etc/cleave/keys"
 _TLS = "/etc/cleave/tls"
 
@@ -91,7 +101,10 @@ def gateway_service(deployment: LLMDeployment) -> Manifest:
         "spec": {
             "type": "ClusterIP",
             "selector": labels,
-            "ports": [{"name": scheme, "port": port, "targetPort": scheme, "protocol": "TCP"}],
+            "ports": [
+                {"name": scheme, "port": port, "targetPort": scheme, "protocol": "TCP"},
+                *([_PICKER_SERVICE_PORT] if deployment.spec.gateway.endpoint_picker else ()),
+            ],
         },
     }
 
@@ -125,10 +138,14 @@ def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     plan = deployment.status.plan if deployment.status else None
     alone = _container(deployment, "$(POD_IP)", GATEWAY_PORT, image_prefix, plan)
     more = ["--internal-port", str(INTERNAL_PORT), "--leave-delay", str(LEAVE_S)]
+    ports = [*alone["ports"], {"name": _INTERNAL, "containerPort": INTERNAL_PORT}]
+    if deployment.spec.gateway.endpoint_picker:
+        more += ["--endpoint-picker-port", str(PICKER_PORT)]
+        ports.append({"name": _PICKER, "containerPort": PICKER_PORT})
     return {
         **alone,
         "command": [*alone["command"], *more],
-        "ports": [*alone["ports"], {"name": _INTERNAL, "containerPort": INTERNAL_PORT}],
+        "ports": ports,
         # Its health depends on workers; its metrics only on itself.
         "livenessProbe": {
             "httpGet": {"path": "/metrics", "port": INTERNAL_PORT},
@@ -161,6 +178,7 @@ def _container(
             *("python", "-m", "cleave.gateway.main"),
             *("--host", host, "--port", str(port)),
             *("--agents", "$(CLEAVE_AGENTS)"),
+            *(("--processes", str(stated.processes)) if stated.processes > 1 else ()),
             *("--fallback", str(routing.fallback)),
             *("--policy", str(routing.policy)),
             *(("--session-header", routing.session_header) if routing.session_header else ()),
@@ -168,6 +186,7 @@ def _container(
             *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
             *("--late", str(routing.late)),
             *("--queue-limit", str(routing.queue_limit)),
+            *_pool_flags(deployment.spec.pools),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
             *(("--api-keys", f"{_KEYS}/keys") if stated.keys_secret else ()),
             *(_tls_flags() if stated.tls_secret else ()),
@@ -175,10 +194,13 @@ def _container(
         ],
         "env": addresses(agents_source(deployment.name, deployment.namespace)),
         "ports": [{"name": _scheme(deployment), "containerPort": port}],
-        # The gateway is one event loop: more than a core is never used.
+        # A process is one event loop: more than a core each is never used.
         "resources": {
-            "requests": {"cpu": "500m", "memory": "128Mi"},
-            "limits": {"memory": "1Gi"},
+            "requests": {
+                "cpu": f"{500 * stated.processes}m",
+                "memory": f"{128 * stated.processes}Mi",
+            },
+            "limits": {"memory": f"{stated.processes}Gi"},
         },
         "readinessProbe": {
             "httpGet": {
@@ -192,6 +214,12 @@ def _container(
         "securityContext": container_security(),
         "volumeMounts": mounts,
     }
+
+
+def _pool_flags(pools: Pools) -> tuple[str, ...]:
+    limits = (("--min-prefill", pools.min_prefill), ("--min-decode", pools.min_decode))
+    stated = [text for flag, count in limits if count for text in (flag, str(count))]
+    return ("--flipping", str(pools.flipping), *stated)
 
 
 def _tls_flags() -> tuple[str, ...]:

@@ -27,6 +27,8 @@ FOLLOWER = "follower"
 GATEWAY = "gateway"
 
 AGENT_PORT = 9000
+PICKER_PORT = 9002
+"""Of gateways: the endpoint picker, at the port that the Inference Extension uses everywhere."""
 GATEWAY_PORT = 8080
 INTERNAL_PORT = 8081
 """Of gateways in a cluster: what they know of the fleet, without keys, and metrics."""

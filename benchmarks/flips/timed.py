@@ -1,0 +1,137 @@
+"""How long a flip takes on emulated engines: from the order to the first request in the new role.
+
+The prefill instance of a pair with a mixed instance becomes a decode instance and back, over and
+over. Requests ask all the time; the answer's headers tell who served them. The time counts from
+just before the order to the moment when the first request was sent that ran as the new role wants.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import httpx
+import numpy as np
+
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+sys.path.append(str(Path(__file__).parents[2] / "e2e"))
+from harness import Deployment, deployed, emulated
+
+TIME_SCALE = 0.02
+CLIENTS = {"idle": 1, "loaded": 8}
+_WAIT_S = 10.0
+_PREFILL = "x-cleave-prefill"
+
+
+@dataclass
+class Seen:
+    """What clients have seen."""
+
+    split_at: float = 0.0
+    """When the newest request that was split had been sent."""
+    whole_at: float = 0.0
+    requests: int = 0
+    failed: int = 0
+    wrong: int = 0
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+
+def run(flips: int) -> list[dict[str, object]]:
+    """A row for an idle and one for a loaded fleet."""
+    manifest = emulated("flips", 1, 1, time_scale=TIME_SCALE)
+    spec = manifest["spec"]
+    assert isinstance(spec, dict)
+    spec["pools"] = {"flipping": "Off"}
+    spec["placement"]["manual"][1]["role"] = "mixed"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        deployed(manifest, Path(folder), 60) as deployment,
+    ):
+        return [
+            asyncio.run(_measure(deployment, name, clients, flips))
+            for name, clients in CLIENTS.items()
+        ]
+
+
+async def _measure(
+    deployment: Deployment, name: str, clients: int, flips: int
+) -> dict[str, object]:
+    (file,) = deployment.state_dir.rglob("agents")
+    seen, taken = Seen(), []
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
+        agent, epoch = await _find_prefill(stack, file.read_text().split())
+        asking = [asyncio.create_task(_ask(client, deployment, seen, n)) for n in range(clients)]
+        try:
+            for turn in range(flips):
+                to_decode = turn % 2 == 0
+                role = agent_pb2.ROLE_DECODE if to_decode else agent_pb2.ROLE_PREFILL
+                begun = time.perf_counter()
+                await agent.SetRole(agent_pb2.SetRoleRequest(role=role, epoch=epoch + turn + 1))
+                waited = await _wait(seen, to_decode, begun) - begun
+                if not to_decode:
+                    # A mixed instance may serve a whole request at any time, so only this tells.
+                    taken.append(waited)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+    ms = np.array(taken) * 1_000
+    return {
+        "fleet": name,
+        "flips": flips,
+        "p50_ms": float(np.median(ms)),
+        "p99_ms": float(np.percentile(ms, 99)),
+        "requests": seen.requests,
+        "failed": seen.failed,
+        "wrong": seen.wrong,
+    }
+
+
+async def _find_prefill(
+    stack: contextlib.AsyncExitStack, addresses: list[str]
+) -> "tuple[agent_pb2_grpc.AgentAsyncStub, int]":
+    """The agent of the instance that prefills, and its epoch."""
+    for address in addresses:
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
+        agent = agent_pb2_grpc.AgentStub(channel)
+        stated = (await agent.Health(agent_pb2.HealthRequest(), timeout=5)).registration
+        if stated.home == agent_pb2.ROLE_PREFILL:
+            return agent, stated.epoch
+    raise RuntimeError("no prefill instance")
+
+
+async def _ask(client: httpx.AsyncClient, deployment: Deployment, seen: Seen, number: int) -> None:
+    """Ask the same again and again; the first answer is the right one."""
+    body = {"model": deployment.name, "prompt": f"question {number} " * 5, "max_tokens": 2}
+    expected = None
+    for _ in itertools.count():
+        sent = time.perf_counter()
+        answer = await client.post(f"{deployment.url}/v1/completions", json=body)
+        seen.requests += 1
+        if answer.status_code != httpx.codes.OK:
+            seen.failed += 1
+            continue
+        text = answer.json()["choices"][0]["text"]
+        expected = expected or text
+        seen.wrong += text != expected
+        async with seen.news:
+            if _PREFILL in answer.headers:
+                seen.split_at = max(seen.split_at, sent)
+            else:
+                seen.whole_at = max(seen.whole_at, sent)
+            seen.news.notify_all()
+
+
+async def _wait(seen: Seen, whole: bool, begun: float) -> float:
+    """When the first request was sent, after `begun`, that ran that way."""
+    async with asyncio.timeout(_WAIT_S), seen.news:
+        while (at := seen.whole_at if whole else seen.split_at) < begun:
+            await seen.news.wait()
+    return at
