@@ -66,14 +66,19 @@ def test_what_is_cached_is_taken_off_the_queue() -> None:
     found = [(4, {"p2"}), (1, {"p1", "p2"})]
     slots = {"p1": 0, "p2": 1, "p3": 2}
     cached = 4 * TOKENS_PER_BLOCK
-    assert find_cached(np.array([100.0, cached + 50.0, 60.0]), slots, found) == 0
-    assert find_cached(np.array([900.0, cached + 50.0, 60.0]), slots, found) == 1
-    assert find_cached(np.array([900.0, cached + 90.0, 60.0]), slots, found) == 2
+    for scores, slot in (
+        ([100.0, cached + 50.0, 60.0], 0),
+        ([900.0, cached + 50.0, 60.0], 1),
+        ([900.0, cached + 90.0, 60.0], 2),
+        ([90.0, cached + 50.0, 160.0], 0),
+    ):
+        assert find_cached(np.array(scores), list(slots).__getitem__, slots, found) == slot
 
 
 def test_a_closed_holder_is_not_found() -> None:
-    assert find_cached(np.array([np.inf, 5.0]), {"p1": 0, "p2": 1}, [(9, {"p1"})]) == 1
-    assert find_cached(np.array([np.inf]), {"p1": 0}, [(9, {"p1"})]) == NONE
+    slots, found = {"p1": 0, "p2": 1}, [(9, {"p1"})]
+    assert find_cached(np.array([np.inf, 5.0]), ["p1", "p2"].__getitem__, slots, found) == 1
+    assert find_cached(np.array([np.inf]), ["p1"].__getitem__, slots, found) == NONE
 
 
 @given(
@@ -86,6 +91,6 @@ def test_no_open_instance_is_better(values: list[float], levels: list[set[int]])
     found = [(at + 1, {str(i) for i in holders[at]}) for at in reversed(range(len(levels)))]
     depth = [sum(i in each for each in holders) for i in range(len(values))]
     slots = {str(i): i for i in range(len(values))}
-    slot = find_cached(np.array(values), slots, found)
+    slot = find_cached(np.array(values), str, slots, found)
     effort = [value - TOKENS_PER_BLOCK * d for value, d in zip(values, depth, strict=True)]
     assert effort[slot] == min(effort)

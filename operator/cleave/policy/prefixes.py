@@ -7,7 +7,7 @@ costs a few microseconds where tokenizing it would cost more than all else that 
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from zlib import crc32
 
 from cleave.policy.dispatch import NONE, Scores, find_least
@@ -89,20 +89,28 @@ class PrefixIndex:
 
 
 def find_cached(
-    scores: Scores, slots: Mapping[str, int], found: Iterable[tuple[int, set[str]]]
+    scores: Scores,
+    holder_at: Callable[[int], str],
+    slots: Mapping[str, int],
+    found: Iterable[tuple[int, set[str]]],
 ) -> int:
     """Slot of the least score less the tokens cached there; NONE when all are closed.
 
-    `slots`: of the holders that are on the board; `found`: as `PrefixIndex.find` gives it.
+    `holder_at`, `slots`: the holder on a slot of the board, and the other way round; `found`: as
+    `PrefixIndex.find` gives it.
     """
     best = least = find_least(scores)
     if least == NONE:
         return NONE
     shortest = lowest = float(scores[least])
+    its_holder = holder_at(least)
     for count, holders in found:
         tokens = count * TOKENS_PER_BLOCK
         if shortest - tokens >= lowest:
             break
+        if its_holder in holders:
+            # Nobody can be better. What most prompts begin with is cached nearly everywhere.
+            return least
         for holder in holders:
             slot = slots.get(holder, NONE)
             if slot != NONE and scores[slot] - tokens < lowest:

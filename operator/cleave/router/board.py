@@ -127,6 +127,10 @@ class Board:
     def gather(self) -> None:
         """Take in what others did that score on the same board; there are none here."""
 
+    def find_boot(self, slot: int) -> str:
+        """The boot of the engine on a slot."""
+        return self.instances[slot].target.boot_id
+
     def update(self, slot: int) -> None:
         """Score one instance anew from its books."""
         instance = self.instances[slot]

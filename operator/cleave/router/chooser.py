@@ -156,7 +156,7 @@ class Chooser:
         if wish.adapter is not None and not self._index.knows(wish.hashes):
             return self._find_kept(board, scores, wish.adapter, ADAPTER_TOKENS)
         if self._policy is Policy.PREFIX_AWARE:
-            return find_cached(scores, board.boots, self._index.find(wish.hashes))
+            return self._find_cached(board, scores, wish)
         if self._policy in _DRAWN:
             return self._draw(scores)
         if board.is_shared and self._policy is Policy.SHORTEST_WAIT:
@@ -181,7 +181,7 @@ class Chooser:
             slot, self._seed = find_lightest(scores, board.room, board.heaviness, need, self._seed)
             return slot
         if policy is Policy.PREFIX_AWARE and prompt:
-            return find_cached(scores, board.boots, self._index.find(wish.hashes))
+            return self._find_cached(board, scores, wish)
         if policy in _DRAWN:
             return self._draw(scores)
         return self._find_least(board, scores, wish.prompt_tokens + wish.output_tokens)
@@ -206,6 +206,10 @@ class Chooser:
         """Whatever the policy counts: what coming back costs is the queue of prompts."""
         queues = np.where(scores < np.inf, board.pending_prompt, scores)
         return find_kept(queues, board.keys, session, tokens)
+
+    def _find_cached(self, board: Board, scores: Scores, wish: Wish) -> int:
+        found = self._index.find(wish.hashes)
+        return find_cached(scores, board.find_boot, board.boots, found)
 
     def _draw(self, scores: Scores) -> int:
         size = 1 if self._policy is Policy.RANDOM else 2
