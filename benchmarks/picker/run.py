@@ -43,12 +43,15 @@ class Case:
     name: str
     direct: bool
     response_mode: int = pb.FULL_DUPLEX_STREAMED
+    answered: bool = True
+    """Whether the picker hears of an answer."""
     events: int = 0
-    """Of the answer, that the picker hears of."""
+    """Of its body."""
 
 
 CASES = (
-    Case("gateway named", direct=False),
+    Case("gateway named, answer not told", direct=False, answered=False),
+    Case("gateway named, answer of 65 pieces", direct=False, events=65),
     Case("instance named, answer not told", direct=True, response_mode=pb.NONE),
     Case("instance named, answer of 1 piece", direct=True, events=1),
     Case("instance named, answer of 65 pieces", direct=True, events=65),
@@ -169,10 +172,11 @@ async def ask(stub: external_processor_pb2_grpc.ExternalProcessorStub, case: Cas
     assert first is not grpc.aio.EOF
     assert first.HasField("request_headers"), first
     assert (await stream.read()).HasField("request_body")
-    if case.direct:
+    if case.answered:
         await tell(stream, case)
     else:
-        assert await stream.read() is grpc.aio.EOF
+        await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
     return waited
 
 
@@ -186,7 +190,6 @@ async def tell(stream: grpc.aio.StreamStreamCall, case: Case) -> None:
         await stream.write(pb.ProcessingRequest(response_body=piece))
         assert (await stream.read()).HasField("response_body")
     await stream.done_writing()
-    assert await stream.read() is grpc.aio.EOF
 
 
 def read_cpu_s(process: psutil.Process) -> float:

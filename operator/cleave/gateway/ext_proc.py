@@ -30,14 +30,7 @@ CONTINUE_RESPONSE_BODY = pb.ProcessingResponse(response_body=pb.BodyResponse())
 CONTINUE_RESPONSE_TRAILERS = pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-# What is always the same: half of what building an answer costs.
-_REQUEST_ONLY = pb.ProcessingMode(
-    request_header_mode=pb.ProcessingMode.SEND,
-    response_header_mode=pb.ProcessingMode.SKIP,
-    request_body_mode=pb.FULL_DUPLEX_STREAMED,
-    request_trailer_mode=pb.ProcessingMode.SEND,
-    response_trailer_mode=pb.ProcessingMode.SKIP,
-)
+# What is the same in every answer, made once.
 _METADATA = Struct(fields={NAMESPACE: Value(struct_value=Struct())})
 
 
@@ -94,13 +87,6 @@ def name_endpoint(endpoint: str, headers: dict[str, str]) -> pb.ProcessingRespon
     """The answer to the request's headers: where it goes, and headers that are set."""
     answer = pb.ProcessingResponse()
     _fill(answer, answer.request_headers.response, endpoint, headers)
-    return answer
-
-
-def name_endpoint_and_leave(endpoint: str) -> pb.ProcessingResponse:
-    """The same, and the wish to hear nothing of the answer; only some proxies grant it."""
-    answer = name_endpoint(endpoint, {})
-    answer.mode_override.CopyFrom(_REQUEST_ONLY)
     return answer
 
 

@@ -78,7 +78,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         """
         if not self._may_name_itself(head):
             raise from_router(NoInstance(f"{self._address} is not among the endpoints allowed"))
-        await stream.write(ext_proc.name_endpoint_and_leave(self._address))
+        await stream.write(ext_proc.name_endpoint(self._address, {}))
         if head.request_mode == _DUPLEX and not head.bodiless:
             await self._return_request(stream, read)
         if head.response_mode == _DUPLEX:

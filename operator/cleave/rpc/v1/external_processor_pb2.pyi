@@ -288,7 +288,6 @@ class ProcessingResponse(_message.Message):
     RESPONSE_TRAILERS_FIELD_NUMBER: _builtins.int
     IMMEDIATE_RESPONSE_FIELD_NUMBER: _builtins.int
     DYNAMIC_METADATA_FIELD_NUMBER: _builtins.int
-    MODE_OVERRIDE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request_headers(self) -> Global___HeadersResponse: ...
     @_builtins.property
@@ -305,10 +304,6 @@ class ProcessingResponse(_message.Message):
     def immediate_response(self) -> Global___ImmediateResponse: ...
     @_builtins.property
     def dynamic_metadata(self) -> _struct_pb2.Struct: ...
-    @_builtins.property
-    def mode_override(self) -> Global___ProcessingMode:
-        """with request_headers only; obeyed where the proxy is told to"""
-
     def __init__(
         self,
         *,
@@ -320,66 +315,16 @@ class ProcessingResponse(_message.Message):
         response_trailers: Global___TrailersResponse | None = ...,
         immediate_response: Global___ImmediateResponse | None = ...,
         dynamic_metadata: _struct_pb2.Struct | None = ...,
-        mode_override: Global___ProcessingMode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dynamic_metadata", b"dynamic_metadata", "immediate_response", b"immediate_response", "mode_override", b"mode_override", "request_body", b"request_body", "request_headers", b"request_headers", "request_trailers", b"request_trailers", "response", b"response", "response_body", b"response_body", "response_headers", b"response_headers", "response_trailers", b"response_trailers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dynamic_metadata", b"dynamic_metadata", "immediate_response", b"immediate_response", "request_body", b"request_body", "request_headers", b"request_headers", "request_trailers", b"request_trailers", "response", b"response", "response_body", b"response_body", "response_headers", b"response_headers", "response_trailers", b"response_trailers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dynamic_metadata", b"dynamic_metadata", "immediate_response", b"immediate_response", "mode_override", b"mode_override", "request_body", b"request_body", "request_headers", b"request_headers", "request_trailers", b"request_trailers", "response", b"response", "response_body", b"response_body", "response_headers", b"response_headers", "response_trailers", b"response_trailers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dynamic_metadata", b"dynamic_metadata", "immediate_response", b"immediate_response", "request_body", b"request_body", "request_headers", b"request_headers", "request_trailers", b"request_trailers", "response", b"response", "response_body", b"response_body", "response_headers", b"response_headers", "response_trailers", b"response_trailers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["request_headers", "response_headers", "request_body", "response_body", "request_trailers", "response_trailers", "immediate_response"]  # noqa: Y015
     _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_response) -> _WhichOneofReturnType_response | None: ...
 
 Global___ProcessingResponse: _TypeAlias = ProcessingResponse  # noqa: Y015
-
-@_typing.final
-class ProcessingMode(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    class _HeaderSendMode:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
-        V: _TypeAlias = ValueType  # noqa: Y015
-
-    class _HeaderSendModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ProcessingMode._HeaderSendMode.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
-        DEFAULT: ProcessingMode._HeaderSendMode.ValueType  # 0
-        SEND: ProcessingMode._HeaderSendMode.ValueType  # 1
-        SKIP: ProcessingMode._HeaderSendMode.ValueType  # 2
-
-    class HeaderSendMode(_HeaderSendMode, metaclass=_HeaderSendModeEnumTypeWrapper): ...
-    DEFAULT: ProcessingMode.HeaderSendMode.ValueType  # 0
-    SEND: ProcessingMode.HeaderSendMode.ValueType  # 1
-    SKIP: ProcessingMode.HeaderSendMode.ValueType  # 2
-
-    REQUEST_HEADER_MODE_FIELD_NUMBER: _builtins.int
-    RESPONSE_HEADER_MODE_FIELD_NUMBER: _builtins.int
-    REQUEST_BODY_MODE_FIELD_NUMBER: _builtins.int
-    RESPONSE_BODY_MODE_FIELD_NUMBER: _builtins.int
-    REQUEST_TRAILER_MODE_FIELD_NUMBER: _builtins.int
-    RESPONSE_TRAILER_MODE_FIELD_NUMBER: _builtins.int
-    request_header_mode: Global___ProcessingMode.HeaderSendMode.ValueType
-    response_header_mode: Global___ProcessingMode.HeaderSendMode.ValueType
-    request_body_mode: Global___BodySendMode.ValueType
-    response_body_mode: Global___BodySendMode.ValueType
-    request_trailer_mode: Global___ProcessingMode.HeaderSendMode.ValueType
-    response_trailer_mode: Global___ProcessingMode.HeaderSendMode.ValueType
-    def __init__(
-        self,
-        *,
-        request_header_mode: Global___ProcessingMode.HeaderSendMode.ValueType = ...,
-        response_header_mode: Global___ProcessingMode.HeaderSendMode.ValueType = ...,
-        request_body_mode: Global___BodySendMode.ValueType = ...,
-        response_body_mode: Global___BodySendMode.ValueType = ...,
-        request_trailer_mode: Global___ProcessingMode.HeaderSendMode.ValueType = ...,
-        response_trailer_mode: Global___ProcessingMode.HeaderSendMode.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_body_mode", b"request_body_mode", "request_header_mode", b"request_header_mode", "request_trailer_mode", b"request_trailer_mode", "response_body_mode", b"response_body_mode", "response_header_mode", b"response_header_mode", "response_trailer_mode", b"response_trailer_mode"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ProcessingMode: _TypeAlias = ProcessingMode  # noqa: Y015
 
 @_typing.final
 class HeadersResponse(_message.Message):
