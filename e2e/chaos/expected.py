@@ -17,6 +17,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
+ADAPTERS = ("sql", "law")
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Expected:
     completion_tokens: int
 
 
-def expect(path: str, body: dict[str, Any]) -> Expected:
-    """The answer to a request that is no stream of another model."""
-    call = parse_call(body, path == CHAT, [body["model"]], MAX_MODEL_LEN, {})
+def expect(path: str, body: dict[str, Any], base: str) -> Expected:
+    """The answer to a request for the base model or an adapter of it."""
+    call = parse_call(body, path == CHAT, (base, *ADAPTERS), MAX_MODEL_LEN, {})
     made = [_generate(request, call.stop) for request in call.requests]
     return Expected(
         texts=tuple(text for text, _, _ in made),

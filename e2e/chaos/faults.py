@@ -6,7 +6,7 @@ could not bear it (see `storm`).
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
@@ -33,7 +33,7 @@ WORKER_KINDS = {
     "swap hand-off": 6,
 }
 """Kind -> how often, against the others."""
-CUTS = {"cut engine": 5, "cut KV": 5, "cut agent": 4}
+CUTS = {"cut engine": 5, "cut KV": 5, "cut agent": 4, "cut worker": 2}
 GATEWAY_KINDS = {"kill gateway": 2}
 SILENT_KINDS = {"wrong KV": 1}
 """What nothing notices but a client: shows that a run can fail."""
@@ -44,13 +44,20 @@ FIRST_OF_PAIRS = frozenset(
     )
 )
 """Kinds that only mean something to instances that hand over."""
-LONG_S = {"hang engine": 6.0, "hang agent": 12.0, "freeze loop": 6.0, "cut engine": 6.0}
+LONG_S = {
+    "hang engine": 6.0,
+    "hang agent": 12.0,
+    "freeze loop": 6.0,
+    "cut engine": 6.0,
+    "cut worker": 20.0,
+}
 """Where it is not USUAL_S at most."""
 USUAL_S = 3.0
 CRIPPLING = frozenset(
     (
         *("kill engine", "kill agent", "kill worker", "hang engine", "hang agent", "freeze loop"),
         *("refuse", "drop streams", "cut engine", "cut agent"),
+        "cut worker",
     )
 )
 """Kinds that take the instance away as long as they last, or longer."""
@@ -108,11 +115,18 @@ class Worker:
         host, _, port = told.engine_url.removeprefix("http://").rpartition(":")
         self.host, self.engine_port = host, int(port)
 
-    def find_kv_port(self) -> int:
+    def find_ports(self, kind: str) -> set[int]:
+        """What a cut of this kind concerns."""
+        if kind == "cut agent":
+            return {AGENT_PORT}
+        if kind == "cut engine":
+            return {self.engine_port}
         listening = {
             c.laddr.port for c in self.engine.net_connections() if c.status == psutil.CONN_LISTEN
         }
-        return (listening - {self.engine_port}).pop()
+        if kind == "cut KV":
+            return listening - {self.engine_port}
+        return {*listening, AGENT_PORT}
 
     def inject(self, **faults: object) -> None:
         httpx.post(f"{self.url}/emulator/faults", json=faults, timeout=ASK_S).raise_for_status()
@@ -144,15 +158,13 @@ def inflicted(fault: Fault, worker: Worker) -> Iterator[None]:
         case "hang agent":
             with stopped([worker.agent]):
                 yield
-        case "cut engine" | "cut KV" | "cut agent":
-            ports = {"cut engine": worker.engine_port, "cut agent": AGENT_PORT}
-            port = ports.get(fault.kind) or worker.find_kv_port()
-            made = network.Cut(worker.host, port, one_way=fault.amount > 2)
-            made.make()
-            try:
+        case "cut engine" | "cut KV" | "cut agent" | "cut worker":
+            with ExitStack() as stack:
+                for port in worker.find_ports(fault.kind):
+                    made = network.Cut(worker.host, port, one_way=fault.amount > 2)
+                    made.make()
+                    stack.callback(made.mend)
                 yield
-            finally:
-                made.mend()
         case kind:
             worker.inject(**INJECTED[kind](fault.amount))
             try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos.expected import ADAPTERS
 from chaos.gateways import Gateway
 from harness import Deployment, deployed, emulated, until
 
@@ -44,7 +45,8 @@ def emulated_manifest(name: str, shape: Shape) -> dict[str, Any]:
     """Emulated instances that take faults."""
     manifest: dict[str, Any] = emulated(name, 1, 1, TIME_SCALE, LEASE_S)
     spec = manifest["spec"]
-    spec["engine"]["args"].append("--fault-injection")
+    adapters = [f"{name}=/of-no-account" for name in ADAPTERS]
+    spec["engine"]["args"] += ["--fault-injection", "--enable-lora", "--lora-modules", *adapters]
     pools = [{"role": role, "replicas": number} for role, number in shape.roles.items()]
     spec["placement"]["manual"] = pools
     return manifest

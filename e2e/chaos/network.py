@@ -5,17 +5,18 @@ silent and new ones are never answered, as when a cable is pulled. `scripts/isol
 namespace; without one nothing is cut, lest the machine's own network is.
 """
 
+import itertools
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ISOLATED = Path(__file__).parents[2] / "scripts" / "isolated"
 MARK = "CLEAVE_CHAOS_ISOLATED"
-_LOCAL = "100"
+_LOCAL = "32000"
 """Where the kernel's table of own addresses goes; it comes first otherwise."""
-_CUT = "50"
+_numbers = itertools.count(50)
 
 
 def isolate() -> None:
@@ -45,6 +46,8 @@ class Cut:
     port: int
     one_way: bool
     """What it is sent still reaches it, only its answers do not come back."""
+    number: int = field(default_factory=_numbers.__next__)
+    """Its rules': cuts of the same port may overlap."""
 
     def make(self) -> None:
         for rule in self._rules():
@@ -55,7 +58,7 @@ class Cut:
             _rule("del", *rule)
 
     def _rules(self) -> list[list[str]]:
-        common, port = ["pref", _CUT, "ipproto", "tcp"], str(self.port)
+        common, port = ["pref", str(self.number), "ipproto", "tcp"], str(self.port)
         rules = [[*common, "from", self.host, "sport", port, "blackhole"]]
         if not self.one_way:
             rules.append([*common, "to", self.host, "dport", port, "blackhole"])

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from chaos.expected import CHAT, COMPLETIONS, Expected, expect
+from chaos.expected import ADAPTERS, CHAT, COMPLETIONS, Expected, expect
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa")
 KINDS = (
@@ -50,7 +50,8 @@ def draw(rng: random.Random, name: str, model: str) -> Ask:
     kind, path = rng.choice(KINDS), rng.choice((CHAT, COMPLETIONS))
     words = " ".join(rng.choices(WORDS, k=rng.choice((4, 30, 120, 400))))
     prompt = f"{name} {words}"
-    body: dict[str, Any] = {"model": model, "max_tokens": rng.choice((1, 4, 40, 120, 200))}
+    name_asked = rng.choice((model, model, *ADAPTERS))
+    body: dict[str, Any] = {"model": name_asked, "max_tokens": rng.choice((1, 4, 40, 120, 200))}
     body |= (
         {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
     )
@@ -60,12 +61,12 @@ def draw(rng: random.Random, name: str, model: str) -> Ask:
         body["stream"] = True
         if rng.random() < 0.5:
             body["stream_options"] = {"include_usage": True}
-    body |= specialize(kind, path, rng, body)
-    return Ask(f"{name} {kind}", path, body, kind != "sampled", expect(path, body))
+    body |= specialize(kind, path, rng, expect(path, body, model))
+    return Ask(f"{name} {kind}", path, body, kind != "sampled", expect(path, body, model))
 
 
-def specialize(kind: str, path: str, rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
-    """The fields that make a request one of its kind."""
+def specialize(kind: str, path: str, rng: random.Random, plain: Expected) -> dict[str, Any]:
+    """The fields that make a request one of its kind; `plain`: its answer without them."""
     match kind:
         case "seeded":
             return {"temperature": 0.8, "seed": rng.randrange(1_000)}
@@ -82,6 +83,6 @@ def specialize(kind: str, path: str, rng: random.Random, body: dict[str, Any]) -
             return {"temperature": 0} | more
         case "stop":
             # Some word of the answer, so that it ends there, perhaps cut out of a held back text.
-            words = expect(path, body).texts[0].split() or ["never"]
+            words = plain.texts[0].split() or ["never"]
             return {"temperature": 0, "stop": [rng.choice(words)]}
     return {"temperature": 0.7} if rng.random() < 0.5 else {}

@@ -1,6 +1,7 @@
 """Connections to engines: kept, closed, opened anew."""
 
 import asyncio
+import socket
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -19,6 +20,18 @@ async def test_a_connection_that_went_stale_is_replaced_without_a_retry(single) 
     assert (await client.ask(ASK)).status == 200
     assert engine.connections == 2
     assert not single.context.metrics.retries
+
+
+async def test_a_machine_that_is_gone_is_noticed_while_an_answer_may_still_take_minutes(
+    single,
+) -> None:
+    await single.ask(ASK)
+    (pool,) = single.context._pools.values()
+    (connection,) = pool._open
+    opened = connection.transport.get_extra_info("socket")
+    assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    probes = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
+    assert [opened.getsockopt(socket.IPPROTO_TCP, one) for one in probes] == [2, 2, 10_000]
 
 
 async def test_a_fresh_connection_that_breaks_is_a_failure(single) -> None:

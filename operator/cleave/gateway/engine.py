@@ -20,6 +20,9 @@ from cleave.router.instance import Target
 
 IDLE_S = 4.0
 """uvicorn, in front of vLLM, closes idle connections after 5 s; we do it first."""
+GONE_S = 10
+"""A machine that has acknowledged nothing for so long is gone, however long its answer may take."""
+PROBE_S = 2
 
 
 class Owner(Protocol):
@@ -103,6 +106,7 @@ class EngineConnection(asyncio.Protocol):
         """Set up by the event loop."""
         self.transport = cast("asyncio.Transport", transport)
         set_nodelay(self.transport)
+        notice_loss(self.transport)
 
     def send(self, call: Call) -> None:
         """Begin a call on this idle connection."""
@@ -283,6 +287,19 @@ class EnginePool:
             self.keep(connection)
         else:
             connection.send(call)
+
+
+def notice_loss(transport: asyncio.Transport) -> None:
+    """Break the connection when the machine at its other end is gone, not when an engine is slow.
+
+    A machine without power or network says no goodbye, and a whole answer may take minutes.
+    """
+    opened = transport.get_extra_info("socket")
+    if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1_000)
 
 
 def set_nodelay(transport: asyncio.Transport) -> None:
