@@ -95,24 +95,31 @@ def gateways(console: Console, quick: bool) -> Rows:
 def together(console: Console, quick: bool) -> Rows:
     """One gateway of several processes with shared books: the router itself, not a model of it."""
     cells: list[Cell] = []
-    prompt = _read_prompts()
     for instances in SIZES[:1] if quick else SIZES:
-        requests = 5_000 if quick else max(100_000, 200 * instances)
-        for load in PROCESS_LOADS[-1:] if quick else PROCESS_LOADS:
-            drawn = queueing.draw_load(
-                prompt, instances=instances, utilisation=load, requests=requests, seed=1
-            )
-            bound = queueing.measure(drawn, instances=instances, gateways=1, way=Way.BOUND, seed=1)
-            cells.append(_describe(instances, load, 1, "bound", bound, bound.mean))
-            for count in GATEWAYS:
-                delay = processes.measure(drawn, instances=instances, processes=count, seed=1)
-                name = f"{count} processes" if count > 1 else "1 process"
-                cells.append(_describe(instances, load, count, name, delay, bound.mean))
-    for instances in sorted({cell.instances for cell in cells}):
-        some = [cell for cell in cells if cell.instances == instances]
+        some = [
+            cell
+            for load in (PROCESS_LOADS[-1:] if quick else PROCESS_LOADS)
+            for cell in _measure_processes(instances, load, quick)
+        ]
         title = f"{instances} instances, books shared by processes: mean / p99 in ms (x bound)"
         _print_cells(console, title, some, lambda cell: f"load {cell.load:g}")
+        cells += some
     return [asdict(cell) for cell in cells]
+
+
+def _measure_processes(instances: int, load: float, quick: bool) -> Iterable[Cell]:
+    drawn = queueing.draw_load(
+        _read_prompts(),
+        instances=instances,
+        utilisation=load,
+        requests=5_000 if quick else max(50_000, 100 * instances),
+        seed=1,
+    )
+    bound = queueing.measure(drawn, instances=instances, gateways=1, way=Way.BOUND, seed=1)
+    yield _describe(instances, load, 1, "bound", bound, bound.mean)
+    for count in GATEWAYS:
+        delay = processes.measure(drawn, instances=instances, processes=count, seed=1)
+        yield _describe(instances, load, count, f"{count} of shared books", delay, bound.mean)
 
 
 def _measure(

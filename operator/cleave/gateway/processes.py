@@ -156,7 +156,6 @@ class _Parent:
             code = _reap(child.pid)
             if code is None:
                 continue
-            now = time.monotonic()
             self._siblings.forget(process)
             child.pid = 0
             if self._code is not None:
@@ -165,18 +164,21 @@ class _Parent:
                 # It has said why; nor could another one.
                 self._code = code
                 continue
-            lived_s = now - child.started_at
-            child.delay_s = min(max(2 * child.delay_s, FIRST_DELAY_S), LAST_DELAY_S)
-            if lived_s > CALM_S:
-                child.delay_s = FIRST_DELAY_S
-            child.start_at = now + child.delay_s
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             log.error("process %d %s; another one follows", process + 1, how)
-            self._siblings.note_restart()
-            self._deaths.append(now)
-            if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < CALM_S:
-                log.error("%d processes died within %g s: giving up", MAX_DEATHS, CALM_S)
-                self._code = 1
+            self._replace(child, time.monotonic())
+
+    def _replace(self, child: _Child, now: float) -> None:
+        """Start another one soon, unless too many have died."""
+        child.delay_s = min(max(2 * child.delay_s, FIRST_DELAY_S), LAST_DELAY_S)
+        if now - child.started_at > CALM_S:
+            child.delay_s = FIRST_DELAY_S
+        child.start_at = now + child.delay_s
+        self._siblings.note_restart()
+        self._deaths.append(now)
+        if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < CALM_S:
+            log.error("%d processes died within %g s: giving up", MAX_DEATHS, CALM_S)
+            self._code = 1
 
     def _kill_hung(self) -> None:
         now = time.monotonic()

@@ -1,1 +1,1 @@
-"""What processes share beside contracts: load page, core locks, the form of log lines."""
+"""What processes share beside contracts: load page, core locks, tables of numbers, log lines."""
