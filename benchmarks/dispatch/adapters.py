@@ -10,7 +10,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
-import traces
 from numpy.typing import NDArray
 from queueing import WARM_UP, Load, draw_load
 
@@ -41,11 +40,12 @@ class Row:
     """Share of the requests that an adapter was brought for."""
 
 
-def measure(instances: int, load: float, adapters: int, requests: int) -> list[Row]:
-    """A row for each worth; the same requests."""
-    prompt = traces.read("conv").prompt_tokens
+def measure(
+    prompt_tokens: NDArray[np.int64], instances: int, load: float, adapters: int, requests: int
+) -> list[Row]:
+    """A row for each worth; the same requests, with lengths drawn from `prompt_tokens`."""
     drawn = draw_load(
-        prompt, instances=instances, utilisation=load, requests=requests, seed=1, error=0.2
+        prompt_tokens, instances=instances, utilisation=load, requests=requests, seed=1, error=0.2
     )
     shares = 1.0 / np.arange(1, adapters + 1) ** SKEW
     asked = np.random.default_rng(2).choice(adapters, requests, p=shares / shares.sum())

@@ -212,12 +212,13 @@ def saved(console: Console, quick: bool) -> Rows:
 def kept(console: Console, quick: bool) -> Rows:
     """Adapters."""
     rows: Rows = []
+    prompt = traces.read("conv").prompt_tokens
     for instances in SIZES[: 1 if quick else 2]:
         table = _table("load, adapters", *(f"{worth:g} tokens" for worth in adapters.WORTHS))
         for load in (0.7, 0.9):
             for number in (8, 32, 128):
                 requests = 2_000 if quick else 40_000
-                found = adapters.measure(instances, load, number, requests)
+                found = adapters.measure(prompt, instances, load, number, requests)
                 cells = (f"{row.mean_ms:.4g} ({row.brought:.0%})" for row in found)
                 table.add_row(f"{load:g}, {number}", *cells)
                 rows += [asdict(row) for row in found]
