@@ -232,7 +232,10 @@ class Collector:
     def _collect_attainment(self) -> Iterable[Metric]:
         """Goodput is the rate of those that missed nothing."""
         counted = self._metrics
-        yield _count("slo", "Answers by what they missed", ["model", "missed"], counted.attained)
+        # Where nothing is met, that is a number as well.
+        attained = dict.fromkeys(((model, "") for model, _ in counted.attained), 0)
+        attained |= counted.attained
+        yield _count("slo", "Answers by what they missed", ["model", "missed"], attained)
         target = GaugeMetricFamily(
             "cleave_gateway_slo_target_seconds", "What answers are measured against", labels=["slo"]
         )
