@@ -1,7 +1,7 @@
 """Writes docs/reference: `python scripts/reference.py OUTDIR` (scripts/generate).
 
 The code is the only source: resource types, command lines, metric collectors and routes are walked,
-so a page cannot tell what the code does not do. It lies outside both packages because it reads both.
+so a page cannot tell what the code does not do. It lies outside both packages, for it reads both.
 """
 
 import argparse
@@ -25,6 +25,8 @@ from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
 from cleave.gateway import metrics as gateway_metrics
 from cleave.gateway import openapi
+from cleave.gateway.fleet_metrics import FleetCollector
+from cleave.router.directory import Directory
 from cleave.rpc import discovery
 from cleave_worker.agent import config as agent
 from cleave_worker.agent import follower
@@ -106,7 +108,8 @@ def metrics() -> Lines:
     yield ""
     yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
     counted = gateway_metrics.Collector(gateway_metrics.Metrics())
-    yield from _families(counted.collect(), texts=True)
+    fleet = FleetCollector(Directory())
+    yield from _families([*counted.collect(), *fleet.collect()], texts=True)
     yield from ("", f"TTFT buckets (s): {_numbers(gateway_metrics.TTFT_BOUNDS_S)}.")
     yield from ("", f"TPOT buckets (s): {_numbers(gateway_metrics.TPOT_BOUNDS_S)}.")
     yield ""

@@ -1,9 +1,8 @@
 """What `GET /fleet` answers: every instance that this gateway follows. Used by the pages."""
 
-from collections import Counter
-
 from cleave.gateway.context import Context
-from cleave.router.instance import Contact, Instance
+from cleave.gateway.fleet_metrics import to_word
+from cleave.router.instance import Instance
 from cleave.rpc import fleet_page
 from cleave.rpc.fleet_page import FleetPage, KvPath
 from cleave.rpc.v1 import agent_pb2
@@ -25,19 +24,6 @@ def describe_fleet(context: Context) -> FleetPage:
     )
 
 
-def count_instances(context: Context) -> Counter[tuple[str, str, str]]:
-    """Instances by model, role and state; where none of a role is ready, that is said as well."""
-    counted: Counter[tuple[str, str, str]] = Counter()
-    for instance in context.router.directory.instances.values():
-        stated = instance.registration
-        role, state = _word(agent_pb2.Role.Name(stated.role)), "unreachable"
-        if instance.contact in (Contact.HEARD, Contact.STALE):
-            state = _word(agent_pb2.State.Name(stated.state))
-        counted[stated.model, role, state] += 1
-        counted[stated.model, role, "ready"] += 0
-    return counted
-
-
 def _describe(instance: Instance, now: float) -> fleet_page.Instance:
     stated, load, ledger = instance.registration, instance.load, instance.ledger
     return fleet_page.Instance(
@@ -45,8 +31,8 @@ def _describe(instance: Instance, now: float) -> fleet_page.Instance:
         deployment=stated.deployment,
         model=stated.model,
         revision=stated.revision,
-        role=_word(agent_pb2.Role.Name(stated.role)),
-        state=_word(agent_pb2.State.Name(stated.state)),
+        role=to_word(agent_pb2.Role.Name(stated.role)),
+        state=to_word(agent_pb2.State.Name(stated.state)),
         epoch=stated.epoch,
         contact=instance.contact.value,
         selectable=instance.selectable,
@@ -66,8 +52,3 @@ def _describe(instance: Instance, now: float) -> fleet_page.Instance:
             detail=stated.kv_path.detail[:_TEXT_LIMIT],
         ),
     )
-
-
-def _word(enum_name: str) -> str:
-    """`ROLE_PREFILL` -> `prefill`."""
-    return enum_name.partition("_")[2].lower()

@@ -6,7 +6,7 @@ tenth. Seconds, as Prometheus wants them.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -26,9 +26,6 @@ TTFT_BOUNDS_S = (
 TPOT_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
-
-Instances = Mapping[tuple[str, str, str], int]
-"""How many there are, by model, role and state."""
 
 PHASES = ("prefill", "decode")
 """Of split requests; for others the TTFT says all."""
@@ -156,10 +153,8 @@ class Metrics:
 class Collector:
     """Turns the counts into metric families; registered with prometheus_client."""
 
-    def __init__(self, metrics: Metrics, instances: Callable[[], Instances] = dict) -> None:
-        """`instances`: looks at the fleet."""
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._instances = instances
 
     def collect(self) -> Iterable[Metric]:
         """Called at each scrape."""
@@ -192,14 +187,6 @@ class Collector:
         yield CounterMetricFamily(
             "cleave_gateway_process_restarts", "Processes that were replaced", counted.restarts
         )
-        instances = GaugeMetricFamily(
-            "cleave_gateway_instances",
-            "Instances that this gateway knows",
-            labels=["model", "role", "state"],
-        )
-        for labels, number in self._instances().items():
-            instances.add_metric(labels, number)
-        yield instances
         yield from self._collect_models()
 
     def _collect_models(self) -> Iterable[Metric]:

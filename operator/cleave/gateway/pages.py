@@ -19,7 +19,8 @@ from cleave.gateway.completion import read_completion, read_other
 from cleave.gateway.context import Context
 from cleave.gateway.errors import ApiError, build_error_fields, from_router
 from cleave.gateway.exchange import Exchange
-from cleave.gateway.fleet_page import count_instances, describe_fleet
+from cleave.gateway.fleet_metrics import FleetCollector
+from cleave.gateway.fleet_page import describe_fleet
 from cleave.gateway.metrics import Collector
 from cleave.gateway.openapi import describe
 from cleave.gateway.request import Request
@@ -36,7 +37,7 @@ from cleave.gateway.routes import (
 )
 from cleave.gateway.siblings import Siblings
 from cleave.gateway.summed import SummedCollector
-from cleave.gateway.tenants import EVERYBODY
+from cleave.gateway.tenants import EVERYBODY, Tenant
 from cleave.gateway.watch import Watch
 from cleave.router.errors import UnknownModel
 from cleave.router.instance import Instance
@@ -70,25 +71,32 @@ class Pages:
         self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
         self._registry = CollectorRegistry()
         if context.siblings is None:
-            self._registry.register(Collector(context.metrics, lambda: count_instances(context)))
+            self._registry.register(Collector(context.metrics))
             ProcessCollector(registry=self._registry)
         else:
-            summed = SummedCollector(
-                context.metrics, context.siblings, lambda: count_instances(context)
-            )
-            self._registry.register(summed)
+            self._registry.register(SummedCollector(context.metrics, context.siblings))
+        self._registry.register(FleetCollector(context.router.directory))
 
     def check(self, request: Request) -> ApiError | None:
         """What is wrong with a request as far as its head tells."""
+        error = self._check_path(request)
+        if error is None and self._find_tenant(request) is None:
+            return _UNAUTHORIZED
+        return error
+
+    def _check_path(self, request: Request) -> ApiError | None:
         method = self._methods.get(request.path) or self._look_closer(request)
         if not method:
             return _find_nothing(request.path)
         if request.method != method and not (request.method == b"HEAD" and method == b"GET"):
             return _forbid(request.path, method)
+        return None
+
+    def _find_tenant(self, request: Request) -> Tenant | None:
+        """Whose request it is; None: nobody's who may ask."""
         if request.path in self._open:
-            return None
-        accepted = self._context.keys.accept(request.headers.get(b"authorization"))
-        return None if accepted else _UNAUTHORIZED
+            return EVERYBODY
+        return self._context.keys.find(request.headers.get(b"authorization"))
 
     def handle(self, client: ClientConnection, request: Request) -> None:
         """Answer a request, now or, for a completion, when the engines have."""
@@ -96,11 +104,13 @@ class Pages:
         request_id = request.headers.get(b"x-request-id", b"")
         if not request_id or not head.is_sane_id(request_id):
             request_id = context.make_id()
-        error = self.check(request)
-        if error is None:
+        error, tenant = self._check_path(request), self._find_tenant(request)
+        if tenant is None:
+            error = error or _UNAUTHORIZED
+        elif error is None:
             try:
                 if request.method == b"POST":
-                    self._pass_on(client, request, request_id)
+                    self._pass_on(client, request, request_id, tenant)
                 else:
                     self._tell(client, request, self._answer(request.path), request_id)
                 return
@@ -122,6 +132,13 @@ class Pages:
                 request.path if request is not None and known else b"",
             )
 
+    def _look_closer(self, request: Request) -> bytes:
+        """The method of a path that no table holds; empty: nothing is there."""
+        request.path = _find_path(request.path)
+        if self._methods is _METHODS and request.path.startswith(MODEL):
+            return b"GET"
+        return self._methods.get(request.path, b"")
+
     def _tell(
         self,
         client: ClientConnection,
@@ -134,14 +151,9 @@ class Pages:
             self.note(request_id, answer[0], request)
         client.respond(*answer, request_id, with_body=request.method != b"HEAD")
 
-    def _look_closer(self, request: Request) -> bytes:
-        """The method of a path that no table holds; empty: nothing is there."""
-        request.path = _find_path(request.path)
-        if self._methods is _METHODS and request.path.startswith(MODEL):
-            return b"GET"
-        return self._methods.get(request.path, b"")
-
-    def _pass_on(self, client: ClientConnection, request: Request, request_id: bytes) -> None:
+    def _pass_on(
+        self, client: ClientConnection, request: Request, request_id: bytes, tenant: Tenant
+    ) -> None:
         """Let engines answer. Raises ApiError."""
         context = self._context
         if request.path in _OTHERS:
@@ -150,9 +162,6 @@ class Pages:
             completion = read_other(request.body, bases[0] if len(bases) == 1 else "")
         else:
             completion = read_completion(request.body)
-        tenant = EVERYBODY
-        if not context.door.open:
-            tenant = context.keys.find(request.headers.get(b"authorization")) or EVERYBODY
         session = request.headers.get(context.session_header)
         exchange: Exchange
         if self._watch is None:
@@ -201,7 +210,9 @@ class Pages:
     def _describe_health(self) -> tuple[int, dict[str, object]]:
         """200 when any model can be served; and always why others cannot."""
         router = self._context.router
-        models = router.directory.models
+        known = router.directory.models
+        # Adapters can be served wherever their base can.
+        models = {name: model for name, model in known.items() if not model.base}
         obstacles = {name: router.find_obstacle(name) for name in sorted(models)}
         reasons = [obstacle for obstacle in obstacles.values() if obstacle]
         if not models:

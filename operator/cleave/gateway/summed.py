@@ -7,7 +7,7 @@ would look to Prometheus like a restart of all.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client import ProcessCollector
 from prometheus_client.metrics_core import Metric
 
-from cleave.gateway.metrics import Collector, Histogram, Instances, Metrics
+from cleave.gateway.metrics import Collector, Histogram, Metrics
 from cleave.gateway.siblings import Siblings
 
 _NOT_COUNTED = ("slo", "in_flight", "processes", "restarts")
@@ -31,12 +31,8 @@ Plain = Any
 class SummedCollector:
     """Registered with prometheus_client instead of a Collector and a ProcessCollector."""
 
-    def __init__(
-        self, metrics: Metrics, siblings: Siblings, instances: Callable[[], Instances] = dict
-    ) -> None:
-        """`instances`: looks at the fleet, which is the same to all."""
+    def __init__(self, metrics: Metrics, siblings: Siblings) -> None:
         self._metrics = metrics
-        self._instances = instances
         self._siblings = siblings
 
     def collect(self) -> Iterable[Metric]:
@@ -49,7 +45,7 @@ class SummedCollector:
         pids = siblings.list_pids()
         total.in_flight = siblings.count_in_flight()
         total.processes, total.restarts = len(pids), siblings.restarts
-        yield from Collector(total, self._instances).collect()
+        yield from Collector(total).collect()
         yield from sum_processes([os.getppid(), *pids])
 
 

@@ -1,0 +1,87 @@
+"""What a gateway knows of the instances that it follows, as Prometheus metrics.
+
+Registered beside the counts. Every gateway tells of the whole fleet, so queries take the maximum
+over gateways, never the sum. Engines have ports that nobody knows beforehand; through here their
+load can be scraped all the same.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from cleave.router.directory import Directory
+from cleave.router.instance import Contact, Instance
+from cleave.rpc.v1 import agent_pb2
+
+
+class FleetCollector:
+    """Looks at the fleet at each scrape."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def collect(self) -> Iterable[Metric]:
+        """Called at each scrape."""
+        instances = list(self._directory.instances.values())
+        yield _count_instances(instances)
+        yield _count_requests(instances)
+        yield _find_fullest(instances)
+
+
+def _count_instances(instances: list[Instance]) -> Metric:
+    """Where none of a role is ready, that is said as well."""
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for instance in instances:
+        model, role = _name(instance)
+        counted[model, role, _find_state(instance)] += 1
+        counted[model, role, "ready"] += 0
+    return _gauge("instances", "Instances that this gateway knows", counted, "state")
+
+
+def _count_requests(instances: list[Instance]) -> Metric:
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for instance in instances:
+        counted[*_name(instance), "running"] += instance.load.num_running
+        counted[*_name(instance), "waiting"] += instance.load.num_waiting
+    return _gauge("engine_requests", "Requests at engines, as they report", counted, "state")
+
+
+def _find_fullest(instances: list[Instance]) -> Metric:
+    fullest: dict[tuple[str, str], float] = {}
+    for instance in instances:
+        name = _name(instance)
+        fullest[name] = max(fullest.get(name, 0.0), instance.load.kv_cache_usage)
+    return _gauge(
+        "engine_kv_usage_max", "KV memory in use at the fullest instance, 0 to 1", fullest
+    )
+
+
+def _gauge(
+    name: str,
+    text: str,
+    values: "Counter[tuple[str, str, str]] | dict[tuple[str, str], float]",
+    *labels: str,
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"cleave_gateway_{name}", text, labels=["model", "role", *labels])
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _name(instance: Instance) -> tuple[str, str]:
+    """(model, the role that it has now)."""
+    stated = instance.registration
+    return stated.model, to_word(agent_pb2.Role.Name(stated.role))
+
+
+def _find_state(instance: Instance) -> str:
+    if instance.contact in (Contact.HEARD, Contact.STALE):
+        return to_word(agent_pb2.State.Name(instance.registration.state))
+    return "unreachable"
+
+
+def to_word(enum_name: str) -> str:
+    """`ROLE_PREFILL` -> `prefill`."""
+    return enum_name.partition("_")[2].lower()
