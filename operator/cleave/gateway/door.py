@@ -105,6 +105,10 @@ class Door:
 
         Raises ApiError (429) when it is not taken.
         """
+        known = self._directory.models.get(model)
+        if known is not None and known.base:
+            # Adapters wait for their base's instances, so they have their turns in one queue.
+            model = known.base
         visit = Visit(tenant, model, prompt_tokens, now)
         backlog, instances = self._measure(model)
         queue = self._queues.get(model)
