@@ -3,10 +3,13 @@
 Called by run.py. Unlike queueing.py this drives the router itself, one for each process on one
 shared table, under a clock of its own; what they choose is what a gateway would. What is hard: a
 process reads the scores some microseconds before it has entered its choice, and does not see what a
-sibling chooses meanwhile; so picks that come within BLIND_MS of each other miss each other here.
+sibling chooses meanwhile; so of picks that come within BLIND_MS of each other all have read the
+scores before the first is entered, and it is up to the router to notice.
 """
 
 import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 from queueing import REPORT_MS, WARM_UP, Delay, Load
@@ -14,8 +17,10 @@ from queueing import REPORT_MS, WARM_UP, Delay, Load
 from cleave.metrics.shared_table import SharedTable
 from cleave.router.directory import Directory
 from cleave.router.fleet import MAX_INTERVAL_MS
-from cleave.router.router import Phase, Pick, Router
+from cleave.router.router import Phase, Pick
+from cleave.router.shared_board import SharedBoard
 from cleave.router.shared_books import SharedBooks, make_table
+from cleave.router.shared_router import SharedRouter
 from cleave.rpc.v1 import agent_pb2
 
 BLIND_MS = 0.02
@@ -45,6 +50,21 @@ def measure(load: Load, *, instances: int, processes: int, seed: int) -> Delay:
     table.close()
     counted = waits[int(WARM_UP * len(waits)) :]
     return Delay(float(counted.mean()), float(np.percentile(counted, 99)))
+
+
+@contextmanager
+def _gathering_before() -> Iterator[None]:
+    """The first gathering of a pick has already been done, by `gather`."""
+    gather = SharedBoard.gather
+
+    def skip(_board: SharedBoard) -> None:
+        SharedBoard.gather = gather
+
+    SharedBoard.gather = skip
+    try:
+        yield
+    finally:
+        SharedBoard.gather = gather
 
 
 class _Fleet:
@@ -97,9 +117,8 @@ class _Fleet:
 
     def send(self, process: int, tokens: int, service_ms: float, is_blind: bool) -> float:
         """How long a request waits."""
-        router = self._routers[process]
-        router._gathers = not is_blind
-        pick = router.pick("m", tokens, 1)
+        with _gathering_before() if is_blind else nullcontext():
+            pick = self._routers[process].pick("m", tokens, 1)
         assert pick.prefill is not None
         name = pick.prefill.instance
         start = max(self._free_at[name], self._now_ms)
@@ -109,7 +128,7 @@ class _Fleet:
         heapq.heappush(self._ends, (self._free_at[name], self._sent, process, pick))
         return start - self._now_ms
 
-    def _start(self, books: SharedBooks) -> Router:
+    def _start(self, books: SharedBooks) -> SharedRouter:
         directory = Directory(books=books)
         for name in [*self._names, "d"]:
             stated = agent_pb2.Registration(
@@ -126,7 +145,7 @@ class _Fleet:
                 kv_path=agent_pb2.KvPath(verified=True),
             )
             directory.hear(name, agent_pb2.WatchEvent(registration=stated), 0.0)
-        return Router(directory, clock=lambda: self._now_ms / 1_000, seed=1)
+        return SharedRouter(directory, clock=lambda: self._now_ms / 1_000, seed=1)
 
     def _report(self, process: int, name: str) -> None:
         load = agent_pb2.LoadReport(boot_id=f"{name}-boot", pending_prompt_tokens=self._todo[name])

@@ -12,7 +12,9 @@ from cleave.policy.dispatch import Policy
 from cleave.router.board import Board
 from cleave.router.directory import Directory
 from cleave.router.router import Phase, Pick, Router
+from cleave.router.shared_board import SharedBoard
 from cleave.router.shared_books import MAX_BOOTS, SharedBooks, SharedLedger, make_table
+from cleave.router.shared_router import SharedRouter
 from cleave.rpc.v1 import agent_pb2
 
 PROCESSES = 3
@@ -35,7 +37,7 @@ class Together:
         for name, role in FLEET.items():
             event = self._stated(name, role, boot_id=self._boots[name])
             directory.hear(name, event, self.now)
-        return Router(directory, clock=lambda: self.now, seed=1)
+        return SharedRouter(directory, clock=lambda: self.now, seed=1)
 
     def pick(self, process: int, prompt: int, output: int = 100) -> Pick:
         picked = self.routers[process].pick("m", prompt, output)
@@ -130,6 +132,20 @@ def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -
     assert [fleet.ledger(picked, process).prompt.pending for process in range(3)] == [1700] * 3
 
 
+def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monkeypatch) -> None:
+    """The second one has read the scores before the first one has entered its choice."""
+    fleet = together()
+    gather, faster = SharedBoard.gather, []
+
+    def gather_early(board: SharedBoard) -> None:
+        gather(board)
+        monkeypatch.setattr(SharedBoard, "gather", gather)
+        faster.append(fleet.pick(1, 1000).prefill.instance)
+
+    monkeypatch.setattr(SharedBoard, "gather", gather_early)
+    assert (faster, fleet.pick(0, 1000).prefill.instance) == (["p1"], "p2")
+
+
 def test_late_releases_of_an_earlier_boot_change_nothing(together) -> None:
     fleet = together()
     picked = fleet.pick(0, 1000)
@@ -180,7 +196,7 @@ def test_more_boots_than_there_is_room_for_share_a_row_and_are_served(stated) ->
     directory = Directory(books=SharedBooks(table.seen_by(0)))
     for name in ("a", "b"):
         directory.hear(name, stated(name, "mixed"), 0.0)
-    router = Router(directory, clock=lambda: 1.0, seed=1)
+    router = SharedRouter(directory, clock=lambda: 1.0, seed=1)
     picks = [router.pick("m", 100) for _ in range(4)]
     for name in ("a", "b"):
         directory.forget(name)

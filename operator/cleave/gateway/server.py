@@ -26,6 +26,7 @@ from cleave.router.fleet import Fleet
 from cleave.router.pool_manager import Flip, Flipping, PoolManager
 from cleave.router.router import Router, Rules
 from cleave.router.service import RouterServer
+from cleave.router.shared_router import SharedRouter
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class Gateway:
         self._certificate: Certificate | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
             self._certificate = Certificate(config.tls_certificate, config.tls_key)
-        router = Router(directory, config.fallback, rules)
+        made = SharedRouter if siblings else Router
+        router = made(directory, config.fallback, rules)
         self.context = Context(config, router, self._keys.keys, siblings=siblings)
         self.context.take_up()
         together = (siblings.name, siblings.count) if siblings else ()

@@ -157,7 +157,6 @@ class Router:
         self._turn = self._num_answers = 0
         books = directory.books
         self._next_turn = books.next_turn if books is not None else itertools.count(1).__next__
-        self._gathers = books is not None
 
     def pick(
         self,
@@ -184,18 +183,10 @@ class Router:
         known = self.directory.models.get(model)
         if known is None:
             raise UnknownModel(model)
-        if self._gathers:
-            for board in known.boards:
-                board.gather()
         avoids = [{*avoid, *doubt}, avoid] if doubt else [avoid]
         predicted = self.lengths.predict(prompt_tokens, output_tokens)
         wish = self._chooser.make_wish(prompt_tokens, predicted, session, text, known)
-        placed = None
-        if not single:
-            placed = self._place_short(known, wish, avoids) or self._place_pair(known, wish, avoids)
-        if placed is None:
-            placed = self._place_whole(model, known, wish, single, avoids, prefill_lost)
-        prefill, decode, reason = placed
+        prefill, decode, reason = self._place(model, known, wish, single, avoids, prefill_lost)
         picked = Pick(prefill, decode, reason, prompt_tokens, predicted)
         self._enter(picked, prefill, decode, wish)
         return picked
@@ -255,6 +246,22 @@ class Router:
         except NoInstance as error:
             return str(error)
         return ""
+
+    def _place(
+        self,
+        model: str,
+        known: Model,
+        wish: Wish,
+        single: bool,
+        avoids: list[Collection[str]],
+        prefill_lost: bool,
+    ) -> Placed:
+        placed = None
+        if not single:
+            placed = self._place_short(known, wish, avoids) or self._place_pair(known, wish, avoids)
+        if placed is None:
+            placed = self._place_whole(model, known, wish, single, avoids, prefill_lost)
+        return placed
 
     def _place_short(
         self, known: Model, wish: Wish, avoids: list[Collection[str]]

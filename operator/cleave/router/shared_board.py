@@ -81,6 +81,11 @@ class SharedBoard(Board):
         self._common.take(self._sources, out=self._gathered, mode="clip")
         np.add(self._gathered, self._masks, out=self._gathered)
 
+    def is_overtaken(self, slot: int) -> bool:
+        """Whether a sibling has sent prompts there, or got some done, since the last gathering."""
+        pending = self.instances[slot].ledger.prompt.pending + self._doubts[slot]
+        return pending != self.pending_prompt.item(slot)
+
     def update(self, slot: int) -> None:
         """Score one instance anew from the books of all processes."""
         instance = self.instances[slot]
