@@ -220,6 +220,7 @@ def _model() -> Schema:
         "object": {"const": "model"},
         "created": {"type": "integer"},
         "owned_by": _TEXT,
+        "parent": {"type": ["string", "null"], "description": "Of a LoRA adapter: its model."},
         "max_model_len": {"type": ["integer", "null"]},
     }
     return _OBJECT | {"properties": fields, "required": list(fields)}
