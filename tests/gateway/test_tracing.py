@@ -149,6 +149,22 @@ async def test_a_stream_that_goes_on_elsewhere_says_how(make_traced) -> None:
     assert (read(lost)["cleave.instance"], read(taken_up)["cleave.instance"]) == ("d1", "d2")
 
 
+async def test_a_stream_that_is_continued_is_one_trace_over_both_pairs(
+    make_fleet, collector
+) -> None:
+    roles = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
+    stage, engines = await make_fleet(roles, otlp_endpoint=collector[1], trace_share=1.0)
+    engines["d1"].engine.faults.drop = 5
+    assert (await stage.ask(STREAM | {"max_tokens": 12, "ignore_eos": True})).status == 200
+    await until_told(stage, collector[0])
+    told = [read(span) for span in collector[0].find("attempt")]
+    assert [each.get("cleave.recovery") for each in told] == [None, "continued"]
+    assert [each["cleave.decode.instance"] for each in told] == ["d1", "d2"]
+    assert len(collector[0].find("kv_transfer")) == 2
+    server = collector[0].only("POST /v1/completions")
+    assert read(server)["gen_ai.usage.output_tokens"] == 12
+
+
 async def test_what_no_engine_can_answer_is_an_error_of_the_server(make_traced) -> None:
     stage, collector = await make_traced({"x": "mixed"})
 
