@@ -269,6 +269,10 @@ class PickerServer:
     async def start(self, port: int, gateway_port: int) -> int:
         """Listen where the gateway does; the port. Raises OSError and PickerError."""
         config = self._context.config
+        if config.tls_certificate is not None:
+            raise PickerError(
+                "--endpoint-picker-port: proxies speak plain HTTP to it: leave out --tls-cert"
+            )
         address = name_gateway(config.host, gateway_port)
         self._server = grpc.aio.server(
             options=(

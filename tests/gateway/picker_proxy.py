@@ -1,0 +1,158 @@
+"""A proxy as the endpoint picker meets it: says what Envoy says of a request, in its order."""
+
+import asyncio
+import json
+
+import grpc
+
+from cleave.gateway.ext_proc import CHUNK_BYTES, ENDPOINT, NAMESPACE, SUBSET, SUBSET_NAMESPACE
+from cleave.rpc.v1 import external_processor_pb2 as pb
+from cleave.rpc.v1 import external_processor_pb2_grpc
+
+ASK = {"model": "m", "prompt": "say it", "max_tokens": 5}
+PATIENCE_S = 15
+DUPLEX, BUFFERED, NONE = pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.NONE
+
+
+class Proxy:
+    """One HTTP request as Envoy tells of it."""
+
+    def __init__(
+        self, stage, channel, mode: int = DUPLEX, response_mode: int | None = None
+    ) -> None:
+        self.stage = stage
+        self.mode = mode
+        self.response_mode = mode if response_mode is None else response_mode
+        stub = external_processor_pb2_grpc.ExternalProcessorStub(channel)
+        self.stream = stub.Process()
+
+    async def send(self, **fields: object) -> None:
+        await self.stream.write(pb.ProcessingRequest(**fields))
+
+    async def head(
+        self,
+        path: str = "/v1/completions",
+        *,
+        method: str = "POST",
+        bodiless: bool = False,
+        subset: list[str] | str | None = None,
+        **headers: str,
+    ) -> None:
+        lines = {":method": method, ":path": path, **headers}
+        message = pb.ProcessingRequest(
+            request_headers=headers_of(lines, bodiless),
+            protocol_config=pb.ProtocolConfiguration(
+                request_body_mode=self.mode, response_body_mode=self.response_mode
+            ),
+        )
+        if subset is not None:
+            fields = message.metadata_context.filter_metadata[SUBSET_NAMESPACE]
+            fields.update({SUBSET: subset})
+        await self.stream.write(message)
+
+    async def body(self, *pieces: bytes) -> None:
+        for number, piece in enumerate(pieces, 1):
+            end = number == len(pieces)
+            await self.send(request_body=pb.HttpBody(body=piece, end_of_stream=end))
+
+    async def ask(self, body: object = None, **head: object) -> "Placed":
+        """Headers and body, and what became of them."""
+        raw = body if isinstance(body, bytes) else json.dumps(body or ASK).encode()
+        await self.head(**head)
+        if self.mode == BUFFERED:
+            first = await self.hear()
+            assert first.HasField("request_headers")
+        await self.body(raw[: len(raw) // 2], raw[len(raw) // 2 :]) if self.mode == DUPLEX else (
+            await self.body(raw)
+        )
+        return await self.placed()
+
+    async def hear(self) -> pb.ProcessingResponse:
+        answer = await asyncio.wait_for(self.stream.read(), PATIENCE_S)
+        assert answer is not grpc.aio.EOF
+        return answer
+
+    async def placed(self) -> "Placed":
+        """What the picker says until the request can go."""
+        first = await self.hear()
+        if first.HasField("immediate_response"):
+            return Placed(first)
+        if first.HasField("request_body"):
+            return Placed(first, first.request_body.response.body_mutation.body)
+        body = b""
+        while True:
+            streamed = (await self.hear()).request_body.response.body_mutation.streamed_response
+            assert len(streamed.body) <= CHUNK_BYTES
+            body += streamed.body
+            if streamed.end_of_stream:
+                return Placed(first, body)
+
+    async def answer(self, status: int = 200, *pieces: bytes, served: str = "") -> bytes:
+        """Tell of the answer; what the client would see of it."""
+        message = pb.ProcessingRequest(
+            response_headers=headers_of({":status": str(status)}, not pieces)
+        )
+        if served:
+            told = message.metadata_context.filter_metadata[NAMESPACE]
+            told.update({f"{ENDPOINT}-served": served})
+        await self.stream.write(message)
+        assert (await self.hear()).HasField("response_headers")
+        seen = b""
+        for number, piece in enumerate(pieces, 1):
+            seen += await self.pass_on(piece, number == len(pieces))
+        return seen
+
+    async def pass_on(self, piece: bytes, end: bool = False) -> bytes:
+        await self.send(response_body=pb.HttpBody(body=piece, end_of_stream=end))
+        answer = await self.hear()
+        assert answer.HasField("response_body")
+        mutation = answer.response_body.response.body_mutation
+        if self.response_mode != DUPLEX:
+            assert not answer.response_body.HasField("response")
+            return piece
+        assert mutation.streamed_response.end_of_stream == end
+        return mutation.streamed_response.body
+
+    async def stays(self) -> bool:
+        """Whether the picker sends an answer back that it does not need to hear of."""
+        return await self.answer(200, b"one ", b"two") == b"one two"
+
+    async def is_left_alone(self) -> bool:
+        """Whether the picker has ended the stream cleanly, which lets Envoy go on without it."""
+        left = await asyncio.wait_for(self.stream.read(), PATIENCE_S)
+        return left is grpc.aio.EOF and await self.stream.code() is grpc.StatusCode.OK
+
+
+class Placed:
+    def __init__(self, answer: pb.ProcessingResponse, body: bytes = b"") -> None:
+        self.answer = answer
+        self.body = body
+
+    @property
+    def headers(self) -> dict[str, str]:
+        kind = self.answer.WhichOneof("response")
+        mutation = (
+            self.answer.immediate_response.headers
+            if kind == "immediate_response"
+            else getattr(self.answer, kind).response.header_mutation
+        )
+        for option in mutation.set_headers:
+            assert option.append_action == pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+        return {o.header.key: o.header.raw_value.decode() for o in mutation.set_headers}
+
+    @property
+    def endpoints(self) -> list[str]:
+        """As the header says, and the metadata as well."""
+        named = self.headers[ENDPOINT]
+        assert self.answer.dynamic_metadata[NAMESPACE][ENDPOINT] == named
+        return named.split(",")
+
+    @property
+    def refused(self) -> tuple[int, dict]:
+        told = self.answer.immediate_response
+        return told.status.code, json.loads(told.body)["error"]
+
+
+def headers_of(lines: dict[str, str], end: bool) -> pb.HttpHeaders:
+    values = [pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in lines.items()]
+    return pb.HttpHeaders(headers=pb.HeaderMap(headers=values), end_of_stream=end)
