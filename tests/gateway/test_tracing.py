@@ -270,7 +270,7 @@ async def test_a_dead_collector_costs_spans_and_one_line_and_nothing_else(
             await stage.until(lambda: counts["failed"] >= 5 * number, "they are given up")  # noqa: B023
         await stage.gateway.stop()
     assert counts == {"exported": 0, "failed": 15, "dropped": 0}
-    assert len([r for r in caplog.records if "takes no traces" in r.message]) == 1
+    assert len([r for r in caplog.records if "traces cannot be sent" in r.message]) == 1
     assert not [r for r in caplog.records if r.name.startswith("opentelemetry")]
     assert logging.getLogger("opentelemetry").level == logging.CRITICAL
 
@@ -288,6 +288,20 @@ async def test_a_collector_that_hangs_ends_neither_requests_nor_the_gateway(
         # Two stories of five spans wait; a third would be too much.
         assert stage.context.metrics.spans["dropped"] == 15
         await stage.gateway.stop()
+
+
+async def test_a_fault_of_the_library_is_none_of_the_clients(make_traced, monkeypatch) -> None:
+    stage, collector = await make_traced(PAIR)
+
+    def fail(*_: object) -> None:
+        raise TypeError("of the library")
+
+    monkeypatch.setattr(tracing.OtelTracing, "_begin_and_end", fail)
+    client = await stage.connect()
+    for body in (ASK, STREAM, ASK):
+        assert (await client.ask(body)).status == 200
+    await stage.until_idle()
+    assert collector.spans == []
 
 
 async def test_what_becomes_of_spans_is_a_metric(make_traced) -> None:

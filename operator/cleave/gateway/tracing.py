@@ -95,8 +95,11 @@ class OtelTracing:
         self._num_told += len(spans)
         self._ids.trace_id = trace.trace_id
         epoch_s = time.time() - self._clock()
-        for value in spans:
-            self._begin_and_end(value, trace.trace_id, epoch_s)
+        try:
+            for value in spans:
+                self._begin_and_end(value, trace.trace_id, epoch_s)
+        except Exception:  # noqa: BLE001 - the end of the answer, which comes next, must come
+            self._counted.lose(len(spans))
 
     async def stop(self, seconds: float) -> None:
         """Send what waits, for so long at most."""
@@ -163,12 +166,22 @@ class _CountingExporter(SpanExporter):
             result = self._exporter.export(spans)
         except Exception:  # noqa: BLE001 - whatever it is, requests go on
             result = SpanExportResult.FAILURE
-        sent = result is SpanExportResult.SUCCESS
-        self.num_done += len(spans)
-        self._counts["exported" if sent else "failed"] += len(spans)
-        if not sent:
-            self._complain(len(spans))
+        if result is SpanExportResult.SUCCESS:
+            self.num_done += len(spans)
+            self._counts["exported"] += len(spans)
+        else:
+            self.lose(len(spans))
         return result
+
+    def lose(self, num_spans: int) -> None:
+        """They could not be sent."""
+        self.num_done += num_spans
+        self._counts["failed"] += num_spans
+        self._num_lost += num_spans
+        now = time.monotonic()
+        if now - self._complained_at >= COMPLAINT_S:
+            log.warning("traces cannot be sent: %d spans are lost", self._num_lost)
+            self._complained_at, self._num_lost = now, 0
 
     def shutdown(self) -> None:
         """Let go of the connection."""
@@ -178,13 +191,6 @@ class _CountingExporter(SpanExporter):
         """Nothing waits here."""
         del timeout_millis
         return True
-
-    def _complain(self, num_spans: int) -> None:
-        self._num_lost += num_spans
-        now = time.monotonic()
-        if now - self._complained_at >= COMPLAINT_S:
-            log.warning("the collector takes no traces: %d spans are lost", self._num_lost)
-            self._complained_at, self._num_lost = now, 0
 
 
 def _make_exporter(endpoint: str) -> SpanExporter:
