@@ -342,13 +342,18 @@ class Stage:
 
 @pytest.fixture
 async def make_stage() -> AsyncIterator[Callable[..., Awaitable[Stage]]]:
-    """Starts gateways: options of GatewayConfig and Timeouts, then `name=role` engines."""
+    """Starts gateways: options of GatewayConfig and Timeouts, then `name=role` engines.
+
+    `siblings`: of which the gateway is one process.
+    """
     stages: list[Stage] = []
 
     async def make(engines: dict[str, str], **options: object) -> Stage:
         waits = {k: options.pop(k) for k in tuple(options) if k.endswith("_s")}
         timeouts = Timeouts(**{"drain_s": 5.0, **waits})
-        gateway = Gateway(GatewayConfig(agents="", port=0, timeouts=timeouts, **options))
+        siblings = options.pop("siblings", None)
+        config = GatewayConfig(agents="", port=0, timeouts=timeouts, **options)
+        gateway = Gateway(config, siblings)
         await gateway.start()
         stage = Stage(gateway)
         stages.append(stage)
