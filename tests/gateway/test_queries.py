@@ -21,6 +21,16 @@ QUERIES = [
     for query in queries
 ]
 ALERT = "Worth an alert"
+PANELS = [
+    (f"{file.stem}: {panel['title']}", target["expr"])
+    for file in sorted((ROOT / "charts" / "cleave" / "files" / "dashboards").glob("*.json"))
+    for panel in json.loads(file.read_text())["panels"]
+    for target in panel.get("targets", ())
+]
+"""Of Grafana's dashboards."""
+GRAFANA = {"$model": ".*", "$__rate_interval": "5m"}
+SELDOM = {"pools: Not ready", "pools: Flips in an hour", "serving: What was missed"}
+"""Panels that have nothing to show of a fleet in which all goes well."""
 NAMES = re.compile(r"\b(?:cleave_gateway_|vllm:)\w+")
 SELECTORS = re.compile(r"\b((?:cleave_gateway_|vllm:)\w+)\{(.*?)\}")
 TENANTS = """
@@ -127,6 +137,26 @@ async def test_every_query_of_the_guide_is_answered(watched) -> None:
         else:
             assert values, f"{query} finds nothing"
             assert all(value == value for value in values), f"{query} is not a number"
+
+
+def test_panels_lie_side_by_side_and_ask_the_chosen_source() -> None:
+    assert len(PANELS) > 30
+    for file in (ROOT / "charts" / "cleave" / "files" / "dashboards").glob("*.json"):
+        board = json.loads(file.read_text())
+        graphs = [panel for panel in board["panels"] if panel["type"] == "timeseries"]
+        assert {panel["datasource"]["uid"] for panel in graphs} == {"${datasource}"}
+        places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in graphs]
+        assert len({*places}) == len(places), "no panel covers another"
+
+
+async def test_every_panel_of_the_dashboards_is_answered(watched) -> None:
+    queries = [query for _, query in PANELS]
+    for name, value in GRAFANA.items():
+        queries = [query.replace(name, value) for query in queries]
+    for (title, query), answer in zip(PANELS, evaluate(watched, queries), strict=True):
+        assert "error" not in answer, query
+        is_operators = "cleave_operator_" in query
+        assert answer["samples"] or title in SELDOM or is_operators, f"{title}: {query}"
 
 
 async def test_attainment_is_told_also_where_nothing_meets_the_targets(make_fleet) -> None:

@@ -1,0 +1,136 @@
+"""Records and alerts of the chart, asked of Prometheus' own engine: silent when all is well, and
+each fires when what it is for happens."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEP_S = 60
+HOURS = 7
+
+Series = dict[str, float]
+"""A series by its text, and how much it grows in a minute; gauges are written `=name`."""
+
+WELL: Series = {
+    'cleave_gateway_slo_total{model="m",missed=""}': 590,
+    'cleave_gateway_slo_total{model="m",missed="ttft"}': 10,
+    'cleave_gateway_requests_total{model="m",outcome="ok"}': 600,
+    'cleave_gateway_handoffs_total{result="used"}': 500,
+    'cleave_gateway_flips_total{model="m",from="decode",to="mixed"}': 0.1,
+    "cleave_gateway_process_restarts_total": 0,
+    '=cleave_gateway_instances{model="m",role="decode",state="ready"}': 2,
+    '=cleave_gateway_instances{model="m",role="prefill",state="ready"}': 2,
+    "=cleave_operator_leading": 1,
+    "=cleave_operator_queue_depth": 3,
+}
+ILL: dict[str, Series] = {
+    "CleaveSloBurnsFast": {'cleave_gateway_slo_total{model="m",missed="ttft"}': 400},
+    "CleaveSloBurns": {'cleave_gateway_slo_total{model="m",missed="tpot"}': 80},
+    "CleaveNoInstanceReady": {
+        '=cleave_gateway_instances{model="m",role="decode",state="ready"}': 0
+    },
+    "CleaveRequestsFail": {'cleave_gateway_requests_total{model="m",outcome="broken"}': 1},
+    "CleaveHandoffsFail": {'cleave_gateway_handoffs_total{result="refused"}': 20},
+    "CleavePoolsFlap": {'cleave_gateway_flips_total{model="m",from="decode",to="mixed"}': 2},
+    "CleaveGatewayProcessesDie": {"cleave_gateway_process_restarts_total": 1},
+    "CleaveOperatorDoesNotLead": {"=cleave_operator_leading": 0},
+    "CleaveOperatorFallsBehind": {"=cleave_operator_queue_depth": 500},
+}
+TOGETHER = {"CleaveSloBurnsFast": {"CleaveSloBurns"}}
+"""Alerts that come with another."""
+
+
+@pytest.fixture(scope="module")
+def rules(render) -> list[dict[str, Any]]:
+    (found,) = [
+        each for each in render("metrics.rules.enabled=true") if each["kind"] == "PrometheusRule"
+    ]
+    return [rule for group in found["spec"]["groups"] for rule in group["rules"]]
+
+
+@pytest.fixture(scope="module")
+def program() -> str:
+    found = subprocess.run(
+        [ROOT / "scripts" / "promql", "--built"], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        pytest.skip("Prometheus' query engine is not here; scripts/promql builds it")
+    return found.stdout.strip()
+
+
+def scrape(series: Series) -> list[dict[str, Any]]:
+    """Some hours of pages."""
+    pages = []
+    for step in range(HOURS * 60 + 1):
+        lines = (
+            f"{name.removeprefix('=')} {value if name.startswith('=') else value * step:g}"
+            for name, value in series.items()
+        )
+        labels = {"namespace": "llm", "pod": "gateway-0", "instance": "a"}
+        at = float(step * STEP_S)
+        pages.append({"at": at, "labels": labels, "text": "\n".join(lines) + "\n"})
+    return pages
+
+
+def find_firing(program: str, rules: list[dict[str, Any]], series: Series) -> set[str]:
+    records = {rule["record"]: f"({rule['expr']})" for rule in rules if "record" in rule}
+    alerts = {rule["alert"]: rule["expr"] for rule in rules if "alert" in rule}
+    name = re.compile("|".join(map(re.escape, sorted(records, key=len, reverse=True))))
+    queries = [name.sub(lambda m: records[m[0]], expr) for expr in alerts.values()]
+    asked = {"pages": scrape(series), "queries": queries, "at": HOURS * 3600.0}
+    told = subprocess.run(
+        [program], input=json.dumps(asked), capture_output=True, text=True, check=True
+    )
+    answers = dict(zip(alerts, json.loads(told.stdout), strict=True))
+    faults = {alert: answer["error"] for alert, answer in answers.items() if "error" in answer}
+    assert not faults
+    return {alert for alert, answer in answers.items() if answer["samples"]}
+
+
+def test_no_alert_fires_while_all_is_well(program, rules) -> None:
+    assert find_firing(program, rules, WELL) == set()
+
+
+def test_each_alert_has_a_case_that_it_is_for(rules) -> None:
+    assert {rule["alert"] for rule in rules if "alert" in rule} == ILL.keys()
+
+
+@pytest.mark.parametrize("alert", ILL)
+def test_it_fires_when_what_it_is_for_happens(program, rules, alert: str) -> None:
+    fired = find_firing(program, rules, WELL | ILL[alert])
+    assert fired == {alert} | TOGETHER.get(alert, set())
+
+
+def test_operators_that_are_all_gone_are_noticed(program, rules) -> None:
+    gone = {name: value for name, value in WELL.items() if "operator" not in name}
+    assert "CleaveOperatorDoesNotLead" in find_firing(program, rules, gone)
+
+
+def test_dashboards_and_rules_name_only_metrics_that_there_are(rules) -> None:
+    known = {*re.findall(r"`(cleave_\w+)`", (ROOT / "docs/reference/metrics.md").read_text())}
+    files = (ROOT / "charts" / "cleave" / "files" / "dashboards").glob("*.json")
+    text = "\n".join([*(file.read_text() for file in files), *(rule["expr"] for rule in rules)])
+    named = {*re.findall(r"\bcleave_(?:gateway|operator)_\w+", text)}
+    assert len(named) > 20
+    assert {re.sub("_bucket$", "", name) for name in named} <= known
+
+
+def test_the_share_that_must_be_in_time_is_stated_in_values(render) -> None:
+    values = "metrics.rules.enabled=true", "metrics.rules.attainment=0.99"
+    (rule,) = [each for each in render(*values) if each["kind"] == "PrometheusRule"]
+    assert "3 * (1 - 0.99)" in rule["spec"]["groups"][0]["rules"][5]["expr"]
+
+
+def test_dashboards_come_as_config_maps_for_grafanas_sidecar(render) -> None:
+    maps = [
+        each
+        for each in render("metrics.dashboards.enabled=true")
+        if each["metadata"].get("labels", {}).get("grafana_dashboard") == "1"
+    ]
+    titles = {json.loads(text)["title"] for each in maps for text in each["data"].values()}
+    assert titles == {"Cleave / Serving", "Cleave / Pools and KV", "Cleave / Control plane"}
