@@ -2,7 +2,7 @@
 ARGS ?=
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: run test check e2e lint scan generate bench bench-planner bench-papers clean setup
+.PHONY: run test check tools e2e lint scan generate bench bench-planner bench-papers clean setup
 
 run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
@@ -11,9 +11,12 @@ test: check ## the same thing
 
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
-	@scripts/promql >/dev/null || true
+	$(if $(ARGS),,@$(MAKE) --no-print-directory tools)
 	.venv/bin/pytest $(ARGS)
 	$(if $(ARGS),,@$(MAKE) e2e)
+
+tools: # Kubernetes, helm and Prometheus' query engine, built once
+	@scripts/bootstrap --cluster && scripts/cluster-tools >/dev/null && scripts/promql >/dev/null
 
 e2e: setup ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
 	$(if $(KUBECONFIG),,@scripts/bootstrap --cluster && scripts/cluster-tools >/dev/null)
