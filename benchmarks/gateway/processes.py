@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +23,9 @@ from pathlib import Path
 from figures import Run
 
 HERE = Path(__file__).parent
-BUILD = HERE.parents[1] / "build" / "bench"
+ROOT = HERE.parents[1]
+BUILD = ROOT / "build" / "bench"
+COMPILE_S = 300.0
 STARTUP_S = 30.0
 STOP_S = 10.0
 RUN_SLACK_S = 30.0
@@ -83,17 +86,38 @@ def build_tools() -> None:
             subprocess.run(command, check=True, timeout=120)
 
 
+def build_gateway() -> Path:
+    """A folder with the gateway as images carry it, compiled anew when its sources changed."""
+    folder, packages = BUILD / "compiled", ROOT / "operator"
+    newest = max(path.stat().st_mtime for path in (packages / "cleave").rglob("*.py"))
+    if folder.exists() and folder.stat().st_mtime >= newest:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(packages, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, str(ROOT / "scripts" / "compile.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+    if done.returncode:
+        shutil.rmtree(folder)
+        raise BenchError(f"the gateway cannot be compiled:\n{done.stderr[-2000:]}")
+    os.utime(folder)
+    return folder
+
+
 @contextmanager
 def started(
-    name: str, command: Sequence[str], cores: Collection[int]
+    name: str, command: Sequence[str], cores: Collection[int], sources: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process on its cores, its output in build/bench/NAME.log; terminated at the end."""
+    """A process on its cores, its output in build/bench/NAME.log; terminated at the end.
+
+    `sources`: a folder where Python looks for packages first.
+    """
     with (BUILD / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=os.environ | ({"PYTHONPATH": str(sources)} if sources is not None else {}),
             preexec_fn=partial(settle, cores),
         )
     try:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from processes import BUILD, HERE, Subject, started, wait_healthy
+from processes import BUILD, HERE, Subject, build_gateway, started, wait_healthy
 from rivals import build_sglang_command, install_sglang_router
 
 HOST = f"127.77.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
@@ -32,6 +32,8 @@ PROXIES = {
     "cleave bare P/D": f"{HOST}:7027",
     "sglang-router": f"{HOST}:7028",
     "sglang-router P/D": f"{HOST}:7029",
+    "cleave interpreted": f"{HOST}:7033",
+    "cleave interpreted P/D": f"{HOST}:7034",
 }
 SGLANG_METRICS = {"sglang-router": 7031, "sglang-router P/D": 7032}
 KEY = "a-key-of-the-benchmark"
@@ -143,10 +145,8 @@ class Stage:
             subjects.append(self._start_haproxy(haproxy))
         if self._wants("sglang-router") and (python := install_sglang_router()):
             subjects += self._start_sglang_routers(python)
-        for name in ("cleave", "cleave P/D", "cleave bare", "cleave bare P/D"):
-            if self._wants(name):
-                subjects.append(self.start_gateway(name))
-        return subjects
+        ours = [name for name in PROXIES if name.startswith("cleave") and self._wants(name)]
+        return subjects + [self.start_gateway(name) for name in ours]
 
     def _wants(self, name: str) -> bool:
         return self._only is None or name in self._only
@@ -166,7 +166,7 @@ class Stage:
         return mixed
 
     def start_gateway(self, name: str) -> Subject:
-        """One of cleave's; what is not bare has everything on."""
+        """One of cleave's; what is not bare has everything on, and is compiled unless it says."""
         host, port = PROXIES[name].split(":")
         split, bare = name.endswith("P/D"), "bare" in name
         agents = f"{AGENTS['prefill']},{AGENTS['decode']}" if split else AGENTS["mixed"]
@@ -177,13 +177,17 @@ class Stage:
         if self._processes > 1:
             command += ["--processes", str(self._processes)]
         cores = range(self._cores.proxy, self._cores.proxy + self._processes)
-        process = self._start(name, command, *cores)
+        sources = None if "interpreted" in name else build_gateway()
+        process = self._start(name, command, *cores, sources=sources)
         wait_healthy(log_name(name), process, f"http://{PROXIES[name]}/health")
         floor, key = "relay P/D" if split else "relay", "" if bare else KEY
         return Subject(name, PROXIES[name], process.pid, floor, strips_hand_off=True, key=key)
 
-    def _start(self, name: str, command: Sequence[str], *cores: int) -> subprocess.Popen[bytes]:
-        return self._stack.enter_context(started(log_name(name), command, cores))
+    def _start(
+        self, name: str, command: Sequence[str], *cores: int, sources: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """`sources`: where the package is taken from; None: as it is installed."""
+        return self._stack.enter_context(started(log_name(name), command, cores, sources))
 
     def _start_relay(self, name: str, role: str, *options: str) -> Subject:
         command = [str(BUILD / "relay"), "--listen", PROXIES[name], "--engine", ENGINES[role]]
