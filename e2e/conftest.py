@@ -9,6 +9,7 @@ import pytest
 
 from cleave.local.tiny_model import build
 
+from clients_environment import set_up
 from cluster.cluster import Cluster, has_addresses, opened
 
 
@@ -18,6 +19,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
     build(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def clients() -> Path:
+    """The folder of programs that e2e/clients asks for."""
+    return set_up()
 
 
 @pytest.fixture(scope="session")

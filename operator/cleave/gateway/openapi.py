@@ -5,7 +5,7 @@ bodies are told at their first level, because the gateway reads no further, and 
 beyond that passes as it came.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
@@ -43,7 +43,7 @@ _FIELDS: Mapping[str, Schema] = {
     "max_tokens": _COUNT,
     "messages": {"type": "array", "items": _OBJECT, "minItems": 1},
     "min_tokens": {"type": ["integer", "null"], "minimum": 0},
-    "model": _TEXT,
+    "model": {"$ref": "#/components/schemas/ModelName"},
     "n": _COUNT,
     "prompt": {
         "description": "A text, its tokens, or several of either.",
@@ -59,7 +59,7 @@ _FIELDS: Mapping[str, Schema] = {
     "temperature": {"type": ["number", "null"], "minimum": 0},
     "text_1": {"type": ["string", "array", "object"]},
     "text_2": {"type": ["string", "array", "object"]},
-    "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    "tokens": {"type": "array", "items": {"type": "integer"}},
     "tool_choice": {"type": ["string", "object", "null"]},
     "tools": {"type": ["array", "null"], "items": _OBJECT},
 }
@@ -97,13 +97,14 @@ _HEADERS: Schema = {"x-request-id": {"$ref": "#/components/headers/RequestId"}}
 _SECURITY: list[Schema] = [{}, {"key": []}]
 
 
-def describe() -> Schema:
-    """The whole document, as JSON values."""
+def describe(models: Sequence[str] = ()) -> Schema:
+    """The whole document, as JSON values; `models`: those that are served now, as examples."""
     paths = {route.path.decode(): {"post": _ask(route, _OF_ENGINES)} for route in COMPLETIONS}
     lacking = (*_OF_ENGINES, HTTPStatus.NOT_IMPLEMENTED)
     paths |= {route.path.decode(): {"post": _ask(route, lacking)} for route in OTHERS}
     paths |= {route.path.decode(): {"get": _get(route)} for route in OWN}
     paths[f"{MODEL.decode()}{{model}}"] = {"get": _get_model()}
+    named = _TEXT | ({"examples": list(models)} if models else {})
     return {
         "openapi": "3.1.0",
         "info": {"title": "Cleave gateway", "version": version("cleave"), "description": _ABOUT},
@@ -118,7 +119,7 @@ def describe() -> Schema:
                 "Instance": {"description": "The instance that did it.", "schema": _TEXT},
                 "RetryAfter": {"description": "Seconds.", "schema": {"type": "integer"}},
             },
-            "schemas": {"Error": _error(), "Model": _model()},
+            "schemas": {"Error": _error(), "Model": _model(), "ModelName": named},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -166,7 +167,7 @@ def _get(route: OwnRoute) -> Schema:
 
 
 def _get_model() -> Schema:
-    name = {"name": "model", "in": "path", "required": True, "schema": _TEXT}
+    name = {"name": "model", "in": "path", "required": True, "schema": _FIELDS["model"]}
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Model"}}}
     statuses = (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND)
     return {

@@ -183,7 +183,8 @@ class Pages:
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
             return HTTPStatus.OK, content, generate_latest(self._registry)
         if path == OPENAPI:
-            return HTTPStatus.OK, head.JSON, msgspec.json.encode(describe())
+            api = describe(sorted(self._context.router.directory.models))
+            return HTTPStatus.OK, head.JSON, msgspec.json.encode(api)
         if path == HEALTH:
             status, health = self._describe_health()
             return status, head.JSON, msgspec.json.encode(health)

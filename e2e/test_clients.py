@@ -1,0 +1,120 @@
+"""Clients that others wrote, unmodified: LangChain, LiteLLM, curl, vLLM's own benchmark.
+
+Those of Python run in an environment of their own (e2e/clients), which the first test sets up.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from clients_environment import CLIENTS, ROOT, run
+from harness import Deployment, deployed, emulated, idle, until
+
+MODEL = "facebook/opt-13b"
+"""As the documents name it."""
+GATEWAY = "http://127.0.0.1:8080"
+PAGES = ["README.md", "docs/serve.md", "docs/install.md"]
+
+ENGINE_ARGS = [
+    # A random model would go on with blanks for ever.
+    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    manifest = emulated("chat", 1, 1)
+    manifest["spec"]["model"]["servedName"] = MODEL
+    with deployed(manifest, tmp_path_factory.mktemp("clients"), 60) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A real engine, which can hold an answer to a form."""
+    manifest = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "model": {"source": str(tiny_model), "servedName": "tiny", "maxModelLen": 2048},
+            "slo": {"ttftMs": 1000, "tpotMs": 200},
+            "engine": {"args": ENGINE_ARGS},
+            "placement": {"manual": [{"role": "mixed", "replicas": 1}]},
+        },
+    }
+    with deployed(manifest, tmp_path_factory.mktemp("tiny"), 420) as deployment:
+        yield deployment
+
+
+@pytest.mark.parametrize("client", ["langchain_client.py", "litellm_client.py"])
+def test_clients_for_python_talk_as_to_any_other_server(
+    chat: Deployment, clients: Path, client: str
+) -> None:
+    run(str(clients / "python"), str(CLIENTS / client), chat.url, MODEL)
+    until(lambda: idle(chat), 10, "the engines are free")
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """(page, command) for each curl of the documents that asks a gateway."""
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for place in re.finditer(rf"^curl [^\n]*{re.escape(GATEWAY)}", text, re.MULTILINE):
+            lines = text[place.start() :].splitlines()
+            command = lines.pop(0)
+            while command.count("'") % 2 or command.endswith("\\"):
+                command += "\n" + lines.pop(0)
+            yield page, command
+
+
+@pytest.mark.parametrize(("page", "command"), list(examples()))
+def test_the_documents_curl_commands_work_as_written(
+    chat: Deployment, page: str, command: str, tmp_path: Path
+) -> None:
+    (tmp_path / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\nmax-time=30\n")
+    command = command.replace(GATEWAY, chat.url)
+    assert run("bash", "-c", command, CURL_HOME=str(tmp_path), HOME=str(tmp_path))
+
+
+def test_vllms_benchmark_loses_no_request(
+    chat: Deployment, tiny_model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm", reason="needs the worker-cpu extra")
+    script = str(CLIENTS / "vllm_bench.py")
+    asked = (chat.url, MODEL, str(tiny_model), str(tmp_path))
+    run(sys.executable, script, *asked, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    for backend in ("openai", "openai-chat"):
+        result = json.loads((tmp_path / f"{backend}.json").read_text())
+        assert (result["completed"], result["failed"]) == (40, 0)
+        assert result["total_output_tokens"] == 40 * 16
+    until(lambda: idle(chat), 10, "the engines are free")
+
+
+class Light(BaseModel):
+    """What a model may say of it."""
+
+    on: bool
+
+
+@pytest.mark.vllm
+def test_answers_of_a_stated_form_come_from_real_engines(tiny: Deployment, clients: Path) -> None:
+    run(str(clients / "python"), str(CLIENTS / "langchain_client.py"), tiny.url, "tiny", "form")
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="unused", max_retries=0) as client:
+        answer = client.chat.completions.parse(
+            model="tiny",
+            messages=[{"role": "user", "content": "Is it on?"}],
+            response_format=Light,
+            max_tokens=64,
+            temperature=0,
+        )
+        assert answer.choices[0].message.parsed is not None
+        response = client.responses.create(model="tiny", input="Hello", max_output_tokens=8)
+        assert response.output
