@@ -4,8 +4,9 @@
 an image, a copy of the sources), where Python prefers them; nothing is left in the repository,
 whose sources stay what runs there. Needs a C compiler and the development tools.
 
-What is hard: mypyc knows annotations, so a module whose structs are decoded by msgspec stays
-Python: of a union it would keep nothing (mypyc 1.x, classes with a metaclass).
+What is hard: a compiled class keeps its attributes where C finds them. So modules stay Python whose
+classes get properties in place of attributes (books that processes share), whose objects are looked
+through by `vars`, and whose structs msgspec decodes: of a union mypyc 1 keeps nothing for it.
 """
 
 import argparse
@@ -20,11 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MODULES = {
     "gateway": (
-        "attempt client context door engine exchange head lateness limits metrics pages recovery "
-        "relay request shared_limits tally watched"
+        "attempt client context door engine exchange head lateness pages recovery relay request "
+        "tally watched"
     ),
-    "router": "board boards chooser directory instance router shared_board shared_books shared_router",
-    "policy": "books lengths",
+    "router": "board boards chooser directory router shared_board",
 }
 """Modules by package. They are compiled together, so that they call each other directly."""
 _SETUP = """
