@@ -198,6 +198,24 @@ def test_more_than_the_queue_takes_is_refused_with_429(direct: Stage) -> None:
     until(direct.is_empty, 20, "everything has left the books")
 
 
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+def test_split_requests_come_to_the_gateway_and_whole_ones_pass_it_by(
+    tmp_path: Path, mode: str
+) -> None:
+    flags = ("--endpoint-picker-direct",)
+    with staged(emulated("chat", 1, 1), tmp_path, mode, *flags) as stage:
+        url = f"{stage.envoy.url}/v1/completions"
+        for stream in (False, True):
+            split = httpx.post(url, json={**PROMPT, "stream": stream}, timeout=30)
+            assert split.headers["x-cleave-prefill"] == "chat-prefill-0"
+            whole = httpx.post(url, json={**PROMPT, "stream": stream, "n": 2}, timeout=30)
+            assert whole.status_code == 200, whole.text
+            assert "x-cleave-decode" not in whole.headers
+        until(stage.is_empty, 10, "everything has left the books")
+        assert stage.metric("dispatches_total", 'reason="disaggregated"') == 2
+        assert stage.metric("dispatches_total", 'reason="single-instance"') == 2
+
+
 def test_when_an_instance_dies_the_gateway_takes_over(tmp_path: Path) -> None:
     """The picker may name an instance that died a moment ago; then comes the gateway it names."""
     flags = ("--endpoint-picker-direct",)
