@@ -98,6 +98,17 @@ async def test_a_decode_lost_before_the_first_byte_is_done_again(
     await stage.until_idle()
 
 
+async def test_as_many_decode_engines_are_tried_as_cannot_be_reached(make_stage) -> None:
+    names = {f"d{i}": "decode" for i in range(6)}
+    stage = await make_stage({"p": "prefill", **names})
+    for name in list(names)[:5]:
+        await stage.engines[name].stop()
+    response = await stage.ask(STREAM)
+    assert (response.status, response.headers["x-cleave-decode"]) == (200, "d5")
+    assert stage.context.metrics.retries == {("decode", "unreached"): 5}
+    await stage.until_idle()
+
+
 async def test_an_engine_that_cannot_be_reached_is_one_that_is_lost(two_of_each) -> None:
     stage = await two_of_each()
     await stage.engines["p1"].stop()

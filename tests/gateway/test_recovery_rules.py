@@ -16,6 +16,13 @@ def test_decode_attempts_are_budgeted() -> None:
     assert left == [True, True, False]
 
 
+def test_engines_that_were_not_reached_cost_no_decode_attempt() -> None:
+    past = Recovery()
+    assert all(past.note_decode(f"d{i}", Failure.UNREACHED, True) for i in range(20))
+    assert len(past.avoid) == 20
+    assert past.note_decode("d", Failure.LOST, True)
+
+
 def test_a_lost_instance_is_avoided_and_one_that_refused_only_doubted() -> None:
     past = Recovery()
     past.note_decode("gone", Failure.LOST, True)

@@ -159,8 +159,7 @@ class Attempt:
 
     def lose(self, call: Call, reason: str) -> None:
         """A call failed."""
-        del call
-        self._asker.fail(Failure.LOST, reason)
+        self._asker.fail(Failure.LOST if call.sent else Failure.UNREACHED, reason)
 
     # --- sending ---
 

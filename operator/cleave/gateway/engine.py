@@ -46,6 +46,7 @@ class Call:
         "owner",
         "payload",
         "pool",
+        "sent",
         "status",
     )
 
@@ -56,6 +57,8 @@ class Call:
         self.connection: EngineConnection | None = None
         self.connecting: asyncio.Task[None] | None = None
         self.fresh = False
+        self.sent = False
+        """Whether it may have reached an engine although nothing came back."""
         self.status = 0
         """0 until the head has come."""
         self.headers: Headers = []
@@ -195,6 +198,7 @@ class EngineConnection(asyncio.Protocol):
         if call is None:
             return
         call.connection = None
+        call.sent = True
         self.transport.abort()
         if not self._heard and not call.fresh and call.owner is not None:
             self._pool.send_on_fresh(call)

@@ -24,7 +24,9 @@ class Failure(enum.Enum):
     """How an engine let a request down."""
 
     LOST = "lost"
-    """No connection, or it broke."""
+    """Its connection broke."""
+    UNREACHED = "unreached"
+    """No connection: no engine has seen the request."""
     TIMEOUT = "timeout"
     STATUS = "status"
     """An answer of the 5xx kind, or a stream that begins with such an error."""
@@ -58,7 +60,13 @@ class Recovery:
         return not self.whole
 
     def note_decode(self, instance: str, failure: Failure, split: bool) -> bool:
-        """A decode attempt, or one of both phases, failed; whether another is left."""
+        """A decode attempt, or one of both phases, failed; whether another is left.
+
+        What no engine has seen cannot have been its undoing: as many are tried as there are.
+        """
+        if failure is Failure.UNREACHED:
+            self.avoid.add(instance)
+            return True
         self.decodes_lost += 1
         if failure is Failure.STATUS:
             self.doubted.add(instance)
