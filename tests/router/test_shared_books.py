@@ -169,6 +169,8 @@ def test_the_speed_that_one_process_has_learnt_all_know(together) -> None:
         fleet.now += 1.0
         fleet.routers[0].release(picked, Phase.PREFILL)
         fleet.routers[0].release(picked)
+    for process in (0, 2):
+        fleet.ledger("p2", process).sync()
     assert fleet.ledger("p2", 2).queue.token_ms > 0.5
     assert fleet.ledger("p2", 2).queue.token_ms == fleet.ledger("p2", 0).queue.token_ms
 

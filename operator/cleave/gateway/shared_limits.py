@@ -5,7 +5,7 @@ what is left of an allowance is one number that whoever uses some of it writes, 
 within the same microsecond may charge only one.
 """
 
-from cleave.gateway.limits import Account, Bucket, Limits
+from cleave.gateway.limits import Account, Bucket, Limits, Refusal
 from cleave.metrics.shared_table import SharedTable
 
 _RUNNING = 0
@@ -16,21 +16,23 @@ _REQUESTS, _TOKENS = 0, 2
 class SharedAccount(Account):
     """The account of one tenant in a row of its own."""
 
-    __slots__ = ("_cells", "_own", "_row", "_running_at", "_table")
+    __slots__ = ("_cells", "_row", "_running_at", "_table")
 
     def __init__(self, table: SharedTable, row: int, limits: Limits, now: float) -> None:
         self._table, self._row, self._cells = table, row, table.cells
         self._running_at = table.own_at(row, _RUNNING)
         super().__init__(limits, now)
 
-    @property
-    def running(self) -> int:
-        """Requests of this process."""
-        return int(self._cells[self._running_at])
+    def enter(self, prompt_tokens: int, now: float) -> Refusal | None:
+        """Take a request in; a refusal changes nothing."""
+        refusal = super().enter(prompt_tokens, now)
+        self._cells[self._running_at] = float(self.running)
+        return refusal
 
-    @running.setter
-    def running(self, number: int) -> None:
-        self._cells[self._running_at] = number
+    def leave(self, output_tokens: int, now: float) -> None:
+        """A request that was taken in has ended with so many tokens made."""
+        super().leave(output_tokens, now)
+        self._cells[self._running_at] = float(self.running)
 
     def count_running(self) -> int:
         """Requests of all processes."""
@@ -49,25 +51,26 @@ class SharedBucket(Bucket):
     def __init__(
         self, table: SharedTable, row: int, field: int, per_minute: float, now: float
     ) -> None:
+        super().__init__(per_minute, now)
         self._cells = table.cells
         self._level_at = table.common_at(row, field)
         self._filled_at = table.common_at(row, field + 1)
-        self._per_minute = per_minute
-        if not self._at:
-            self._level, self._at = per_minute, now
+        if not self._cells[self._filled_at]:
+            self._tell()
 
-    @property
-    def _level(self) -> float:
-        return self._cells[self._level_at]
+    def charge(self, amount: float) -> None:
+        """What was found there a moment ago."""
+        super().charge(amount)
+        self._tell()
 
-    @_level.setter
-    def _level(self, level: float) -> None:
-        self._cells[self._level_at] = level
+    def resize(self, per_minute: float, now: float) -> None:
+        """Another allowance from now on."""
+        super().resize(per_minute, now)
+        self._tell()
 
-    @property
-    def _at(self) -> float:
-        return self._cells[self._filled_at]
+    def _fill(self, now: float) -> float:
+        self._level, self._at = self._cells[self._level_at], self._cells[self._filled_at]
+        return super()._fill(now)
 
-    @_at.setter
-    def _at(self, now: float) -> None:
-        self._cells[self._filled_at] = now
+    def _tell(self) -> None:
+        self._cells[self._level_at], self._cells[self._filled_at] = self._level, self._at

@@ -50,6 +50,9 @@ class Queue:
         self.token_ms = NOMINAL_TOKEN_MS
         """Time for a token of a prompt."""
 
+    def sync(self) -> None:
+        """Tell and hear what others know of it that keep the same books; there are none here."""
+
     def answer(self, tokens: float, now_ms: float) -> float:
         """A prompt of that many tokens was answered, the next one begins; how long it took."""
         ms = now_ms - self.since_ms

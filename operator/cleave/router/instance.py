@@ -93,6 +93,13 @@ class Ledger:
         """What is running there of those that keep these books."""
         return self.requests
 
+    def report_requests(self, here: int) -> None:
+        """The instance's own count arrived."""
+        self.others = estimate_pending(0.0, here, self.count_requests())
+
+    def sync(self) -> None:
+        """Before it is scored: tell and hear what others know that keep the same books."""
+
     def leave(self) -> None:
         """The boot is gone, or not followed any more."""
 
@@ -187,7 +194,7 @@ class Instance:
         self.ledger.prompt.report(load.pending_prompt_tokens)
         self.ledger.resident.report(count_resident_tokens(self.registration, load))
         here = load.num_running + load.num_waiting
-        self.ledger.others = estimate_pending(0.0, here, self.ledger.count_requests())
+        self.ledger.report_requests(here)
         return True
 
 

@@ -100,6 +100,7 @@ class SharedBoard(Board):
             self._measure(slot, instance)
         cells = self._cells
         first_at, total_at, pending_at, prompt_at, resident_at = self._at[slot]
+        ledger.sync()
         look, memory, start, count = self._look, self._memory, self._starts[slot], self._count
         now = look(memory, start)
         for _ in range(_ATTEMPTS):

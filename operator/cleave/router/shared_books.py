@@ -10,7 +10,7 @@ boot that are free again when nobody needs them.
 import logging
 
 from cleave.metrics.shared_table import CELL_BYTES, SharedTable
-from cleave.policy.books import NOMINAL_TOKEN_MS, NOMINAL_TOKENS, Book, Queue, estimate_pending
+from cleave.policy.books import Book, Queue, estimate_pending
 from cleave.router.instance import Ledger
 
 log = logging.getLogger(__name__)
@@ -66,69 +66,54 @@ class SharedBooks:
 
 
 class SharedLedger(Ledger):
-    """A ledger in one row of the table."""
+    """A ledger in one row of the table; what is not a sum is brought in step by `sync`."""
 
-    __slots__ = ("_cells", "_others_at", "_own", "_requests_at", "_table", "_turn_at", "row")
+    __slots__ = ("_cells", "_others_at", "_requests_at", "_table", "_told", "_turn_at", "row")
 
     def __init__(self, table: SharedTable, row: int) -> None:
-        # Not the base's: it would set to nothing what siblings have written.
+        super().__init__()
         self.row = row
+        self.prompt = SharedBook(table, row, PROMPT)
+        self.resident = SharedBook(table, row, _RESIDENT)
+        self.queue: Queue = SharedQueue(table, row)
         self._table = table
         self._cells = table.cells
         self._requests_at = table.own_at(row, _REQUESTS)
         self._others_at = table.common_at(row, _OTHERS + _REQUESTS)
         self._turn_at = table.common_at(row, _TURN)
-        self._own = 0
-        self.prompt = SharedBook(table, row, PROMPT)
-        self.resident = SharedBook(table, row, _RESIDENT)
-        self.queue = SharedQueue(table, row)
-        self.heavy = 0
-        self.context = 0.0
-        self.running = {}
-
-    @property
-    def requests(self) -> int:
-        """Of this process."""
-        return self._own
-
-    @requests.setter
-    def requests(self, number: int) -> None:
-        self._cells[self._requests_at] += number - self._own
-        self._own = number
-
-    @property
-    def others(self) -> float:
-        """Requests of other gateways, when the latest report was taken."""
-        return self._cells[self._others_at]
-
-    @others.setter
-    def others(self, number: float) -> None:
-        self._cells[self._others_at] = number
-
-    @property
-    def last_turn(self) -> int:
-        """When any process sent something there."""
-        return int(self._cells[self._turn_at])
-
-    @last_turn.setter
-    def last_turn(self, turn: int) -> None:
-        self._cells[self._turn_at] = turn
+        self._told = 0
 
     def count_requests(self) -> int:
         """Of all processes."""
         return round(sum(self._table.read(self.row, _REQUESTS)))
 
+    def report_requests(self, here: int) -> None:
+        """The instance's own count arrived."""
+        super().report_requests(here)
+        self._cells[self._others_at] = self.others
+
+    def sync(self) -> None:
+        """Tell siblings what has changed, and learn what they have told."""
+        cells = self._cells
+        if self.requests != self._told:
+            cells[self._requests_at] += self.requests - self._told
+            self._told = self.requests
+        turn = int(cells[self._turn_at])
+        if self.last_turn > turn:
+            cells[self._turn_at] = float(self.last_turn)
+        else:
+            self.last_turn = turn
+        self.others = cells[self._others_at]
+        self.queue.sync()
+
     def leave(self) -> None:
         """Take what is this process's off the row; what is released later changes nothing there."""
-        self.requests, own = 0, self._own
+        self._cells[self._requests_at] -= self._told
         for book in (self.prompt, self.resident):
             book.close(book.own)
         if self.row != _SPILL:
             self._table.release(self.row)
         self.prompt, self.resident, self.queue = Book(), Book(), Queue()
-        self._cells = memoryview(bytearray(CELL_BYTES)).cast("d")
-        self._requests_at = self._others_at = self._turn_at = 0
-        self._own = own
 
 
 class SharedBook(Book):
@@ -148,10 +133,6 @@ class SharedBook(Book):
         """The estimate that dispatch compares."""
         return add_up(self._unpack(self._memory, self._start)) + self._cells[self._others_at]
 
-    @pending.setter
-    def pending(self, tokens: float) -> None:
-        raise AttributeError(f"{tokens} cannot be set: it follows from what is entered")
-
     def enter(self, tokens: float) -> None:
         """A request of this process was sent there."""
         self.own += tokens
@@ -168,12 +149,6 @@ class SharedBook(Book):
         self._cells[self._others_at] = estimate_pending(0.0, reported, here)
 
 
-def add_up(tokens: tuple[float, ...]) -> float:
-    """What all processes have entered; sums of fractions do not come back to nothing exactly."""
-    here = sum(tokens)
-    return here if here > 0.0 else 0.0
-
-
 class SharedQueue(Queue):
     """How fast an instance computes the prompts of all processes, each of which tells the others.
 
@@ -183,46 +158,44 @@ class SharedQueue(Queue):
     __slots__ = ("_cells", "_learnt_at", "_since_at", "_token_at", "_tokens_at")
 
     def __init__(self, table: SharedTable, row: int) -> None:
+        super().__init__()
         self._cells = table.cells
         self._since_at = table.common_at(row, _SINCE)
         self._token_at = table.common_at(row, _TOKEN_MS)
         self._learnt_at = table.common_at(row, _LEARNT_MS)
         self._tokens_at = table.common_at(row, _LEARNT_TOKENS)
-        if not self._learnt_tokens:
-            self._learnt_ms = NOMINAL_TOKEN_MS * NOMINAL_TOKENS
-            self._learnt_tokens = NOMINAL_TOKENS
-            self.token_ms = NOMINAL_TOKEN_MS
+        if not self._cells[self._tokens_at]:
+            self._tell()
+        self.sync()
 
-    @property
-    def since_ms(self) -> float:
-        """When the first prompt in the queue began."""
-        return self._cells[self._since_at]
+    def answer(self, tokens: float, now_ms: float) -> float:
+        """A prompt of that many tokens was answered, the next one begins; how long it took."""
+        self.sync()
+        self._learnt_ms = self._cells[self._learnt_at]
+        self._learnt_tokens = self._cells[self._tokens_at]
+        ms = super().answer(tokens, now_ms)
+        self._tell()
+        return ms
 
-    @since_ms.setter
-    def since_ms(self, ms: float) -> None:
-        self._cells[self._since_at] = ms
+    def sync(self) -> None:
+        """Whoever has seen the later prompt begin is right."""
+        cells = self._cells
+        since_ms = cells[self._since_at]
+        if self.since_ms > since_ms:
+            cells[self._since_at] = self.since_ms
+        else:
+            self.since_ms = since_ms
+        self.token_ms = cells[self._token_at]
 
-    @property
-    def token_ms(self) -> float:
-        """Time for a token of a prompt."""
-        return self._cells[self._token_at]
+    def _tell(self) -> None:
+        cells = self._cells
+        cells[self._since_at] = max(self.since_ms, cells[self._since_at])
+        cells[self._token_at] = self.token_ms
+        cells[self._learnt_at] = self._learnt_ms
+        cells[self._tokens_at] = self._learnt_tokens
 
-    @token_ms.setter
-    def token_ms(self, ms: float) -> None:
-        self._cells[self._token_at] = ms
 
-    @property
-    def _learnt_ms(self) -> float:
-        return self._cells[self._learnt_at]
-
-    @_learnt_ms.setter
-    def _learnt_ms(self, ms: float) -> None:
-        self._cells[self._learnt_at] = ms
-
-    @property
-    def _learnt_tokens(self) -> float:
-        return self._cells[self._tokens_at]
-
-    @_learnt_tokens.setter
-    def _learnt_tokens(self, tokens: float) -> None:
-        self._cells[self._tokens_at] = tokens
+def add_up(tokens: tuple[float, ...]) -> float:
+    """What all processes have entered; sums of fractions do not come back to nothing exactly."""
+    here = sum(tokens)
+    return here if here > 0.0 else 0.0
