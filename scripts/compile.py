@@ -24,7 +24,7 @@ MODULES = {
         "attempt client context door engine exchange head lateness pages recovery relay request "
         "tally watched"
     ),
-    "router": "board boards chooser directory router shared_board",
+    "router": "board boards chooser directory router shared_board shared_router",
 }
 """Modules by package. They are compiled together, so that they call each other directly."""
 _SETUP = """
