@@ -124,7 +124,7 @@ def test_expected_answers_are_those_of_any_split(ask: Ask) -> None:
 
 def test_the_same_seed_draws_the_same_faults_and_requests() -> None:
     roles = {"a": "prefill", "b": "decode"}
-    one, other = (draw(random.Random(5), 50, WORKER_KINDS, roles, ["g"], 1.0) for _ in range(2))
+    one, other = (draw(random.Random(5), 50, WORKER_KINDS, roles, {"g": 1}, 1.0) for _ in range(2))
     assert one == other
     first, second = (draw_request(random.Random(5), "r", "m") for _ in range(2))
     assert first == second

@@ -38,13 +38,13 @@ def hurt_emulated(folder: Path, options: argparse.Namespace, tell: Tell) -> Repo
         load = Load(
             fleet.gateways, lambda rng, n: draw(rng, n, NAME), options.clients, options.seed
         )
-        names = [gateway.name for gateway in fleet.gateways]
+        gateways = {gateway.name: gateway.processes for gateway in fleet.gateways}
         drawn = faults.draw(
             random.Random(options.seed),
             options.faults,
             choose_kinds(options.only),
             fleet.roles,
-            names,
+            gateways,
             options.gap,
         )
         return asyncio.run(run_storm(fleet, load, drawn, options.burst, options.seed, tell))

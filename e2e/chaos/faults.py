@@ -34,7 +34,7 @@ WORKER_KINDS = {
 }
 """Kind -> how often, against the others."""
 CUTS = {"cut engine": 5, "cut KV": 5, "cut agent": 4, "cut worker": 2}
-GATEWAY_KINDS = {"kill gateway": 2}
+GATEWAY_KINDS = {"kill gateway": 2, "kill gateway process": 2}
 SILENT_KINDS = {"wrong KV": 1}
 """What nothing notices but a client: shows that a run can fail."""
 FIRST_OF_PAIRS = frozenset(
@@ -86,14 +86,16 @@ def draw(
     count: int,
     kinds: dict[str, int],
     roles: dict[str, str],
-    gateways: list[str],
+    gateways: dict[str, int],
     gap_s: float,
 ) -> list[Fault]:
-    """So many faults. `roles`: by instance."""
+    """So many faults. `roles`: by instance; `gateways`: how many processes each has."""
     faults = []
     for number in range(count):
         (kind,) = rng.choices(list(kinds), list(kinds.values()))
-        victims = gateways if kind in GATEWAY_KINDS else sorted(roles)
+        victims = sorted(gateways if kind in GATEWAY_KINDS else roles)
+        if kind == "kill gateway process":
+            victims = [name for name in victims if gateways[name] > 1]
         if kind in FIRST_OF_PAIRS:
             victims = [name for name in victims if roles[name] == "prefill"]
         seconds = rng.uniform(0.2, LONG_S.get(kind, USUAL_S))
@@ -201,8 +203,12 @@ INJECTED = {
 
 
 @contextmanager
-def without(gateway: Gateway) -> Iterator[None]:
-    """The gateway is dead while this is open."""
+def inflicted_on_gateway(fault: Fault, gateway: Gateway) -> Iterator[None]:
+    """The same for a gateway, which comes back when this is closed."""
+    if fault.kind == "kill gateway process":
+        gateway.kill_process(random.Random(fault.number))
+        yield
+        return
     gateway.count()
     gateway.kill()
     try:

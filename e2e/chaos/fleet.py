@@ -54,10 +54,13 @@ def emulated_manifest(name: str, shape: Shape) -> dict[str, Any]:
 
 @contextmanager
 def raised(manifest: dict[str, Any], shape: Shape, folder: Path, timeout_s: int) -> Iterator[Fleet]:
-    """A fleet with two gateways, one of which asks for keys; nothing of it is left afterwards."""
+    """A fleet with two gateways; nothing of it is left afterwards.
+
+    One has several processes, the other asks for keys.
+    """
     name = manifest["metadata"]["name"]
     with deployed(manifest, folder, timeout_s) as deployment:
-        first = Gateway("first", deployment, folder)
+        first = Gateway("first", deployment, folder, processes=2)
         second = Gateway("second", deployment, folder, keys=KEYS)
         roles = {
             f"{name}-{role}-{number}": role

@@ -1,6 +1,7 @@
 """Several gateways in front of one fleet, each a process that may be killed and comes back."""
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from harness import MARK, Deployment, free_port, until
 
 START_S = 20
 ASK_S = 5
+REPLACED_S = 1.0
+"""Until the connections of a dead process have all been noticed by their clients."""
 _SAMPLE = re.compile(r"^cleave_gateway_(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.e+-]+)$", re.M)
 _COUNTED = ("requests", "retries", "recoveries", "handoffs", "dispatches")
 
@@ -34,6 +37,7 @@ class Gateway:
     folder: Path
     keys: tuple[str, ...] = ()
     """Its clients', where it asks for keys."""
+    processes: int = 1
     port: int = field(default_factory=free_port)
     internal_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
@@ -58,6 +62,7 @@ class Gateway:
         (agents,) = self.deployment.state_dir.rglob("agents")
         command = [sys.executable, "-m", "cleave.gateway.main", "--agents", f"file:{agents}"]
         command += ["--port", str(self.port), "--internal-port", str(self.internal_port)]
+        command += ["--processes", str(self.processes)]
         if self.keys:
             command += ["--api-keys", str(self._write_keys())]
         with (self.folder / f"{self.name}.log").open("ab") as log:
@@ -78,6 +83,12 @@ class Gateway:
         self.downs.append([time.monotonic(), float("inf")])
         self.process.kill()
         self.process.wait()
+
+    def kill_process(self, rng: random.Random) -> None:
+        """One of several; the others go on, and its parent replaces it."""
+        now = time.monotonic()
+        self.downs.append([now, now + REPLACED_S])
+        rng.choice(self._processes()[1:]).kill()
 
     def was_down(self, began_s: float, ended_s: float) -> bool:
         """At any time in between."""
@@ -104,12 +115,18 @@ class Gateway:
         return msgspec.json.decode(raw, type=FleetPage)
 
     def num_files(self) -> int:
-        assert self.process is not None
-        return psutil.Process(self.process.pid).num_fds()
+        """Of the process that has most."""
+        return max(process.num_fds() for process in self._processes())
 
     def resident_mb(self) -> float:
+        """Of the process that has most."""
+        return max(process.memory_info().rss for process in self._processes()) / 2**20
+
+    def _processes(self) -> list[psutil.Process]:
+        """The one that was started, and its children."""
         assert self.process is not None
-        return psutil.Process(self.process.pid).memory_info().rss / 2**20
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children()]
 
     def _serves(self) -> bool:
         assert self.process is not None

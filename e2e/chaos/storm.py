@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from chaos.faults import GATEWAY_KINDS, Fault, Worker, inflicted, without
+from chaos.faults import GATEWAY_KINDS, Fault, Worker, inflicted, inflicted_on_gateway
 from chaos.gateways import Gateway
 from chaos.invariants import Baseline, find_leftovers
 from chaos.load import Load, Record
@@ -133,7 +133,7 @@ class Storm:
     def _open(self, fault: Fault, victim: str) -> Iterator[None]:
         if fault.kind in GATEWAY_KINDS:
             (gateway,) = [g for g in self.gateways if g.name == victim]
-            with without(gateway):
+            with inflicted_on_gateway(fault, gateway):
                 yield
         else:
             with inflicted(fault, Worker(self.deployment, victim)):
