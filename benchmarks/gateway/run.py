@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from stage import Cores, choose_cores, describe_cores, find_haproxy, list_cores, stage
 
-WIDTH = 130
+WIDTH = 150
 STARVED_SHARE = 0.9
 WARM_UP = Load(tokens=4, connections=32, seconds=0.5)
 
@@ -212,7 +212,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1, help="of each gateway of ours")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="proxies; floors come along")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each run")
+    parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
     parser.add_argument("--quick", action="store_true", help="does everything work? a few seconds")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     return parser.parse_args(arguments)
