@@ -18,8 +18,8 @@ from rich.table import Table
 from stage import Cores, Stage
 
 NAME = "cleave"
-CONNECTIONS = 256
-"""The kernel's luck in spreading them over the processes evens out over many."""
+CONNECTIONS = 96
+"""Many, for the kernel spreads them over the processes by luck; less than a tenant may let wait."""
 TOKENS = 16
 
 
