@@ -23,12 +23,16 @@ class Agents:
         self.directory, self.clock = directory, clock
         self.orders: list[tuple[str, str, int]] = []
         self.refuse = False
+        self.silent = False
+        """They do not state their new role, not before the manager has gone on at any rate."""
 
     async def __call__(self, flip: Flip) -> None:
         self.orders.append((flip.instance, _name(flip.role), flip.epoch))
         if self.refuse:
             empty = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, empty, empty, "no")
+        if self.silent:
+            return
         stated = agent_pb2.Registration()
         stated.CopyFrom(self.directory.instances[flip.instance].registration)
         stated.role, stated.epoch = flip.role, flip.epoch
@@ -136,6 +140,19 @@ async def test_what_is_known_of_an_instance_survives_the_coming_of_others(
     directory.hear("p", loaded("p"), managed.clock.now_s)
     orders = await managed.run(60)
     assert ("d1", "decode", 3) in orders
+
+
+async def test_instances_with_adapters_are_told_once(
+    manage: Manage, directory: Directory, loaded, stated
+) -> None:
+    managed = manage()
+    for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
+        event = stated(name, role, epoch=1, home=_role(role), adapters=["tone", "terse"])
+        directory.hear(name, event, managed.clock.now_s)
+    assert sorted(directory.models) == ["m", "terse", "tone"]
+    managed.agents.silent = True
+    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
 async def test_pools_that_are_gone_are_forgotten(

@@ -154,7 +154,9 @@ class PoolManager:
     async def look(self) -> None:
         """One look at everything; at most one flip for each deployment and revision."""
         seen = set()
-        for known in tuple(self._directory.models.values()):
+        # Adapters have their base's boards.
+        bases = [known for known in self._directory.models.values() if not known.base]
+        for known in bases:
             for board in known.boards:
                 stated = board.instances[0].registration
                 key = stated.deployment, stated.revision
