@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 
+from cleave.router import fleet as fleet_module
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
 from cleave.router.instance import Contact
@@ -86,6 +88,30 @@ async def test_agents_are_followed_as_they_come_and_go(tmp_path, directory, stat
         await until(lambda: "p" not in directory.instances, "it is forgotten once it is silent")
         assert is_open(directory, "d")
     await two.stop()
+
+
+async def test_a_start_waits_for_agents_that_are_there_and_not_for_others(
+    directory, stated
+) -> None:
+    agents = [FakeAgent(stated(name, "mixed")) for name in ("one", "two", "gone")]
+    for agent in agents:
+        await agent.start()
+    await agents[2].stop()
+    source = ",".join(f"127.0.0.1:{agent.port}" for agent in agents)
+    async with following(source, directory):
+        assert is_open(directory, "one")
+        assert is_open(directory, "two")
+    for agent in agents[:2]:
+        await agent.stop()
+
+
+async def test_a_start_does_not_wait_long_for_an_agent_that_says_nothing(
+    directory, monkeypatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "MEETING_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        async with following(f"127.0.0.1:{mute.getsockname()[1]}", directory):
+            assert not directory.instances
 
 
 async def test_an_agent_that_dies_is_suspended_and_followed_again(directory, stated) -> None:

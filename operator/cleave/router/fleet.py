@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 DISCOVERY_TIMEOUT_S = 5.0
+MEETING_S = 3.0
+"""For the agents that are there at the beginning, to say who they are."""
 INTERVAL_MS = 100
 """Of load reports."""
 MAX_INTERVAL_MS = 500
@@ -66,11 +68,21 @@ class Fleet:
         self._wanted: frozenset[str] = frozenset()
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._poller: asyncio.Task[None] | None = None
+        self._unmet: set[str] = set()
+        self._met = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to follow. Raises DiscoveryError when the source cannot be understood."""
+        """Begin to follow; back when every agent there is has spoken or cannot be reached.
+
+        Whoever knows a part of the fleet would deny the models of the rest, so not knowing it is
+        waited for, but not long. Raises DiscoveryError when the source cannot be understood.
+        """
         await self._look()
         self._poller = asyncio.create_task(self._poll())
+        if self._unmet:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MEETING_S):
+                    await self._met.wait()
 
     async def stop(self) -> None:
         """End every stream."""
@@ -94,6 +106,7 @@ class Fleet:
         async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
             self._wanted = await self._agents.find()
         for address in self._wanted - self._streams.keys():
+            self._unmet.add(address)
             self._streams[address] = asyncio.create_task(self._follow(address))
 
     async def _follow(self, address: str) -> None:
@@ -103,6 +116,7 @@ class Fleet:
                 while address in self._wanted:
                     if await self._read(address, channel):
                         delay = FIRST_DELAY_S
+                    self._meet(address)
                     self._directory.lose(address)
                     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
                     delay = min(2 * delay, LAST_DELAY_S)
@@ -118,6 +132,13 @@ class Fleet:
             async for event in agent.Watch(
                 agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
             ):
-                heard = True
                 self._directory.hear(address, event, self._clock())
+                if not heard:
+                    heard = True
+                    self._meet(address)
         return heard
+
+    def _meet(self, address: str) -> None:
+        self._unmet.discard(address)
+        if not self._unmet:
+            self._met.set()
