@@ -70,7 +70,9 @@ class SharedBucket(Bucket):
 
     def _fill(self, now: float) -> float:
         self._level, self._at = self._cells[self._level_at], self._cells[self._filled_at]
-        return super()._fill(now)
+        level = super()._fill(now)
+        self._tell()
+        return level
 
     def _tell(self) -> None:
         self._cells[self._level_at], self._cells[self._filled_at] = self._level, self._at
