@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cleave.gateway import door
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import Context
 from cleave.gateway.ext_proc import CHUNK_BYTES, ENDPOINT, NAMESPACE
@@ -300,6 +301,24 @@ async def test_a_request_of_which_nothing_more_is_heard_leaves_the_books(asked) 
     await stage.until_idle()
     assert await proxy.answer(200, b"late") == b"late"
     assert stage.is_idle()
+
+
+async def test_a_request_that_waits_past_its_deadline_is_answered(
+    asked, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(door, "HOLD_TOKENS", 0.0)
+    keys = tmp_path / "keys"
+    keys.write_text("tenants:\n- {name: t, keys: [secret], maxConcurrent: 9}\n")
+    stage = await asked({"x": "mixed"}, api_keys=keys, answer_s=0.3)
+    status, error = (await stage.proxy().ask(authorization="Bearer secret")).refused
+    assert (status, error["code"]) == (504, "engine_timeout")
+    await stage.until_idle()
+
+
+async def test_a_queue_that_siblings_have_filled_refuses_as_well(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    stage.context.queue_limit = 0
+    assert (await stage.proxy().ask()).refused[0] == 429
 
 
 async def test_a_request_that_does_not_go_on_is_given_up(asked) -> None:

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from cleave.gateway.completion import Completion, find_text
 from cleave.gateway.context import Context
 from cleave.gateway.door import Visit
-from cleave.gateway.errors import ApiError, from_router
+from cleave.gateway.errors import ApiError, fail_engine, from_router
 from cleave.gateway.tally import count
 from cleave.gateway.tenants import Tenant
 from cleave.router.errors import QueueFull
@@ -50,7 +50,7 @@ class Direct:
         """Wait until it may go to an instance. Raises ApiError (429)."""
         context = self._context
         self._deadline += context.config.timeouts.answer_s
-        if context.unanswered > context.config.queue_limit:
+        if context.unanswered > context.queue_limit:
             context.metrics.shed[self._tenant.name, "queue_full"] += 1
             raise from_router(QueueFull("too many requests wait already"))
         if context.door.open:
@@ -95,6 +95,8 @@ class Direct:
     def sweep(self, now: float) -> None:
         """Leave the books when nothing was heard for too long; the proxy keeps its own time."""
         if now > self._deadline:
+            status = HTTPStatus.GATEWAY_TIMEOUT
+            self.turn_away(fail_engine(status, "no instance could take it in time"))
             self.end("broken")
 
     # --- what is heard of the answer ---
