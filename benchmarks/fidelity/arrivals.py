@@ -1,10 +1,12 @@
 """Requests of Azure's conversation service, cut or scaled to a model, with Poisson arrivals."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from cleave.policy.lengths import ConditionalMean
+from cleave.router.router import UNKNOWN_OUTPUT_TOKENS
 from cleave.simulator.trace import Trace
 from cleave.traffic import history
 
@@ -40,6 +42,20 @@ def draw_trace(lengths: Lengths, rate: float, num: int, seed: int) -> Trace:
         lengths.prompt_tokens[chosen],
         lengths.output_tokens[chosen],
     )
+
+
+def foresee(trace: Trace, lengths: Lengths) -> Trace:
+    """With the outputs that a gateway expects which has learnt from such requests.
+
+    Among instances that do both phases it picks by them; it does not know the real ones.
+    """
+    mean = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
+    for pair in zip(lengths.prompt_tokens, lengths.output_tokens, strict=True):
+        mean.learn(*map(int, pair))
+    asked = zip(trace.prompt_tokens, trace.output_tokens, strict=True)
+    # Each asks for exactly as many tokens as it gets.
+    predicted = [mean.predict(int(prompt), int(limit)) for prompt, limit in asked]
+    return replace(trace, predicted_tokens=np.rint(predicted).astype(np.int64))
 
 
 def all_at_once(lengths: Lengths, num: int, seed: int) -> Trace:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from arrivals import Lengths, all_at_once, draw_trace, read_lengths
+from arrivals import Lengths, all_at_once, draw_trace, foresee, read_lengths
 from compare import Comparison, Slo, compare
 from emulated import CASES as EMULATED_CASES
 from emulated import Emulated
@@ -65,7 +65,7 @@ def run(subject: Subject, settings: Settings) -> dict[str, list[Comparison]]:
     if not all(file.exists() for file in (folder / TRIAL, *files.values())):
         serve(subject, settings, lengths, folder, files)
     slo = choose_slo(subject, folder, lengths, settings)
-    return judge(subject, folder, slo, files)
+    return judge(subject, folder, slo, lengths, files)
 
 
 def serve(
@@ -105,7 +105,7 @@ def serve(
 
 
 def judge(
-    subject: Subject, folder: Path, slo: Slo, files: dict[float, Path]
+    subject: Subject, folder: Path, slo: Slo, lengths: Lengths, files: dict[float, Path]
 ) -> dict[str, list[Comparison]]:
     """Simulate every kept load and compare."""
     found: dict[str, list[Comparison]] = {}
@@ -121,7 +121,7 @@ def judge(
                 ", passes as in each load": find_pace(passes, subject.timing(folder)),
             }
         for words, pace in paces.items():
-            outcome = simulate(subject.twin(folder, pace), sent)
+            outcome = simulate(subject.twin(folder, pace), foresee(sent, lengths))
             found.setdefault(f"{subject.case.name}{words}", []).append(
                 compare(share, sent, seen, outcome, slo, pace)
             )
@@ -137,7 +137,7 @@ def find_trial_pace(subject: Subject, folder: Path) -> Pace:
 def find_capacity(subject: Subject, folder: Path, pace: Pace, lengths: Lengths, seed: int) -> float:
     """Requests per second that the twin serves with its queue always full."""
     trace = all_at_once(lengths, CAPACITY_REQUESTS, seed)
-    end_ms = simulate(subject.twin(folder, pace), trace).end_ms
+    end_ms = simulate(subject.twin(folder, pace), foresee(trace, lengths)).end_ms
     return CAPACITY_REQUESTS / float(np.nanmax(end_ms)) * 1000
 
 
@@ -146,7 +146,7 @@ def choose_slo(subject: Subject, folder: Path, lengths: Lengths, settings: Setti
     pace = find_trial_pace(subject, folder)
     rate = find_capacity(subject, folder, pace, lengths, settings.seed) * SLO_SHARE
     trace = draw_trace(lengths, rate, SLO_REQUESTS, settings.seed)
-    outcome = simulate(subject.twin(folder, pace), trace)
+    outcome = simulate(subject.twin(folder, pace), foresee(trace, lengths))
     ttft_ms, tpot_ms = (
         float(np.percentile(times, SLO_PERCENTILE)) for times in (outcome.ttft_ms, outcome.tpot_ms)
     )

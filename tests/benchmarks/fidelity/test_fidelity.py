@@ -117,6 +117,15 @@ def test_another_rate_is_the_same_requests_stretched(module: Import) -> None:
     assert fast.arrival_ms[0] == 0
 
 
+def test_dispatch_expects_the_mean_of_such_prompts_or_what_is_asked_for(module: Import) -> None:
+    arrivals = module("arrivals")
+    lengths = arrivals.Lengths(np.tile([40, 500], 200), np.tile([10, 200], 200))
+    asked = Trace(np.zeros(3), np.array([40, 500, 500]), np.array([90, 90, 900]))
+    foreseen = arrivals.foresee(asked, lengths)
+    assert foreseen.output_tokens.tolist() == [90, 90, 900]
+    assert foreseen.predicted_tokens == pytest.approx([10, 90, 200], abs=8)
+
+
 def test_a_kept_load_comes_back_as_it_was(module: Import, tmp_path: Path) -> None:
     kept, load = module("kept"), module("load")
     file = tmp_path / "load.npz"
