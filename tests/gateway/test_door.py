@@ -133,6 +133,8 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(
     await stage.until(lambda: len(gate.order) == 1, "one is in")
     second.send(ASK, **bearer("a"))
     await stage.until(lambda: stage.context.door.count_waiting() == {"m": 1}, "one waits")
+    await stage.until(lambda: stage.context.metrics.waiting == 1, "the sweeper has looked")
+    assert "cleave_gateway_requests_waiting 1.0" in (await stage.ask(path="/metrics")).body.decode()
     refused = await stage.ask(ASK, **bearer("a"))
     assert (refused.status, refused.error["code"]) == (429, "tenant_queue_full")
     second.close()

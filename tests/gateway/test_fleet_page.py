@@ -37,7 +37,7 @@ async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
     kv_path = agent_pb2.KvPath(
         verified=True, transport="nixl over tcp", transfer_ms=3.5, bytes_per_s=1.2e9
     )
-    stage.state(stage.engines["d"], epoch=4, kv_path=kv_path, restarts=2)
+    stage.state(stage.engines["d"], epoch=4, kv_path=kv_path, restarts=2, home=agent_pb2.ROLE_MIXED)
     report = agent_pb2.LoadReport(
         boot_id="boot-d", num_running=3, num_waiting=1, kv_cache_usage=0.25
     )
@@ -54,6 +54,7 @@ async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
         model="m",
         revision="r1",
         role="decode",
+        home="mixed",
         state="ready",
         epoch=4,
         contact="heard",

@@ -47,7 +47,7 @@ def free_port() -> int:
 @pytest.fixture
 def job(pod: PodBuilder, node: Node, free_port: int) -> Callable[..., Job]:
     def build(*pods: dict[str, Any]) -> Job:
-        return Job("chat", "chat", free_port, node, pods or (pod("chat-gateway", SLEEP),))
+        return Job("chat", "chat", free_port, 0, node, pods or (pod("chat-gateway", SLEEP),))
 
     return build
 

@@ -34,6 +34,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
     )
     assert container(gateway_pod(chat))["command"] == [
         *("python", "-m", "cleave.gateway.main", "--host", "$(POD_IP)", "--port", "8080"),
+        *("--internal-port", "8081"),
         *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss"),
         *("--policy", "PrefixAware", "--session-header", "x-session"),
         *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
@@ -42,9 +43,11 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
 
 
 def test_the_gateway_takes_the_address_it_is_told(deployment) -> None:
-    gateway = container(gateway_pod(deployment(), host="127.0.0.1", port=9999))
+    pod = gateway_pod(deployment(), host="127.0.0.1", port=9999, internal_port=9)
+    gateway = container(pod)
     assert gateway["command"][3:7] == ["--host", "127.0.0.1", "--port", "9999"]
-    assert gateway["ports"] == [{"name": "http", "containerPort": 9999}]
+    assert option(gateway["command"], "--internal-port") == "9"
+    assert [port["containerPort"] for port in gateway["ports"]] == [9999, 9]
     assert gateway["readinessProbe"]["httpGet"] == {"path": "/health", "port": 9999}
 
 
@@ -71,14 +74,14 @@ def test_in_a_cluster_there_are_two_unless_stated_and_one_more_while_they_are_re
     assert gateway_deployment(deployment(gateway={"replicas": 5}))["spec"]["replicas"] == 5
 
 
-def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely_and_tells_the_operator(
+def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely(
     deployment,
 ) -> None:
     alone = container(gateway_pod(deployment()))
     behind = container(gateway_deployment(deployment())["spec"]["template"])
     own = len(alone["command"])
     assert behind["command"][:own] == alone["command"]
-    assert behind["command"][own:] == ["--internal-port", "8081", "--leave-delay", str(LEAVE_S)]
+    assert behind["command"][own:] == ["--leave-delay", str(LEAVE_S)]
     assert [port["containerPort"] for port in behind["ports"]] == [8080, 8081]
     assert behind["livenessProbe"]["httpGet"]["port"] == 8081
 

@@ -22,6 +22,7 @@ from cleave.cli.provision import provision
 from cleave.cli.rollout import rollout
 from cleave.cli.simulate import simulate
 from cleave.cli.status import status
+from cleave.cli.top import top
 from cleave.cli.up import up
 from cleave.cli.validate import validate
 from cleave.cli.workload import workload
@@ -38,6 +39,7 @@ for command in (
     simulate,
     up,
     status,
+    top,
     logs,
     down,
     validate,

@@ -32,6 +32,7 @@ def _describe(instance: Instance, now: float) -> fleet_page.Instance:
         model=stated.model,
         revision=stated.revision,
         role=to_word(agent_pb2.Role.Name(stated.role)),
+        home=to_word(agent_pb2.Role.Name(stated.home or stated.role)),
         state=to_word(agent_pb2.State.Name(stated.state)),
         epoch=stated.epoch,
         contact=instance.contact.value,

@@ -146,6 +146,8 @@ class Metrics:
         self.flips: dict[tuple[str, str, str], int] = defaultdict(int)
         """By model, old and new role; those that were only advised as well."""
         self.in_flight = 0
+        self.waiting = 0
+        """Of these, those that the door has not let in yet; looked at by the sweeper."""
         self.streams = 0
         """Begun so far."""
 
@@ -180,6 +182,9 @@ class Collector:
         yield _count("spans", "Spans of traces by result", ["result"], spans)
         yield GaugeMetricFamily(
             "cleave_gateway_requests_in_flight", "Requests being served", counted.in_flight
+        )
+        yield GaugeMetricFamily(
+            "cleave_gateway_requests_waiting", "Of these, waiting for a turn", counted.waiting
         )
         yield GaugeMetricFamily(
             "cleave_gateway_processes", "Processes that serve", counted.processes

@@ -188,5 +188,6 @@ class Gateway:
             for client in self._next_clients():
                 client.sweep(now)
             context.door.sweep(now)
+            context.metrics.waiting = sum(context.door.count_waiting().values())
             context.tell_siblings(now)
             context.sweep_pools(now)

@@ -24,6 +24,8 @@ class Job:
     """The name that clients ask for."""
     port: int
     """Of the gateway, on 127.0.0.1."""
+    internal_port: int
+    """Of the gateway as well, for `cleave top`."""
     node: Node
     pods: tuple[Manifest, ...]
     allow_shared_cores: bool = False
@@ -34,6 +36,11 @@ class Job:
     def url(self) -> str:
         """Where clients find the gateway."""
         return f"http://{HOST_IP}:{self.port}"
+
+    @property
+    def internal_url(self) -> str:
+        """Where it tells of the fleet."""
+        return f"http://{HOST_IP}:{self.internal_port}"
 
     def save(self, folder: StateFolder) -> None:
         """Leave it for a supervisor in another process."""

@@ -17,6 +17,9 @@ _LOCK_PORT = 10250
 """The kubelet's own port in Kubernetes."""
 _BLOCKS = 64 * 256
 _BLOCK_ATTEMPTS = 32
+_APART = 10_000
+_INTERNAL_ATTEMPTS = 100
+_MAX_PORT = 65_535
 
 
 class AddressShortageError(RuntimeError):
@@ -71,6 +74,15 @@ def busy_ports(address: str, ports: Iterable[int]) -> list[int]:
         except OSError:
             busy.append(port)
     return busy
+
+
+def find_internal_port(port: int) -> int:
+    """A free port for what the gateway at `port` tells of itself: deployments that come up at the
+    same time have different ones, and the next one up has the port that its user chooses.
+    """
+    first = port + _APART if port + _APART <= _MAX_PORT else port - _APART
+    near = range(first, min(first + _INTERNAL_ATTEMPTS, _MAX_PORT))
+    return next((found for found in near if not busy_ports(HOST_IP, [found])), first)
 
 
 def _bound(address: str, port: int) -> socket.socket:

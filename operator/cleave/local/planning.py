@@ -13,7 +13,7 @@ from cleave.api.engine import EngineType
 from cleave.local import refused
 from cleave.local.errors import UpError
 from cleave.local.job import Job
-from cleave.local.network import HOST_IP
+from cleave.local.network import HOST_IP, find_internal_port
 from cleave.local.node import Node
 from cleave.planner.placement import Placement
 from cleave.pods.gateway import gateway_pod
@@ -56,11 +56,15 @@ def plan_job(
         for ordinal in range(pool.spec.replicas)
     ]
     plan = selected_plan(deployment, placement)
-    gateway = gateway_pod(deployment, host=HOST_IP, port=port, plan=plan)
+    internal_port = find_internal_port(port)
+    gateway = gateway_pod(
+        deployment, host=HOST_IP, port=port, internal_port=internal_port, plan=plan
+    )
     return Job(
         deployment=deployment.name,
         model=deployment.spec.model.name,
         port=port,
+        internal_port=internal_port,
         node=node,
         pods=(*workers, _on_host(gateway)),
         allow_shared_cores=allow_shared_cores,

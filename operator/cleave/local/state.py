@@ -55,6 +55,8 @@ class Snapshot:
     fault: str = ""
     """Why the supervisor gives up; empty while all is well."""
     stopping: bool = False
+    internal_url: str = ""
+    """Of the gateway, for `cleave top`; empty before the supervisor runs."""
     plan: dict[str, Any] = field(default_factory=dict)
     """The placement in force, as in `status.plan`; empty before the supervisor runs."""
 

@@ -113,6 +113,7 @@ class Supervisor:
                 deployment=self._job.deployment,
                 supervisor_pid=os.getpid(),
                 url=self._job.url,
+                internal_url=self._job.internal_url,
                 pods=tuple(view(spec, facts) for spec, facts in observed),
                 fault=self._fault,
                 stopping=self._stopping.is_set(),

@@ -42,6 +42,7 @@ def gateway_pod(
     *,
     host: str = "$(POD_IP)",
     port: int = GATEWAY_PORT,
+    internal_port: int = INTERNAL_PORT,
     plan: SelectedPlan | None = None,
 ) -> Manifest:
     """Pod of a deployment's gateway, listening on host:port; `plan`: the one in force."""
@@ -53,7 +54,7 @@ def gateway_pod(
             "namespace": deployment.namespace,
             "labels": component_labels(deployment.name, GATEWAY),
         },
-        "spec": _pod_spec(deployment, _container(deployment, host, port, plan=plan)),
+        "spec": _pod_spec(deployment, _container(deployment, host, port, internal_port, plan)),
     }
 
 
@@ -134,11 +135,11 @@ def _pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
 
 
 def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
-    """The container behind a Service: it leaves politely, and tells the operator what it knows."""
+    """The container behind a Service: it leaves politely."""
     plan = deployment.status.plan if deployment.status else None
-    alone = _container(deployment, "$(POD_IP)", GATEWAY_PORT, image_prefix, plan)
-    more = ["--internal-port", str(INTERNAL_PORT), "--leave-delay", str(LEAVE_S)]
-    ports = [*alone["ports"], {"name": _INTERNAL, "containerPort": INTERNAL_PORT}]
+    alone = _container(deployment, "$(POD_IP)", GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix)
+    more = ["--leave-delay", str(LEAVE_S)]
+    ports = list(alone["ports"])
     if deployment.spec.gateway.endpoint_picker:
         more += ["--endpoint-picker-port", str(PICKER_PORT)]
         ports.append({"name": _PICKER, "containerPort": PICKER_PORT})
@@ -161,9 +162,11 @@ def _container(
     deployment: LLMDeployment,
     host: str,
     port: int,
+    internal_port: int,
+    plan: SelectedPlan | None,
     image_prefix: str = "",
-    plan: SelectedPlan | None = None,
 ) -> Manifest:
+    """`internal_port`: for whoever runs the deployment, who is asked for no key there."""
     stated, routing, slo = deployment.spec.gateway, deployment.spec.routing, deployment.spec.slo
     whole_below = plan.whole_below_tokens if plan else None
     mounts = [scratch("tmp", "/tmp")[1]]  # noqa: S108
@@ -176,7 +179,7 @@ def _container(
         "image": stated.image or image("gateway", image_prefix),
         "command": [
             *("python", "-m", "cleave.gateway.main"),
-            *("--host", host, "--port", str(port)),
+            *("--host", host, "--port", str(port), "--internal-port", str(internal_port)),
             *("--agents", "$(CLEAVE_AGENTS)"),
             *(("--processes", str(stated.processes)) if stated.processes > 1 else ()),
             *("--fallback", str(routing.fallback)),
@@ -193,7 +196,10 @@ def _container(
             *_observe_flags(stated),
         ],
         "env": addresses(agents_source(deployment.name, deployment.namespace)),
-        "ports": [{"name": _scheme(deployment), "containerPort": port}],
+        "ports": [
+            {"name": _scheme(deployment), "containerPort": port},
+            {"name": _INTERNAL, "containerPort": internal_port},
+        ],
         # A process is one event loop: more than a core each is never used.
         "resources": {
             "requests": {

@@ -30,7 +30,9 @@ class Instance(msgspec.Struct, frozen=True):
     model: str = ""
     revision: str = ""
     role: str = ""
-    """`prefill`, `decode`, `mixed`."""
+    """`prefill`, `decode`, `mixed`: what it serves now."""
+    home: str = ""
+    """The role that it was made for."""
     state: str = ""
     """`starting`, `verifying`, `ready`, `draining`."""
     epoch: int = 0

@@ -1,0 +1,205 @@
+"""`cleave top`: a deployment as it is this second, drawn again and again.
+
+Two pages of one gateway tell everything: `/metrics` and `/fleet`. What is hard: gateways go away
+and come back while somebody watches, and the terminal has to be left as it was found.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cleave.cli.faults import BAD_INPUT, FAILED, fail, told
+from cleave.cli.names import complete_running
+
+if TYPE_CHECKING:
+    from cleave.cli.top_view import View
+
+_ASK_S = 2.0
+_PAGE_LIMIT = 16 << 20
+
+
+class Output(StrEnum):
+    """How to print."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+Draw = Callable[["View"], None]
+
+
+def top(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Deployment; may be left out when one is up.", autocompletion=complete_running
+        ),
+    ] = None,
+    gateway: Annotated[
+        str | None,
+        typer.Option(
+            help="Internal port of a gateway elsewhere, such as http://127.0.0.1:8081.",
+            show_default=False,
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=60, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look twice, an interval apart; print that and end.")
+    ] = False,
+    output: Annotated[
+        Output, typer.Option("--output", "-o", help="Format; json is an object per line.")
+    ] = Output.TABLE,
+) -> None:
+    """Watch a deployment: traffic against its targets, and each instance's load, until Ctrl-C.
+
+    Figures are those of one gateway. RUN and WAIT are requests at the engine, PENDING tokens that
+    it is still to compute or holds KV for, HERE requests of this gateway, AGE that of the last
+    report. P50 and P90 are drawn from buckets, evenly inside each, as Prometheus does.
+
+    Where output is no terminal, a table per interval is printed.
+
+    Example: cleave top chat
+
+    Example: kubectl port-forward deploy/chat-gateway 8081 & cleave top --gateway
+    http://127.0.0.1:8081
+    """
+    with told():
+        url = _find_url(name, gateway)
+    from cleave.rpc.http import HttpError
+
+    try:
+        asyncio.run(_watch(_Gateway(url, name or ""), interval, output, once=once))
+    except HttpError as error:
+        hint = "; --gateway names its internal port, 8081 in a cluster" if gateway else ""
+        fail([f"gateway at {url}: {error}{hint}"], FAILED)
+
+
+def _find_url(name: str | None, gateway: str | None) -> str:
+    """Where the gateway tells of the fleet. Raises StateError."""
+    if gateway is not None:
+        return _checked(gateway)
+    from cleave.local import state
+    from cleave.local.errors import StateError
+
+    folder = state.find(name)
+    snapshot = folder.read()
+    if snapshot is None or not snapshot.internal_url:
+        raise StateError(f"{folder.name} has just begun to come up; try again in a second")
+    return snapshot.internal_url
+
+
+def _checked(url: str) -> str:
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme == "http" and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        fail([f"--gateway {url}: must be like http://127.0.0.1:8081"], BAD_INPUT)
+    return url.rstrip("/")
+
+
+async def _watch(gateway: "_Gateway", interval_s: float, output: Output, *, once: bool) -> None:
+    """Look and draw until interrupted. Raises HttpError when the first look, or the one, fails."""
+    from cleave.rpc.http import HttpError
+
+    _end_properly()
+    clock = asyncio.get_running_loop().time
+    due = clock() + interval_s
+    view = await gateway.look()
+    with _drawing(output, live=not once) as draw:
+        if not once:
+            draw(view)
+        while True:
+            await asyncio.sleep(max(due - clock(), 0.0))
+            due = max(due, clock()) + interval_s
+            try:
+                view = await gateway.look()
+            except HttpError as error:
+                if once:
+                    raise
+                view = replace(view, fault=str(error))
+            draw(view)
+            if once:
+                return
+
+
+def _end_properly() -> None:
+    """Let SIGTERM and SIGHUP end it as Ctrl-C does, which gives the terminal back."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
+
+
+class _Gateway:
+    """One gateway, asked for both its pages."""
+
+    def __init__(self, url: str, deployment: str) -> None:
+        from cleave.cli.top_view import Watcher
+
+        self._url = url
+        self._deployment = deployment
+        """Empty: whatever it serves."""
+        self._watcher = Watcher()
+
+    async def look(self) -> "View":
+        """What it says now. Raises HttpError."""
+        import msgspec
+
+        from cleave.rpc.fleet_page import FleetPage
+        from cleave.rpc.http import HttpError
+        from cleave.traffic.counts import CountsError, read_page
+
+        fleet, metrics = await asyncio.gather(self._get("/fleet"), self._get("/metrics"))
+        try:
+            page = msgspec.json.decode(fleet, type=FleetPage)
+            counts = read_page(metrics.decode(errors="replace"), time.monotonic())
+        except (msgspec.MsgspecError, CountsError) as error:
+            raise HttpError(f"answers, but not as a gateway: {error}") from error
+        view = self._watcher.take(page, counts, time.time())
+        if self._deployment and page.instances and self._deployment not in view.deployments:
+            raise HttpError(f"serves {', '.join(view.deployments)}, not {self._deployment}")
+        return view
+
+    async def _get(self, path: str) -> bytes:
+        from cleave.rpc import http
+
+        return await http.get(self._url + path, seconds=_ASK_S, limit=_PAGE_LIMIT)
+
+
+@contextmanager
+def _drawing(output: Output, *, live: bool) -> Iterator[Draw]:
+    """How each look is shown: over the last one on a terminal, else below it."""
+    from rich.console import Console
+
+    from cleave.cli.top_table import print_plain, to_screen
+
+    console = Console(highlight=False)
+    if output is Output.JSON:
+        yield _print_json
+    elif live and console.is_terminal and not console.is_dumb_terminal:
+        from rich.live import Live
+
+        with Live(console=console, screen=True, auto_refresh=False) as screen:
+            yield lambda view: screen.update(to_screen(view, *console.size), refresh=True)
+    else:
+        yield lambda view: print_plain(console, view)
+
+
+def _print_json(view: "View") -> None:
+    import json
+
+    from cleave.cli.top_view import to_plain
+
+    typer.echo(json.dumps(to_plain(view)))
