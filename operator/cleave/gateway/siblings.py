@@ -7,7 +7,9 @@ nobody is asked, everybody leaves word.
 """
 
 import copy
+import logging
 import math
+import shutil
 import time
 import uuid
 from pathlib import Path
@@ -15,6 +17,10 @@ from typing import Self
 
 from cleave.metrics.shared_table import SharedTable
 from cleave.router.shared_books import SharedBooks, make_table
+
+log = logging.getLogger(__name__)
+
+log = logging.getLogger(__name__)
 
 MAX_TENANTS = 4_096
 """Further ones have an account in each process."""
@@ -36,6 +42,9 @@ class Siblings:
         """Of all together, as agents count routers."""
         self.parent = parent
         self._folder = folder
+        self._is_mute = False
+        """Its counts could not be written; it has been said."""
+        self._has_warned = False
         self._books = make_table(count)
         self.accounts = SharedTable(MAX_TENANTS, count, own=1, common=4)
         """Of tenants."""
@@ -71,8 +80,18 @@ class Siblings:
         """All that this process and its predecessors have counted."""
         path = self._path(self.process)
         part = path.with_suffix(".part")
-        part.write_bytes(counts)
-        part.replace(path)
+        try:
+            part.write_bytes(counts)
+            part.replace(path)
+        except OSError as error:
+            # A full disk must not keep anybody from being served.
+            if not self._has_warned:
+                log.warning("metrics of this process are not told to the others: %s", error)
+            self._has_warned = True
+
+    def clear_up(self) -> None:
+        """What a parent that was killed could not take away."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- what it learns of all ---
 
