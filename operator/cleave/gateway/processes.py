@@ -124,7 +124,7 @@ class _Parent:
         return self._code
 
     def _start(self, process: int, child: _Child, now: float) -> None:
-        child.started_at = now
+        child.started_at, parent = now, os.getpid()
         try:
             child.pid = os.fork()
         except OSError as error:
@@ -133,7 +133,7 @@ class _Parent:
             return
         if child.pid == 0:
             os.close(self._pipe)
-            os._exit(_be(self._serve, self._config, self._siblings.seen_by(process)))
+            os._exit(_be(self._serve, self._config, self._siblings.seen_by(process), parent))
 
     def _say_ready(self) -> None:
         if not self._ready and len(self._siblings.list_pids()) == self._siblings.count:
@@ -205,7 +205,7 @@ class _Parent:
                 os.kill(child.pid, number)
 
 
-def _be(serve: Serve, config: GatewayConfig, siblings: Siblings) -> int:
+def _be(serve: Serve, config: GatewayConfig, siblings: Siblings, parent: int) -> int:
     """The whole life of a child."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -217,6 +217,8 @@ def _be(serve: Serve, config: GatewayConfig, siblings: Siblings) -> int:
         log.exception("process %d ends", siblings.process + 1)
         return 70
     finally:
+        if os.getppid() != parent:
+            siblings.clear_up()
         sys.stdout.flush()
         sys.stderr.flush()
 
