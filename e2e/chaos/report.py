@@ -5,8 +5,10 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -72,7 +74,10 @@ async def run_storm(
 def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: str) -> Report:
     counts: Counts = {}
     for gateway in fleet.gateways:
-        counts = add(counts, gateway.count() if gateway.alive else gateway.counted)
+        # After a violation it may just be dying; what it told last will do.
+        with suppress(httpx.HTTPError):
+            gateway.count()
+        counts = add(counts, add(gateway.counted, gateway.counting))
     tally = load.tally
     return Report(
         machine=f"{platform.platform()}, {os.cpu_count()} cores",
