@@ -61,15 +61,3 @@ def test_a_process_that_cannot_write_serves_on(four, tmp_path: Path, caplog) -> 
         four[0].write_counts(b"one")
     assert four[1].read_counts(0) == b""
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_counts_that_cannot_be_left_are_told_of_once_and_left_later(four, tmp_path, caplog) -> None:
-    four[1].write_counts(b"one")
-    tmp_path.rename(tmp_path.with_name("away"))
-    for _ in range(3):
-        four[1].write_counts(b"two")
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    tmp_path.with_name("away").rename(tmp_path)
-    assert four[0].read_counts(1) == b"one"
-    four[1].write_counts(b"two")
-    assert four[0].read_counts(1) == b"two"
