@@ -66,6 +66,17 @@ async def test_a_gateway_that_goes_still_serves_who_has_not_heard_of_it(make_sta
         await stage.connect()
 
 
+async def test_a_gateway_ends_when_a_part_of_it_fails(single, monkeypatch, caplog) -> None:
+    def fail() -> None:
+        raise RuntimeError("there is a mistake in it")
+
+    assert not single.gateway.failed
+    monkeypatch.setattr(single.gateway, "_next_clients", fail)
+    await single.until(single.gateway.ending.is_set, "it wants to end")
+    assert single.gateway.failed
+    assert "there is a mistake in it" in caplog.text
+
+
 async def test_what_outlasts_the_drain_time_is_cut(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, drain_s=0.2)
 

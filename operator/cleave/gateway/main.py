@@ -1,6 +1,6 @@
 """`python -m cleave.gateway.main`, the command that pods run, and `cleave gateway`, its other door.
 
-Exit codes: 0 stopped by a signal, 1 the address cannot be had or processes keep dying, 2 bad usage.
+Exit codes: 0 stopped by a signal, 1 the address cannot be had or a part has failed, 2 bad usage.
 """
 
 import argparse
@@ -38,7 +38,7 @@ log = logging.getLogger("cleave.gateway")
 PROGRAM = "python -m cleave.gateway.main"
 _DESCRIPTION = "Serve the OpenAI API in front of the instances whose agents it follows."
 _EXIT_CODES = (
-    "Exit codes: 0 stopped by a signal, 1 the address cannot be had or processes keep dying, "
+    "Exit codes: 0 stopped by a signal, 1 the address cannot be had or a part has failed, "
     "2 bad usage."
 )
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -75,7 +75,7 @@ def _tell_address(config: GatewayConfig, error: OSError) -> int:
 
 async def _serve(config: GatewayConfig, siblings: Siblings | None) -> int:
     gateway = Gateway(config, siblings)
-    stop = asyncio.Event()
+    stop = gateway.ending
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -92,7 +92,7 @@ async def _serve(config: GatewayConfig, siblings: Siblings | None) -> int:
             log.info("draining")
     finally:
         await gateway.stop()
-    return 0
+    return 1 if gateway.failed else 0
 
 
 def parse_size(text: str) -> int:

@@ -10,6 +10,8 @@ import logging
 import math
 import os
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from cleave.gateway.client import ClientConnection
 from cleave.gateway.config import GatewayConfig
@@ -84,6 +86,10 @@ class Gateway:
         self._unswept: list[ClientSlot] = []
         """Clients whose deadlines are still to be looked at in this round."""
         self._at_once = CLIENTS_AT_ONCE
+        self.ending = asyncio.Event()
+        """Set by whoever wants it to be stopped."""
+        self.failed = False
+        """Whether it is to be stopped because a part of it has failed."""
         self.port = config.port
 
     async def start(self) -> None:
@@ -99,9 +105,10 @@ class Gateway:
             await self._service.start(f"{config.host}:{config.router_port}")
         if config.endpoint_picker_port:
             await self._picker.start(config.endpoint_picker_port, self.port)
-        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._read_files())]
+        parts = [self._sweep(), self._read_files()]
         if self._pool_manager is not None:
-            self._tasks.append(asyncio.create_task(self._pool_manager.run()))
+            parts.append(self._pool_manager.run())
+        self._tasks = [self._keep(part) for part in parts]
         if self._siblings is not None:
             self._siblings.begin(os.getpid())
 
@@ -133,6 +140,19 @@ class Gateway:
         context.leave_word()
         if self._watch is not None:
             await self._watch.stop()
+
+    def _keep(self, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(part)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Without deadlines or keys that are renewed it would look well and not be."""
+        fault = None if task.cancelled() else task.exception()
+        if fault is not None:
+            log.critical("a part of the gateway has failed: it ends", exc_info=fault)
+            self.failed = True
+            self.ending.set()
 
     def _note_flip(self, flip: Flip) -> None:
         self.context.metrics.flips[flip.labels] += 1
