@@ -130,6 +130,17 @@ async def test_instances_without_a_verified_path_are_left_alone(
     assert await managed.run(30) == []
 
 
+async def test_an_instance_that_states_no_role_is_left_alone(
+    manage: Manage, directory: Directory, loaded, stated
+) -> None:
+    managed = manage()
+    event = stated("a", "decode", epoch=1)
+    event.registration.role = agent_pb2.ROLE_UNSPECIFIED
+    directory.hear("a", event, managed.clock.now_s)
+    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    assert await managed.run(2) == [("d1", "mixed", 2)]
+
+
 async def test_what_is_known_of_an_instance_survives_the_coming_of_others(
     manage: Manage, directory: Directory, loaded, stated
 ) -> None:

@@ -162,7 +162,8 @@ class PoolManager:
                 key = stated.deployment, stated.revision
                 seen.add(key)
                 if _is_manager(board.instances):
-                    await self._tend(self._pools.setdefault(key, Pools()), board.instances)
+                    roled = [each for each in board.instances if each.registration.role in _ROLES]
+                    await self._tend(self._pools.setdefault(key, Pools()), roled)
         for key in self._pools.keys() - seen:
             del self._pools[key]
 
@@ -193,7 +194,8 @@ class PoolManager:
 
 async def send(flip: Flip) -> None:
     """Tell the agent. Raises AioRpcError."""
-    async with grpc.aio.insecure_channel(flip.agent) as channel:
+    options = (("grpc.enable_http_proxy", 0),)
+    async with grpc.aio.insecure_channel(flip.agent, options=options) as channel:
         request = agent_pb2.SetRoleRequest(role=flip.role, epoch=flip.epoch, boot_id=flip.boot_id)
         await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=ORDER_TIMEOUT_S)
 
