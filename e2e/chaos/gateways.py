@@ -88,7 +88,9 @@ class Gateway:
         """One of several; the others go on, and its parent replaces it."""
         now = time.monotonic()
         self.downs.append([now, now + REPLACED_S])
-        rng.choice(self._processes()[1:]).kill()
+        children = self._processes()[1:]
+        if children:
+            rng.choice(children).kill()
 
     def was_down(self, began_s: float, ended_s: float) -> bool:
         """At any time in between."""
@@ -121,6 +123,11 @@ class Gateway:
     def resident_mb(self) -> float:
         """Of the process that has most."""
         return max(process.memory_info().rss for process in self._processes()) / 2**20
+
+    def read_complaints(self) -> str:
+        """The end of its log, without what is not worth a look."""
+        lines = (self.folder / f"{self.name}.log").read_text(errors="replace").splitlines()
+        return "\n".join([line for line in lines if " INFO " not in line][-40:])
 
     def _processes(self) -> list[psutil.Process]:
         """The one that was started, and its children."""

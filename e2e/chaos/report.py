@@ -67,7 +67,8 @@ async def run_storm(
         await storm.run(drawn, burst)
         tell("done", len(drawn), len(drawn))
     except ViolationError as fault:
-        violation = str(fault)
+        complaints = [f"log of gateway {g.name}:\n{g.read_complaints()}" for g in fleet.gateways]
+        violation = "\n".join([str(fault), *complaints])
     return build_report(fleet, load, storm, seed, violation)
 
 

@@ -68,6 +68,8 @@ class Storm:
     """Faults whose victim was gone before they could happen, by kind."""
     _away: Counter[str] = field(default_factory=Counter)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _failed: str = ""
+    """Why somebody did not come back."""
 
     async def run(self, faults: Sequence[Fault], burst: int) -> None:
         """All faults, so many between two looks. Raises ViolationError."""
@@ -115,7 +117,9 @@ class Storm:
         event = Event(fault, victim, time.monotonic())
         try:
             await asyncio.to_thread(self._inflict, fault, victim, event)
-        except (psutil.Error, httpx.HTTPError, KeyError, ValueError, ProcessLookupError):
+        except AssertionError as error:
+            self._failed = f"{fault.kind} of {victim}: {error}"
+        except (psutil.Error, httpx.HTTPError, LookupError, ValueError, ProcessLookupError):
             # An earlier fault's restart came in between: there was nobody to hurt.
             self.missed[fault.kind] += 1
         finally:
@@ -177,6 +181,8 @@ class Storm:
         return len(left) >= self.serving_left
 
     def _must_be_right(self) -> None:
+        if self._failed:
+            raise ViolationError(self._failed + self._tell_all())
         if self.load.tally.wrong:
             raise ViolationError(self._explain(self.load.tally.wrong[0]))
 
