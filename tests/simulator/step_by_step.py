@@ -9,7 +9,6 @@ import math
 from collections import deque
 
 from cleave.perf.timing import Chunk
-from cleave.policy.books import FADING
 from cleave.policy.dispatch import RECENCY
 from cleave.simulator.fleet import Admission, Batching, Dispatch, Fleet, Order
 from cleave.simulator.trace import Trace
@@ -117,7 +116,8 @@ class Reference:
             return i.prompt_book + i.resident_book + i.turn * RECENCY
 
         prefills, mixed = self.of("prefill"), self.of("mixed")
-        best = min(prefills, key=self.queue, default=None)
+        in_tokens = self.fleet.dispatch is Dispatch.LEAST_PENDING
+        best = min(prefills, key=lambda i: i.queue(in_tokens), default=None)
         decode = min(decoders, key=total, default=None)
         whole = min(mixed, key=total, default=None)
         if not decoders or not entries:
@@ -127,20 +127,6 @@ class Reference:
         if whole and whole.prompt_book < best.prompt_book - 1.0:
             return None, whole
         return best, decode
-
-    def queue(self, i: Instance) -> float:
-        """What dispatch compares of a prefill instance."""
-        tie = i.turn * RECENCY
-        if self.fleet.dispatch is Dispatch.LEAST_PENDING:
-            return i.prompt_book + tie
-        return i.since + i.prompt_book * (i.learnt_ms / i.learnt_tokens) if i.prompt_book else tie
-
-    def answer(self, i: Instance, tokens: int) -> None:
-        """A prompt has been computed."""
-        i.prompt_book -= tokens
-        i.learnt_ms = i.learnt_ms * FADING + self.now - i.since
-        i.learnt_tokens = i.learnt_tokens * FADING + tokens
-        i.since = self.now
 
     def take_turn(self, use: str, some: list[Instance]) -> Instance:
         numbers = [i.number for i in some]
@@ -484,7 +470,7 @@ class Reference:
         if math.isnan(request.prefill_end):
             request.prefill_end = self.now
             if self.fleet.dispatch is not Dispatch.LATE:
-                self.answer(i, request.prompt)
+                i.answer(request.prompt, self.now)
         if request.prefill is i:
             by_decode = self.of("decode", "mixed") and self.fleet.first_token_by_decode
             if not by_decode:

@@ -5,6 +5,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cleave.policy import pooling
+from cleave.policy.books import FADING
+from cleave.policy.dispatch import RECENCY
 from cleave.simulator.fleet import Batching, Engine, Terms
 
 NAN = math.nan
@@ -84,6 +86,21 @@ class Instance:
         if self.reserve and not blocks <= self.reserve <= self.total:
             return False
         return blocks <= self.total
+
+    def queue(self, in_tokens: bool) -> float:
+        """What dispatch compares of a prefill instance."""
+        tie = self.turn * RECENCY
+        if in_tokens:
+            return self.prompt_book + tie
+        token_ms = self.learnt_ms / self.learnt_tokens
+        return self.since + self.prompt_book * token_ms if self.prompt_book else tie
+
+    def answer(self, tokens: int, now: float) -> None:
+        """A prompt has been computed."""
+        self.prompt_book -= tokens
+        self.learnt_ms = self.learnt_ms * FADING + now - self.since
+        self.learnt_tokens = self.learnt_tokens * FADING + tokens
+        self.since = now
 
     def take(self, request: Request, tokens: int, now: float) -> None:
         """Blocks so that `request` can hold `tokens`."""
