@@ -442,6 +442,16 @@ async def test_health_can_be_watched(asked) -> None:
     watch.cancel()
 
 
+async def test_who_watches_health_does_not_keep_a_gateway_from_ending(asked) -> None:
+    stage = await asked({"x": "mixed"}, drain_s=600.0)
+    stub = health_pb2_grpc.HealthStub(stage.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    await asyncio.wait_for(stage.gateway.stop(), PATIENCE_S)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await watch.read() is grpc.aio.EOF
+
+
 def test_a_picker_needs_an_address_that_proxies_can_reach() -> None:
     assert name_gateway("10.0.0.7", 8080) == "10.0.0.7:8080"
     assert name_gateway("fd00::7", 8080) == "[fd00::7]:8080"

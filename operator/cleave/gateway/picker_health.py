@@ -36,7 +36,10 @@ class PickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """How one service is, and again whenever that changes."""
+        """How one service is, and again whenever that changes.
+
+        It ends when the gateway drains, which would wait for it else.
+        """
         del context
         told = None
         while True:
@@ -44,6 +47,8 @@ class PickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if status != told:
                 told = status
                 yield health_pb2.HealthCheckResponse(status=status)
+            if self._context.draining:
+                return
             await asyncio.sleep(LOOK_S)
 
     def _find_status(self, service: str) -> int:
