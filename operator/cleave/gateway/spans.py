@@ -70,7 +70,7 @@ def _describe_request(story: Story) -> Attributes:
     attributes: Attributes = {
         "http.request.method": story.method,
         "url.path": story.path,
-        "url.scheme": "http",
+        "url.scheme": "https" if story.secure else "http",
         "gen_ai.request.model": story.model,
         "gen_ai.request.stream": story.stream,
         "gen_ai.usage.input_tokens": story.prompt_tokens,

@@ -67,6 +67,8 @@ class Story:
     stream: bool = False
     trace: TraceContext | None = None
     """None: it is not traced."""
+    secure: bool = False
+    """Whether it came over TLS."""
     tries: list[Try] = field(default_factory=list)
     first_at: float = 0.0
     """When its stream began; 0: there was none."""

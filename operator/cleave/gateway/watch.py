@@ -104,6 +104,7 @@ class Watch:
             tenant.name,
             completion.stream,
             trace,
+            context.config.tls_certificate is not None,
         )
         return WatchedExchange(
             self, story, context, client, request.path, request_id, completion, tenant, session
