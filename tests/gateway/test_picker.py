@@ -380,6 +380,9 @@ async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_fi
     assert stage.context.router.directory.instances["x"].ledger.requests == 0
     assert await proxy.pass_on(b'{"usage":{"completion_tokens":3}}', True)
     await stage.until_idle()
+    # It is told by who served it.
+    assert sum(stage.context.metrics.requests.values()) == 0
+    assert stage.context.metrics.models["m"].output_tokens == 0
 
 
 def served_by(address: str) -> pb.Metadata:

@@ -41,7 +41,7 @@ class Direct:
         self._status = 0
         self._events = 0
         self._tail = b""
-        self._over = False
+        self._elsewhere = self._over = False
         context.exchanges.add(self)
         context.unanswered += 1
         context.metrics.in_flight += 1
@@ -108,10 +108,10 @@ class Direct:
         if pick is None:
             return
         if served and served != name_endpoint(pick.decode):
-            # Another one did it after all: a gateway, which keeps its own books.
+            # Another one did it after all: a gateway, which keeps its own books and counts it.
             context.breaker.fail(pick.decode.instance, context.clock())
             context.router.release(pick)
-            self._pick = None
+            self._pick, self._elsewhere = None, True
         elif status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             context.breaker.fail(pick.decode.instance, context.clock())
         elif context.breaker.standing:
@@ -154,7 +154,7 @@ class Direct:
         context.exchanges.discard(self)
         if self._began is None:
             context.unanswered -= 1
-        tokens = self._count_tokens()
+        tokens = 0 if self._elsewhere else self._count_tokens()
         if self._pick is not None:
             if outcome == "ok" and tokens:
                 context.router.learn(self._pick, tokens)
@@ -171,6 +171,8 @@ class Direct:
     def _tell(self, outcome: str, tokens: int) -> None:
         context, completion = self._context, self._completion
         context.metrics.in_flight -= 1
+        if self._elsewhere:
+            return
         stream_s = None
         if outcome == "ok" and completion.stream and self._began is not None:
             stream_s = self._began - self._started, context.clock() - self._began
