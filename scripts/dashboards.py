@@ -6,72 +6,47 @@ query is asked of a real Prometheus in tests, so a panel cannot be empty for eve
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from grafana_foundation_sdk.builders.common import VizLegendOptions, VizTooltipOptions
-from grafana_foundation_sdk.builders.dashboard import (
-    Dashboard,
-    DatasourceVariable,
-    QueryVariable,
-    Row,
-)
-from grafana_foundation_sdk.builders.prometheus import Dataquery
-from grafana_foundation_sdk.builders.timeseries import Panel
+from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import (
-    LegendDisplayMode,
-    LegendPlacement,
-    TooltipDisplayMode,
+from panels import (
+    MODEL,
+    RATE,
+    Graph,
+    Line,
+    add,
+    find_quantile,
+    find_quantiles,
+    make_board,
+    sum_rates,
 )
-from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefresh
-
-SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-WIDTH, HEIGHT = 8, 7
-"""Three panels side by side."""
-_MODEL = 'model=~"$model"'
-_RATE = "[$__rate_interval]"
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One query, and what its lines are called."""
-
-    name: str
-    query: str
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """One panel."""
-
-    title: str
-    unit: str
-    lines: tuple[Line, ...]
-    text: str = ""
-    """What to make of it."""
 
 
 def serving() -> Dashboard:
     """What clients get."""
-    attained = f'cleave_gateway_slo_total{{missed="",{_MODEL}}}'
-    answered = f"cleave_gateway_slo_total{{{_MODEL}}}"
-    board = _board("serving", "Cleave / Serving", "What clients get, and what they do not.")
-    _add(
+    attained = f'cleave_gateway_slo_total{{missed="",{MODEL}}}'
+    answered = f"cleave_gateway_slo_total{{{MODEL}}}"
+    board = make_board("serving", "Cleave / Serving", "What clients get, and what they do not.")
+    add(
         board,
         "Targets",
         Graph(
             "SLO attainment",
             "percentunit",
-            (Line("{{model}}", f"{_sum(attained, 'model')} / {_sum(answered, 'model')}"),),
+            (
+                Line(
+                    "{{model}}", f"{sum_rates(attained, 'model')} / {sum_rates(answered, 'model')}"
+                ),
+            ),
             "Share of answers that met both targets. Unserved ones count as missed.",
         ),
         Graph(
             "Goodput",
             "reqps",
             (
-                Line("{{model}} in time", _sum(attained, "model")),
-                Line("{{model}} all", _sum(answered, "model")),
+                Line("{{model}} in time", sum_rates(attained, "model")),
+                Line("{{model}} all", sum_rates(answered, "model")),
             ),
             "Answers per second that met both targets, beside all.",
         ),
@@ -80,45 +55,50 @@ def serving() -> Dashboard:
             "reqps",
             (
                 Line(
-                    "{{missed}}", _sum(f'cleave_gateway_slo_total{{missed!="",{_MODEL}}}', "missed")
+                    "{{missed}}",
+                    sum_rates(f'cleave_gateway_slo_total{{missed!="",{MODEL}}}', "missed"),
                 ),
             ),
         ),
     )
-    _add(
+    add(
         board,
         "Latency",
-        Graph("Time to first token", "s", _quantiles("cleave_gateway_ttft_seconds", "ttft")),
-        Graph("Time per output token", "s", _quantiles("cleave_gateway_tpot_seconds", "tpot")),
-        Graph("Gaps between pieces", "s", _quantiles("cleave_gateway_itl_seconds")),
+        Graph("Time to first token", "s", find_quantiles("cleave_gateway_ttft_seconds", "ttft")),
+        Graph("Time per output token", "s", find_quantiles("cleave_gateway_tpot_seconds", "tpot")),
+        Graph("Gaps between pieces", "s", find_quantiles("cleave_gateway_itl_seconds")),
         Graph(
             "P90 to first token by role",
             "s",
-            (Line("{{role}}", _quantile(0.9, "cleave_gateway_ttft_seconds", "role")),),
+            (Line("{{role}}", find_quantile(0.9, "cleave_gateway_ttft_seconds", "role")),),
             "By the role of the instance that computed the prompt.",
         ),
         Graph(
             "P90 of each phase",
             "s",
-            (Line("{{phase}}", _quantile(0.9, "cleave_gateway_phase_seconds", "phase")),),
+            (Line("{{phase}}", find_quantile(0.9, "cleave_gateway_phase_seconds", "phase")),),
             "Of split requests: an instance asked to its first bytes. Decode includes the pull.",
         ),
-        Graph("Wait at the gateway", "s", _quantiles("cleave_gateway_queue_seconds")),
+        Graph("Wait at the gateway", "s", find_quantiles("cleave_gateway_queue_seconds")),
     )
-    _add(
+    add(
         board,
         "Traffic",
         Graph(
             "Requests by outcome",
             "reqps",
-            (Line("{{outcome}}", _sum(f"cleave_gateway_requests_total{{{_MODEL}}}", "outcome")),),
+            (
+                Line(
+                    "{{outcome}}", sum_rates(f"cleave_gateway_requests_total{{{MODEL}}}", "outcome")
+                ),
+            ),
         ),
         Graph(
             "Tokens",
             "short",
             (
-                Line("prompt", _sum(f"cleave_gateway_prompt_tokens_total{{{_MODEL}}}")),
-                Line("output", _sum(f"cleave_gateway_output_tokens_total{{{_MODEL}}}")),
+                Line("prompt", sum_rates(f"cleave_gateway_prompt_tokens_total{{{MODEL}}}")),
+                Line("output", sum_rates(f"cleave_gateway_output_tokens_total{{{MODEL}}}")),
             ),
             "Per second.",
         ),
@@ -126,19 +106,30 @@ def serving() -> Dashboard:
         Graph(
             "Dispatch by reason",
             "reqps",
-            (Line("{{reason}}", _sum(f"cleave_gateway_dispatches_total{{{_MODEL}}}", "reason")),),
+            (
+                Line(
+                    "{{reason}}", sum_rates(f"cleave_gateway_dispatches_total{{{MODEL}}}", "reason")
+                ),
+            ),
         ),
         Graph(
             "Not taken",
             "reqps",
-            (Line("{{reason}} {{tenant}}", _sum("cleave_gateway_shed_total", "reason, tenant")),),
+            (
+                Line(
+                    "{{reason}} {{tenant}}",
+                    sum_rates("cleave_gateway_shed_total", "reason, tenant"),
+                ),
+            ),
         ),
         Graph(
             "Failures that clients did not see",
             "reqps",
             (
-                Line("{{phase}} {{cause}}", _sum("cleave_gateway_retries_total", "phase, cause")),
-                Line("{{how}}", _sum("cleave_gateway_recoveries_total", "how")),
+                Line(
+                    "{{phase}} {{cause}}", sum_rates("cleave_gateway_retries_total", "phase, cause")
+                ),
+                Line("{{how}}", sum_rates("cleave_gateway_recoveries_total", "how")),
             ),
             "Attempts that were made again, and streams that went on with another engine.",
         ),
@@ -148,8 +139,8 @@ def serving() -> Dashboard:
 
 def pools() -> Dashboard:
     """Instances, roles, and the KV between them."""
-    board = _board("pools", "Cleave / Pools and KV", "Instances, their roles and hand-offs.")
-    _add(
+    board = make_board("pools", "Cleave / Pools and KV", "Instances, their roles and hand-offs.")
+    add(
         board,
         "Instances",
         Graph(
@@ -158,7 +149,7 @@ def pools() -> Dashboard:
             (
                 Line(
                     "{{model}} {{role}}",
-                    f'max by (model, role) (cleave_gateway_instances{{state="ready",{_MODEL}}})',
+                    f'max by (model, role) (cleave_gateway_instances{{state="ready",{MODEL}}})',
                 ),
             ),
         ),
@@ -168,7 +159,7 @@ def pools() -> Dashboard:
             (
                 Line(
                     "{{role}} {{state}}",
-                    f'max by (role, state) (cleave_gateway_instances{{state!="ready",{_MODEL}}})',
+                    f'max by (role, state) (cleave_gateway_instances{{state!="ready",{MODEL}}})',
                 ),
             ),
         ),
@@ -178,29 +169,34 @@ def pools() -> Dashboard:
             (
                 Line(
                     "{{from}} to {{to}}",
-                    f"sum by (from, to) (increase(cleave_gateway_flips_total{{{_MODEL}}}[1h]))",
+                    f"sum by (from, to) (increase(cleave_gateway_flips_total{{{MODEL}}}[1h]))",
                 ),
             ),
             "Instances lent to the other pool and taken home.",
         ),
     )
-    _add(
+    add(
         board,
         "Hand-offs",
         Graph(
             "By result",
             "reqps",
-            (Line("{{result}}", _sum("cleave_gateway_handoffs_total", "result")),),
+            (Line("{{result}}", sum_rates("cleave_gateway_handoffs_total", "result")),),
             "refused and failed ones cost a prompt computed again, never a wrong token.",
         ),
         Graph(
             "Tokens handed over",
             "short",
-            (Line("{{model}}", _sum(f"cleave_gateway_handoff_tokens_total{{{_MODEL}}}", "model")),),
+            (
+                Line(
+                    "{{model}}",
+                    sum_rates(f"cleave_gateway_handoff_tokens_total{{{MODEL}}}", "model"),
+                ),
+            ),
             "Prompt tokens per second.",
         ),
     )
-    _add(
+    add(
         board,
         "Engines",
         Graph(
@@ -209,7 +205,7 @@ def pools() -> Dashboard:
             (
                 Line(
                     "{{role}} {{state}}",
-                    f"max by (model, role, state) (cleave_gateway_engine_requests{{{_MODEL}}})",
+                    f"max by (model, role, state) (cleave_gateway_engine_requests{{{MODEL}}})",
                 ),
             ),
         ),
@@ -219,7 +215,7 @@ def pools() -> Dashboard:
             (
                 Line(
                     "{{model}} {{role}}",
-                    f"max by (model, role) (cleave_gateway_engine_kv_usage_max{{{_MODEL}}})",
+                    f"max by (model, role) (cleave_gateway_engine_kv_usage_max{{{MODEL}}})",
                 ),
             ),
         ),
@@ -229,11 +225,11 @@ def pools() -> Dashboard:
             (
                 Line(
                     "{{model}}",
-                    _quantile(
+                    find_quantile(
                         0.9,
                         "cleave_gateway_phase_seconds",
                         "model",
-                        f'{{phase="decode",{_MODEL}}}',
+                        f'{{phase="decode",{MODEL}}}',
                     ),
                 ),
             ),
@@ -245,8 +241,10 @@ def pools() -> Dashboard:
 
 def control() -> Dashboard:
     """The operator and the gateways themselves."""
-    board = _board("control", "Cleave / Control plane", "The operator and the gateway processes.")
-    _add(
+    board = make_board(
+        "control", "Cleave / Control plane", "The operator and the gateway processes."
+    )
+    add(
         board,
         "Operator",
         Graph(
@@ -255,14 +253,18 @@ def control() -> Dashboard:
             (
                 Line(
                     "{{kind}} {{outcome}}",
-                    _sum("cleave_operator_reconciles_total", "kind, outcome"),
+                    sum_rates("cleave_operator_reconciles_total", "kind, outcome"),
                 ),
             ),
         ),
         Graph(
             "P99 of a reconcile",
             "s",
-            (Line("{{kind}}", _quantile(0.99, "cleave_operator_reconcile_seconds", "kind", "")),),
+            (
+                Line(
+                    "{{kind}}", find_quantile(0.99, "cleave_operator_reconcile_seconds", "kind", "")
+                ),
+            ),
         ),
         Graph("Queue", "short", (Line("objects", "sum(cleave_operator_queue_depth)"),)),
         Graph(
@@ -271,14 +273,14 @@ def control() -> Dashboard:
             (
                 Line(
                     "{{action}} {{outcome}}",
-                    _sum("cleave_operator_actions_total", "action, outcome"),
+                    sum_rates("cleave_operator_actions_total", "action, outcome"),
                 ),
             ),
         ),
         Graph("Leaders", "short", (Line("operators that write", "sum(cleave_operator_leading)"),)),
         Graph("Objects", "short", (Line("{{kind}}", "max by (kind) (cleave_operator_objects)"),)),
     )
-    _add(
+    add(
         board,
         "Gateways",
         Graph(
@@ -298,7 +300,7 @@ def control() -> Dashboard:
             (
                 Line(
                     "{{pod}}",
-                    f"sum by (pod) (rate(process_cpu_seconds_total{_RATE}) "
+                    f"sum by (pod) (rate(process_cpu_seconds_total{RATE}) "
                     "and on (pod, instance) cleave_gateway_processes)",
                 ),
             ),
@@ -331,78 +333,6 @@ def main(argv: Sequence[str]) -> int:
         text = JSONEncoder(sort_keys=True, indent=2).encode(make().build())
         (Path(argv[0]) / f"{make.__name__}.json").write_text(text + "\n")
     return 0
-
-
-def _board(name: str, title: str, text: str) -> Dashboard:
-    return (
-        Dashboard(title)
-        .uid(f"cleave-{name}")
-        .description(text)
-        .tags(["cleave"])
-        .refresh("30s")
-        .time("now-1h", "now")
-        .timezone("browser")
-        .with_variable(DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(
-            QueryVariable("model")
-            .label("Model")
-            .query("label_values(cleave_gateway_instances, model)")
-            .datasource(SOURCE)
-            .multi(True)
-            .include_all(True)
-            .all_value(".*")
-            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-        )
-    )
-
-
-def _add(board: Dashboard, title: str, *graphs: Graph) -> None:
-    board.with_row(Row(title))
-    for graph in graphs:
-        board.with_panel(_panel(graph))
-
-
-def _panel(graph: Graph) -> Panel:
-    panel = (
-        Panel()
-        .title(graph.title)
-        .description(graph.text)
-        .unit(graph.unit)
-        .min(0)
-        .datasource(SOURCE)
-        .span(WIDTH)
-        .height(HEIGHT)
-        .fill_opacity(8)
-        .legend(
-            VizLegendOptions()
-            .display_mode(LegendDisplayMode.LIST)
-            .placement(LegendPlacement.BOTTOM)
-            .show_legend(True)
-        )
-        .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
-    )
-    for line in graph.lines:
-        panel.with_target(Dataquery().expr(line.query).legend_format(line.name))
-    return panel
-
-
-def _sum(counter: str, labels: str = "") -> str:
-    """Per second."""
-    by = f" by ({labels})" if labels else ""
-    return f"sum{by} (rate({counter}{_RATE}))"
-
-
-def _quantile(share: float, histogram: str, labels: str = "", of: str = f"{{{_MODEL}}}") -> str:
-    by = f"le, {labels}" if labels else "le"
-    return f"histogram_quantile({share}, sum by ({by}) (rate({histogram}_bucket{of}{_RATE})))"
-
-
-def _quantiles(histogram: str, target: str = "") -> tuple[Line, ...]:
-    lines = [Line(f"P{s * 100:.0f}", _quantile(s, histogram)) for s in (0.5, 0.9, 0.99)]
-    if target:
-        query = f'max(cleave_gateway_slo_target_seconds{{slo="{target}"}})'
-        lines.append(Line("target", query))
-    return tuple(lines)
 
 
 if __name__ == "__main__":

@@ -169,14 +169,15 @@ class _Parent:
             self._replace(child, time.monotonic())
 
     def _replace(self, child: _Child, now: float) -> None:
-        """Start another one soon, unless too many have died."""
+        """Start another one soon, unless too many have died and none has lived for long."""
         child.delay_s = min(max(2 * child.delay_s, FIRST_DELAY_S), LAST_DELAY_S)
         if now - child.started_at > CALM_S:
             child.delay_s = FIRST_DELAY_S
         child.start_at = now + child.delay_s
         self._siblings.note_restart()
         self._deaths.append(now)
-        if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < CALM_S:
+        is_calm = any(each.pid and now - each.started_at > CALM_S for each in self._children)
+        if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < CALM_S and not is_calm:
             log.error("%d processes died within %g s: giving up", MAX_DEATHS, CALM_S)
             self._code = 1
 

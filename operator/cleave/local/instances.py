@@ -12,6 +12,7 @@ import grpc
 
 from cleave.local.state import PodView, Snapshot
 from cleave.pods.labels import GATEWAY
+from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _ASK_S = 2.0
@@ -109,7 +110,7 @@ def _word(enum_name: str) -> str:
 
 
 async def _ask(address: str) -> agent_pb2.HealthResponse | None:
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with dial(address) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
             return await stub.Health(agent_pb2.HealthRequest(), timeout=_ASK_S)

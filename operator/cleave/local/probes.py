@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.local.pod_spec import Probe, ProbeKind
+from cleave.rpc.channel import dial
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,8 @@ class GrpcProber:
 
     def __init__(self, probe: Probe, address: str) -> None:
         self._probe = probe
-        self._channel = grpc.aio.insecure_channel(
-            f"{address}:{probe.port}", options=[("grpc.max_reconnect_backoff_ms", 1000)]
-        )
+        options = (("grpc.max_reconnect_backoff_ms", 1000),)
+        self._channel = dial(f"{address}:{probe.port}", options)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def ask(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import grpc
 
 from cleave.router.directory import Directory
+from cleave.rpc.channel import dial
 from cleave.rpc.discovery import Agents, DiscoveryError
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -40,7 +41,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.enable_http_proxy", 0),
     # A channel of its own: a subchannel shared with an earlier one would share its back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -112,15 +112,20 @@ class Fleet:
     async def _follow(self, address: str) -> None:
         delay = FIRST_DELAY_S
         try:
-            async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+            async with dial(address, _CHANNEL_OPTIONS) as channel:
                 while address in self._wanted:
-                    if await self._read(address, channel):
-                        delay = FIRST_DELAY_S
+                    try:
+                        if await self._read(address, channel):
+                            delay = FIRST_DELAY_S
+                    except ValueError:
+                        # Of a newer version, say. The rest of the fleet is followed all the same.
+                        log.exception("agent %s says what is not understood", address)
                     self._meet(address)
                     self._directory.lose(address)
                     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
                     delay = min(2 * delay, LAST_DELAY_S)
         finally:
+            self._meet(address)
             self._directory.forget(address)
             self._streams.pop(address, None)
 

@@ -20,6 +20,7 @@ from cleave.policy import pooling
 from cleave.policy.pooling import NONE, Terms
 from cleave.router.directory import Directory
 from cleave.router.instance import Instance
+from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -194,8 +195,7 @@ class PoolManager:
 
 async def send(flip: Flip) -> None:
     """Tell the agent. Raises AioRpcError."""
-    options = (("grpc.enable_http_proxy", 0),)
-    async with grpc.aio.insecure_channel(flip.agent, options=options) as channel:
+    async with dial(flip.agent) as channel:
         request = agent_pb2.SetRoleRequest(role=flip.role, epoch=flip.epoch, boot_id=flip.boot_id)
         await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=ORDER_TIMEOUT_S)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import grpc
 
 from cleave.metrics import logs
+from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import warden
 from cleave_worker.agent.config import AgentConfig
@@ -142,7 +143,7 @@ class Follower:
 
     async def _drain_leader(self) -> None:
         limit = self._config.engine.drain_timeout
-        async with grpc.aio.insecure_channel(self._config.leader) as channel:
+        async with dial(self._config.leader) as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await agent_pb2_grpc.AgentStub(channel).Drain(
                     agent_pb2.DrainRequest(), timeout=limit + _SLACK_S

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from cleave.rpc.channel import dial
 from cleave.rpc.discovery import find_agents
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -89,7 +90,7 @@ async def look(addresses: Collection[str], own: agent_pb2.Registration) -> Sight
 
 async def ask(address: str) -> agent_pb2.Registration | None:
     """What the agent at `address` says about itself; None when it does not answer."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with dial(address) as channel:
         try:
             answer = await agent_pb2_grpc.AgentStub(channel).Health(
                 agent_pb2.HealthRequest(), timeout=_CALL_SECONDS
