@@ -63,7 +63,8 @@ def deployed(spec: dict[str, Any], case: Case, folder: Path) -> Iterator[Stage]:
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
         "metadata": {"name": name},
-        "spec": spec | {"placement": {"manual": case.pools}},
+        # Roles stay as the case says.
+        "spec": spec | {"placement": {"manual": case.pools}, "pools": {"flipping": "Off"}},
     }
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(manifest))

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -157,7 +158,7 @@ class Vllm:
         facts = await inspect(client, self.model)
         samples = await measure(replace(client, model=self.model), facts, settings, _say)
         for line in find_scattered(samples, settings.max_spread):
-            print(f"scatters: {line}")
+            print(f"scatters: {line}", file=sys.stderr)
         return facts, samples
 
 
@@ -182,4 +183,4 @@ async def _warm(urls: list[str], model: str) -> None:
 
 def _say(done: int, total: int, what: str) -> None:
     if total and done % 25 == 0:
-        print(f"profile: {done} of {total}, {what}", flush=True)
+        print(f"profile: {done} of {total}, {what}", file=sys.stderr)
