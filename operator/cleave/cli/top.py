@@ -65,12 +65,12 @@ def top(
     it is still to compute or holds KV for, HERE requests of this gateway, AGE that of the last
     report. P50 and P90 are drawn from buckets, evenly inside each, as Prometheus does.
 
-    Where output is no terminal, a table per interval is printed.
+    Where output is no terminal, a table per interval is printed. For a gateway in a cluster, let
+    kubectl port-forward deploy/chat-gateway 8081 run meanwhile.
 
     Example: cleave top chat
 
-    Example: kubectl port-forward deploy/chat-gateway 8081 & cleave top --gateway
-    http://127.0.0.1:8081
+    Example: cleave top --gateway http://127.0.0.1:8081
     """
     with told():
         url = _find_url(name, gateway)
@@ -154,7 +154,7 @@ class _Gateway:
         self._watcher = Watcher()
 
     async def look(self) -> "View":
-        """What it says now. Raises HttpError."""
+        """What it says now. Raises HttpError; ends with exit code 1 where it is another's."""
         import msgspec
 
         from cleave.rpc.fleet_page import FleetPage
@@ -169,7 +169,8 @@ class _Gateway:
             raise HttpError(f"answers, but not as a gateway: {error}") from error
         view = self._watcher.take(page, counts, time.time())
         if self._deployment and page.instances and self._deployment not in view.deployments:
-            raise HttpError(f"serves {', '.join(view.deployments)}, not {self._deployment}")
+            served = ", ".join(view.deployments)
+            fail([f"gateway at {self._url}: serves {served}, not {self._deployment}"], FAILED)
         return view
 
     async def _get(self, path: str) -> bytes:

@@ -92,7 +92,7 @@ def read_page(page: str, at_s: float) -> Counts:
     try:
         found = _gather(page)
     except ValueError as error:
-        raise CountsError(f"no page of metrics: {error}") from error
+        raise CountsError("no page of metrics") from error
     if not any(name.startswith(_PREFIX) for name in found):
         raise CountsError("a page without a metric of a gateway")
 
