@@ -80,8 +80,9 @@ def _draw_traffic(view: View) -> Table:
         drawn.add_column(heading, justify="right", no_wrap=True)
     ttft_target_ms, tpot_target_ms = view.counts.ttft_target_ms, view.counts.tpot_target_ms
     for traffic, window_s in ((view.now, NOW_S), (view.minute, MINUTE_S)):
-        name = f"{round(traffic.window_s if traffic else window_s, 1):g} s"
-        drawn.add_row(*_describe_window(name, traffic, ttft_target_ms, tpot_target_ms))
+        drawn.add_row(
+            *_describe_window(_seconds(traffic, window_s), traffic, ttft_target_ms, tpot_target_ms)
+        )
     drawn.add_row(*_describe_window("all", view.ever, ttft_target_ms, tpot_target_ms))
     targets = _ms(ttft_target_ms), "", _ms(tpot_target_ms)
     drawn.add_row("target", *[""] * 5, *targets, style="dim")
@@ -147,6 +148,11 @@ def _describe_notes(view: View) -> list[Text]:
     ]
     notes = reasons[:_REASONS] + changes
     return [Text(), *notes] if notes else []
+
+
+def _seconds(traffic: Traffic | None, window_s: float) -> str:
+    seconds = traffic.window_s if traffic else window_s
+    return f"{seconds:.0f} s" if seconds >= 2 else f"{seconds:.1f} s"
 
 
 def _rate(value: float) -> str:
