@@ -6,6 +6,7 @@ asked beforehand, one at a time, of a fleet that nobody hurts.
 
 import argparse
 import asyncio
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +27,9 @@ from chaos.requests import Ask
 NAME = "tiny"
 UP_S = 600
 ASK_S = 60
-SHAPE = Shape(prefill=1, decode=1, mixed=1)
 KINDS = ("kill engine", "kill engine", "kill agent", "hang engine", "kill worker")
 HANG_S = 8.0
 CLIENTS = 3
-SERVING_LEFT = 1
 WAIT_S = 300.0
 PROMPTS = 16
 
@@ -38,7 +37,9 @@ PROMPTS = 16
 def hurt_vllm(folder: Path, options: argparse.Namespace, tell: Tell) -> Report:
     model = folder / "model"
     build(model)
-    with raised(build_manifest(model), SHAPE, folder, UP_S) as fleet:
+    # Each instance takes a core for itself. The prefill instance serves when no other is left.
+    shape = Shape(prefill=1, decode=1, mixed=int(len(os.sched_getaffinity(0)) > 2))
+    with raised(build_manifest(model, shape), shape, folder, UP_S) as fleet:
         asks = prepare(fleet)
         drawn = draw_faults(options.seed, options.kills, fleet.roles, options.gap)
         load = Load(
@@ -54,14 +55,14 @@ def hurt_vllm(folder: Path, options: argparse.Namespace, tell: Tell) -> Report:
             len(drawn),
             options.seed,
             tell,
-            serving_left=SERVING_LEFT,
+            serving_left=shape.mixed,
             wait_s=WAIT_S,
         )
         return asyncio.run(storm)
 
 
-def build_manifest(model: Path) -> dict[str, Any]:
-    pools = [{"role": role, "replicas": number} for role, number in SHAPE.roles.items()]
+def build_manifest(model: Path, shape: Shape) -> dict[str, Any]:
+    pools = [{"role": role, "replicas": number} for role, number in shape.roles.items()]
     return {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
