@@ -177,8 +177,9 @@ class Storm:
     def _can_spare(self, victim: str, serving: set[str], fault: Fault) -> bool:
         if not fault.cripples:
             return True
-        left = [n for n in serving if n != victim and self.roles[n] != "prefill"]
-        return len(left) >= self.serving_left
+        left = serving - {victim}
+        decoding = [name for name in left if self.roles[name] != "prefill"]
+        return bool(left) and len(decoding) >= self.serving_left
 
     def _must_be_right(self) -> None:
         if self._failed:
