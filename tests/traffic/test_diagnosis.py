@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cleave.simulator.trace import Trace
@@ -128,6 +128,7 @@ def test_a_plan_is_told_what_was_cut_and_what_its_recording_lacks() -> None:
     assert remarks(workload.fixed(10, 10, 1.0), 100) == ()
 
 
+@example(lengths=[1] * 11 + [1_282_464, 4_455_736], gaps=[1.0] * 60)
 @given(
     lengths=st.lists(st.integers(1, 10**7), min_size=1, max_size=60),
     gaps=st.lists(st.floats(0, 1e4), min_size=60, max_size=60),

@@ -154,8 +154,8 @@ def _lengths(tokens: NDArray[np.int64]) -> LengthSummary:
 
 def _fitted(mean: float, p90: float) -> api.Lengths:
     short = _short(mean)
-    # Cut by a little more than the limit, so that rounding does not pass it.
-    nearest = min(max(p90, short), short * (MAX_P90_TO_MEAN - 0.001))
+    # Cut by more than rounding to four digits may add.
+    nearest = min(max(p90, short), short * MAX_P90_TO_MEAN * 0.999)
     return api.Lengths(mean=short, p90=max(_short(nearest), short))
 
 
