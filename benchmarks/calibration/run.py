@@ -58,7 +58,7 @@ class Line:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--data", type=Path, required=True, help="folder with Vidur's profiles")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     lines = [*interpolation(), *affine(), *roofline_of_distserve(), *roofline_of_splitwise()]
