@@ -5,6 +5,9 @@ import contextlib
 import re
 from typing import Self
 
+_TLS = b"\x16"
+"""What a client begins with that wants it."""
+
 
 class Clock:
     """Shows the time that a test has set."""
@@ -31,7 +34,9 @@ class Answering:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._served.add(asyncio.current_task())
             with contextlib.suppress(ConnectionError, EOFError):
-                head = await reader.readuntil(b"\r\n\r\n")
+                head = await reader.readexactly(1)
+                if head != _TLS:
+                    head += await reader.readuntil(b"\r\n\r\n")
                 self.asked.append(head)
                 length = re.search(rb"(?i)content-length: *(\d+)", head)
                 await reader.readexactly(int(length[1]) if length else 0)

@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass
 
+from stated import state
+
 from cleave.policy.dispatch import Policy
 from cleave.router.directory import Directory
 from cleave.router.router import Phase, Router, Rules
@@ -69,18 +71,6 @@ def fill(instances: int, policy: Policy) -> Directory:
     directory = Directory(policy)
     for number in range(instances):
         name = f"chat-{number:04d}"
-        stated = agent_pb2.Registration(
-            instance=name,
-            deployment="chat",
-            model="m",
-            revision="r",
-            boot_id=f"{name}-boot",
-            role=agent_pb2.ROLE_DECODE if number % 2 else agent_pb2.ROLE_PREFILL,
-            state=agent_pb2.STATE_READY,
-            engine_url="http://127.0.0.1:8000",
-            kv_block_size=16,
-            kv_blocks_total=32_000,
-            kv_path=agent_pb2.KvPath(verified=True),
-        )
-        directory.hear(name, agent_pb2.WatchEvent(registration=stated), 0.0)
+        role = agent_pb2.ROLE_DECODE if number % 2 else agent_pb2.ROLE_PREFILL
+        directory.hear(name, state(name, role), 0.0)
     return directory

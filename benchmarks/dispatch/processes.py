@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 from queueing import REPORT_MS, WARM_UP, Delay, Load
+from stated import state
 
 from cleave.metrics.shared_table import SharedTable
 from cleave.router.directory import Directory
@@ -131,20 +132,8 @@ class _Fleet:
     def _start(self, books: SharedBooks) -> SharedRouter:
         directory = Directory(books=books)
         for name in [*self._names, "d"]:
-            stated = agent_pb2.Registration(
-                instance=name,
-                deployment="chat",
-                model="m",
-                revision="r",
-                boot_id=f"{name}-boot",
-                role=agent_pb2.ROLE_DECODE if name == "d" else agent_pb2.ROLE_PREFILL,
-                state=agent_pb2.STATE_READY,
-                engine_url="http://127.0.0.1:8000",
-                kv_block_size=16,
-                kv_blocks_total=1 << 30,
-                kv_path=agent_pb2.KvPath(verified=True),
-            )
-            directory.hear(name, agent_pb2.WatchEvent(registration=stated), 0.0)
+            role = agent_pb2.ROLE_DECODE if name == "d" else agent_pb2.ROLE_PREFILL
+            directory.hear(name, state(name, role, 1 << 30), 0.0)
         return SharedRouter(directory, clock=lambda: self._now_ms / 1_000, seed=1)
 
     def _report(self, process: int, name: str) -> None:

@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from cleave.perf import distserve, latency
+from cleave.policy.pooling import make_terms
 from cleave.simulator.fleet import Engine, Fleet, Pool, Terms, Transfer
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
 TTFT_MS, TPOT_MS = 400.0, 60.0
-TERMS = Terms(wait_ms=0.25 * TTFT_MS)
+TERMS = make_terms(TTFT_MS)
 GPUS = 8
 _ENGINE = Engine(
     latency.to_timing(distserve.FITS["distserve/opt-13b/tp1"]),

@@ -1,5 +1,6 @@
 """Pools that lend each other instances: who goes, who comes back, and that nobody flaps."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -173,10 +174,21 @@ def test_whatever_comes_flips_are_bounded_and_both_sides_are_served(
     _check_bounds(manager, hours=manager.now_ms / 3_600_000.0)
 
 
+def _find_most_flips(hours: float) -> float:
+    """What one instance does in so many hours at most.
+
+    A trip has three flips: out, for good, and home. It lasts FIRST_STAY_MS, the next one twice as
+    long, and so on; those after that LONGEST_STAY_MS each. To begin anew takes FORGIVEN_MS at home,
+    in which more long trips would have been made than short ones are won.
+    """
+    short = math.log2(pooling.LONGEST_STAY_MS / pooling.FIRST_STAY_MS)
+    return 3.0 * (short + 1.0 + hours * 3_600_000.0 / pooling.LONGEST_STAY_MS)
+
+
 def _check_bounds(manager: Manager, hours: float) -> None:
     for slot in range(len(manager.members)):
         mine = [(at, role) for at, which, role in manager.flips if which == slot]
-        assert len(mine) <= pooling.find_most_flips(hours)
+        assert len(mine) <= _find_most_flips(hours)
         home = manager.members["home"][slot]
         for (left, role), (back, later) in pairwise(mine):
             if role != home and later == home:

@@ -22,7 +22,7 @@ from cleave.gateway.picker import PickerServer
 from cleave.gateway.siblings import Siblings
 from cleave.gateway.tls import Certificate
 from cleave.gateway.watch import Watch, make_watch
-from cleave.policy.pooling import Terms
+from cleave.policy.pooling import make_terms
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
 from cleave.router.pool_manager import Flip, Flipping, PoolManager
@@ -39,10 +39,6 @@ FILES_S = 5.0
 HANDSHAKE_S = 10.0
 """Until then a connection is no client's yet, and nothing else bounds it."""
 BACKLOG = 4_096
-WAIT_SHARE = 0.25
-"""Of the TTFT target, that prompts may wait before other pools help."""
-UNSTATED_WAIT_MS = 250.0
-"""The same where there is no target."""
 
 
 class Gateway:
@@ -73,8 +69,7 @@ class Gateway:
         self._pool_manager: PoolManager | None = None
         # One process is enough, and the first one is always there or about to be.
         if config.flipping is not Flipping.OFF and (siblings is None or siblings.process == 0):
-            wait_ms = WAIT_SHARE * config.ttft_slo_ms or UNSTATED_WAIT_MS
-            terms = Terms(wait_ms, min_prefill=config.min_prefill, min_decode=config.min_decode)
+            terms = make_terms(config.ttft_slo_ms, config.min_prefill, config.min_decode)
             self._pool_manager = PoolManager(
                 directory, config.flipping, terms, time.monotonic, self._note_flip
             )

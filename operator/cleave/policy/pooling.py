@@ -8,7 +8,7 @@ anything at once; taking back and lending for good are done with care.
 What is hard: not to flap. A wave of traffic of any period would drive a plain threshold from side
 to side. So what rises must stay up for a while before anything happens, what comes home must have
 been calm for longer, and each trip within `FORGIVEN_MS` of the last one doubles the time that the
-instance stays away at least, up to `LONGEST_STAY_MS`: at most `find_most_flips` in an hour.
+instance stays away at least, up to `LONGEST_STAY_MS`. That bounds the flips of an hour.
 
 Sources: Splitwise, section IV-A (own pool, mixed pool, opposite pool; identity kept, back when
 drained); TetriInfer, section 3.5 (an instance under a tenth of its load for a minute is flipped).
@@ -31,6 +31,10 @@ FORGIVEN_MS = 1_800_000.0
 """After so long at home an instance goes out as if for the first time."""
 RELIEF = 0.5
 """Pressure has gone when it is below this."""
+WAIT_SHARE = 0.25
+"""Of the TTFT target, that prompts may wait before others help."""
+UNSTATED_WAIT_MS = 250.0
+"""The same where there is no target."""
 IDLE = 0.1
 """An instance with less than this of what it might carry has nothing to do (TetriInfer)."""
 
@@ -71,6 +75,12 @@ class Terms(NamedTuple):
     min_prefill: int = 0
     """Instances that keep to prefill, whatever comes."""
     min_decode: int = 0
+
+
+def make_terms(ttft_ms: float, min_prefill: int = 0, min_decode: int = 0) -> Terms:
+    """Of a fleet with this TTFT target; 0: it has none."""
+    wait_ms = WAIT_SHARE * ttft_ms or UNSTATED_WAIT_MS
+    return Terms(wait_ms, min_prefill=min_prefill, min_decode=min_decode)
 
 
 def make_watch() -> Watch:
@@ -150,17 +160,6 @@ def _find_load(member: Members, side: int, terms: Terms) -> float:
     return float(
         member["wait_ms"] / terms.wait_ms if side == PREFILL else member["use"] / terms.full
     )
-
-
-def find_most_flips(hours: float) -> float:
-    """What one instance does in so many hours at most.
-
-    A trip has three flips: out, for good, and home. It lasts FIRST_STAY_MS, the next one twice as
-    long, and so on; those after that LONGEST_STAY_MS each. To begin anew takes FORGIVEN_MS at home,
-    in which more long trips would have been made than short ones are won.
-    """
-    short = math.log2(LONGEST_STAY_MS / FIRST_STAY_MS)
-    return 3.0 * (short + 1.0 + hours * 3_600_000.0 / LONGEST_STAY_MS)
 
 
 def _note_idle(members: Members, terms: Terms, now_ms: float) -> None:
