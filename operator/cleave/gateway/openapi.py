@@ -134,7 +134,8 @@ def _ask(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
     }
     answer: Schema = {"application/json": {"schema": _OBJECT}}
     if "stream" in names:
-        answer["text/event-stream"] = {"schema": _TEXT}
+        # Without a schema: OpenAPI 3.1 cannot describe events, and a string is not what they are.
+        answer["text/event-stream"] = {}
     instances = {
         f"x-cleave-{role}": {"$ref": "#/components/headers/Instance"}
         for role in ("prefill", "decode")
