@@ -126,7 +126,8 @@ def deployed(manifest: dict[str, object], folder: Path, timeout_s: int) -> Itera
         assert not left, f"left running: {left}"
     finally:
         for process in deployment.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def idle(deployment: Deployment) -> bool:
