@@ -17,6 +17,16 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _REFUSED = ("prompt_logprobs", "echo", "suffix", "best_of")
 _MAX_CHOICES = 64
 _MAX_LOGPROBS = 20
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "max_completion_tokens": (int,),
+    "response_format": (dict,),
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "temperature": (int, float),
+    "tool_choice": (str, dict),
+    "tools": (list,),
+}
+"""What fields may be beside null, where nothing else here looks at them or not always."""
 
 
 class ApiError(Exception):
@@ -133,6 +143,12 @@ def _refuse(body: dict[str, Any]) -> None:
     for name in _REFUSED:
         if body.get(name):
             raise bad_request(f"{name} is not emulated.", name)
+    for name, kinds in _KINDS.items():
+        if body.get(name) is not None and type(body[name]) not in kinds:
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise bad_request(f"{name} must be {wanted}, got {body[name]!r:.40}.", name)
+    if (temperature := body.get("temperature") or 0) < 0:
+        raise bad_request(f"temperature must be non-negative, got {temperature}.", "temperature")
 
 
 def _count_choices(body: dict[str, Any]) -> int:
