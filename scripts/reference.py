@@ -23,9 +23,9 @@ from cleave.cli.main import app
 from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
-from cleave.gateway import metrics as gateway_metrics
-from cleave.gateway import openapi
-from cleave.gateway.fleet_metrics import FleetCollector
+from cleave.gateway.counts import metrics as gateway_metrics
+from cleave.gateway.counts.fleet_metrics import FleetCollector
+from cleave.gateway.front import openapi
 from cleave.router.directory import Directory
 from cleave.rpc import discovery
 from cleave_worker.agent import config as agent

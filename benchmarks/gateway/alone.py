@@ -23,14 +23,14 @@ from agents import Instance as Mock
 from rich.console import Console
 from rich.table import Table
 
-from cleave.gateway.client import ClientConnection
-from cleave.gateway.config import GatewayConfig
+from cleave.gateway.admission.keys import Keys
+from cleave.gateway.admission.limits import Limits
+from cleave.gateway.admission.tenants import Tenant, digest
+from cleave.gateway.config import GatewayConfig, Late
 from cleave.gateway.context import Context
-from cleave.gateway.engine import EngineConnection
-from cleave.gateway.keys import Keys
-from cleave.gateway.limits import Limits
-from cleave.gateway.pages import Pages
-from cleave.gateway.tenants import Late, Tenant, digest
+from cleave.gateway.engines.engine import EngineConnection
+from cleave.gateway.front.client import ClientConnection
+from cleave.gateway.front.pages import Pages
 from cleave.router.directory import Directory
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from typer.testing import CliRunner
 
 from cleave.cli.main import app
-from cleave.gateway.metrics import Collector, Metrics, Slo
+from cleave.gateway.counts.metrics import Collector, Metrics, Slo
 from cleave.local import state
 from cleave.local.state import Snapshot
 from cleave.rpc.fleet_page import FleetPage, Instance

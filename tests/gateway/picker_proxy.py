@@ -5,7 +5,13 @@ import json
 
 import grpc
 
-from cleave.gateway.ext_proc import CHUNK_BYTES, ENDPOINT, NAMESPACE, SUBSET, SUBSET_NAMESPACE
+from cleave.gateway.picker.ext_proc import (
+    CHUNK_BYTES,
+    ENDPOINT,
+    NAMESPACE,
+    SUBSET,
+    SUBSET_NAMESPACE,
+)
 from cleave.rpc.v1 import external_processor_pb2 as pb
 from cleave.rpc.v1 import external_processor_pb2_grpc
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from cleave.gateway.metrics import TTFT_BOUNDS_S, Collector, Metrics, Slo
+from cleave.gateway.counts.metrics import TTFT_BOUNDS_S, Collector, Metrics, Slo
 from cleave.traffic.counts import Buckets, Counts, CountsError, History, compare, read_page
 
 

@@ -1,12 +1,20 @@
 """What a gateway is told at its start. Filled by the command line, read by the whole package."""
 
+import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.gateway.tenants import Late
 from cleave.policy.dispatch import Policy
 from cleave.router.pool_manager import Flipping
 from cleave.router.router import Fallback
+
+
+class Late(enum.Enum):
+    """What becomes of a request that cannot meet its TTFT target any more."""
+
+    SERVE = "Serve"
+    REFUSE = "Refuse"
+    """429 at once, so that its client can go elsewhere and others are not late as well."""
 
 
 @dataclass(frozen=True, slots=True)

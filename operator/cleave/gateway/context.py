@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from cleave.gateway.admission.door import Door
+from cleave.gateway.admission.keys import Keys
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.door import Door
-from cleave.gateway.engine import EnginePool
-from cleave.gateway.health import Breaker
-from cleave.gateway.keys import Keys
-from cleave.gateway.metrics import Metrics, Slo
+from cleave.gateway.counts.metrics import Metrics, Slo
+from cleave.gateway.counts.summed import restore, save
+from cleave.gateway.engines.engine import EnginePool
+from cleave.gateway.engines.health import Breaker
+from cleave.gateway.head import TRACEPARENT
 from cleave.gateway.siblings import Siblings
-from cleave.gateway.summed import restore, save
-from cleave.gateway.traceparent import NAME
 from cleave.router.instance import Target
 from cleave.router.router import Router
 
@@ -57,7 +57,7 @@ class Context:
         self.siblings = siblings
         self.session_header = config.session_header.lower().encode()
         """Empty: none."""
-        traced = {NAME} if config.otlp_endpoint is not None else set()
+        traced = {TRACEPARENT} if config.otlp_endpoint is not None else set()
         self.also_read = frozenset({self.session_header} - {b""} | traced)
         """Headers of requests, beside those that are always read."""
         slo = Slo(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)

@@ -5,6 +5,8 @@ import re
 
 REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
+TRACEPARENT = b"traceparent"
+
 JSON = b"content-type: application/json\r\n"
 CLOSE = b"connection: close\r\n"
 LAST_CHUNK = b"0\r\n\r\n"

@@ -17,14 +17,14 @@ from pathlib import Path
 import uvloop
 
 from cleave.gateway import processes
-from cleave.gateway.access_log import ACCESS
-from cleave.gateway.config import GatewayConfig, Timeouts
-from cleave.gateway.picker import PickerError
+from cleave.gateway.admission.tenants import KeysError
+from cleave.gateway.config import GatewayConfig, Late, Timeouts
+from cleave.gateway.front.tls import TlsError
+from cleave.gateway.picker.picker import PickerError
 from cleave.gateway.server import Gateway
 from cleave.gateway.siblings import Siblings
-from cleave.gateway.tenants import KeysError, Late
-from cleave.gateway.tls import TlsError
-from cleave.gateway.watch import TracingError
+from cleave.gateway.stories.access_log import ACCESS
+from cleave.gateway.stories.story import TracingError
 from cleave.metrics import logs
 from cleave.policy.dispatch import Policy
 from cleave.router.pool_manager import Flipping

@@ -13,15 +13,15 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from cleave.gateway.client import ClientConnection
+from cleave.gateway.admission.keys import KeysFile
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import ClientSlot, Context
-from cleave.gateway.keys import KeysFile
-from cleave.gateway.pages import Pages
-from cleave.gateway.picker import PickerServer
+from cleave.gateway.front.client import ClientConnection
+from cleave.gateway.front.pages import Pages
+from cleave.gateway.front.tls import Certificate
+from cleave.gateway.picker.picker import PickerServer
 from cleave.gateway.siblings import Siblings
-from cleave.gateway.tls import Certificate
-from cleave.gateway.watch import Watch, make_watch
+from cleave.gateway.stories.watch import Watch, make_watch
 from cleave.policy.pooling import make_terms
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet

@@ -1,0 +1,1 @@
+"""Who may ask, for how much and when: keys, tenants, limits, turns, deadlines."""

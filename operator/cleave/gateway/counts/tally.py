@@ -1,0 +1,55 @@
+"""What a request adds to the metrics when it is over. Called by exchanges.
+
+What is hard: an attainment that leaves out what was refused or lost flatters, so a request that got
+no answer counts as one that missed its targets; only what clients broke off or got wrong does not.
+"""
+
+from cleave.gateway.counts.metrics import Metrics
+from cleave.router.router import Pick
+
+TIMED_MASK = 7
+"""One stream in eight has each of its gaps timed: all of them would cost 4 % of a token."""
+
+_UNSERVED = frozenset(("shed", "unavailable", "failed", "broken"))
+
+
+def count(
+    metrics: Metrics,
+    model: str,
+    tenant: str,
+    outcome: str,
+    prompt_tokens: int,
+    output_tokens: int,
+    stream_s: tuple[float, float] | None,
+    pick: Pick | None = None,
+) -> None:
+    """All is over.
+
+    `model` is empty when clients made it up, `tenant` where there are none. `stream_s`: seconds to
+    the first byte of a stream that came to an end, and from there to the end; `pick`: of whom, if
+    known.
+    """
+    metrics.requests[model, outcome] += 1
+    if tenant:
+        metrics.tenants[tenant, outcome] += 1
+        metrics.tenant_tokens[tenant] += prompt_tokens + output_tokens
+    if not model:
+        return
+    counted = metrics.models[model]
+    counted.prompt_tokens += prompt_tokens
+    counted.output_tokens += output_tokens
+    tpot_s = 0.0
+    if stream_s is not None:
+        counted.ttft[(pick.prefill or pick.decode).role if pick else ""].observe(stream_s[0])
+        if output_tokens > 1:
+            tpot_s = stream_s[1] / (output_tokens - 1)
+            counted.tpot[pick.decode.role if pick else ""].observe(tpot_s)
+    slo = metrics.slo
+    if slo is None:
+        return
+    if outcome in _UNSERVED:
+        metrics.attained[model, "unserved"] += 1
+    elif stream_s is not None:
+        late, slow = stream_s[0] > slo.ttft_s, 0 < slo.tpot_s < tpot_s
+        missed = ("ttft_and_tpot" if slow else "ttft") if late else "tpot" if slow else ""
+        metrics.attained[model, missed] += 1

@@ -1,0 +1,1 @@
+"""Engines as the gateway meets them: connections, their health, hand-offs, how streams begin."""

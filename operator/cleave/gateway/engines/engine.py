@@ -1,0 +1,313 @@
+"""Connections to engines: one pool per engine, one call per request to it.
+
+Used by exchanges. Everything is a callback, because a task and its wake-ups per request would cost
+more than the whole hop. What is hard: an engine may close an idle connection at the very moment a
+request is sent over it. Only then, when nothing of an answer has come, the call goes out once more,
+on a fresh connection; anything else is the exchange's decision.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+from cleave.gateway.engines.health import Pulse
+from cleave.gateway.head import Headers, make_safe
+from cleave.router.instance import Target
+
+IDLE_S = 4.0
+"""uvicorn, in front of vLLM, closes idle connections after 5 s; we do it first."""
+GONE_S = 10
+"""A machine that has acknowledged nothing for so long is gone, however long its answer may take."""
+PROBE_S = 2
+
+
+class Owner(Protocol):
+    """Who made a call."""
+
+    def receive(self, call: "Call", piece: bytes, complete: bool) -> None:
+        """More of the answer's body, perhaps empty; its head is in the call."""
+
+    def lose(self, call: "Call", reason: str) -> None:
+        """The call failed: no connection, or it broke before the answer was complete."""
+
+
+class Call:
+    """One request to one engine."""
+
+    __slots__ = (
+        "connecting",
+        "connection",
+        "fresh",
+        "headers",
+        "owner",
+        "payload",
+        "pool",
+        "sent",
+        "status",
+    )
+
+    def __init__(self, pool: "EnginePool", owner: Owner, payload: bytes) -> None:
+        self.pool = pool
+        self.owner: Owner | None = owner
+        self.payload = payload
+        self.connection: EngineConnection | None = None
+        self.connecting: asyncio.Task[None] | None = None
+        self.fresh = False
+        self.sent = False
+        """Whether it may have reached an engine although nothing came back."""
+        self.status = 0
+        """0 until the head has come."""
+        self.headers: Headers = []
+
+    def abort(self) -> None:
+        """End it now; its owner hears nothing more. Closing is what tells an engine to stop."""
+        self.owner = None
+        if self.connecting is not None:
+            self.connecting.cancel()
+        if self.connection is not None:
+            self.connection.abort()
+
+    def fail(self, reason: str) -> None:
+        """Tell the owner, once."""
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            owner.lose(self, reason)
+
+    def pause(self) -> None:
+        """Read no more of the answer until resumed."""
+        if self.connection is not None:
+            self.connection.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self.connection is not None:
+            self.connection.transport.resume_reading()
+
+
+class EngineConnection(asyncio.Protocol):
+    """One connection, which carries one call at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: "EnginePool") -> None:
+        self._pool = pool
+        self._call: Call | None = None
+        self._headers: Headers = []
+        self._parts: list[bytes] = []
+        # httptools looks its callbacks up once: a list's own append is the cheapest of all.
+        self.on_body = self._parts.append
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self._head_done = self._complete = self._delimited = self._heard = False
+        self._reusable = False
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Set up by the event loop."""
+        self.transport = cast("asyncio.Transport", transport)
+        set_nodelay(self.transport)
+        notice_loss(self.transport)
+
+    def send(self, call: Call) -> None:
+        """Begin a call on this idle connection."""
+        self._call = call
+        call.connection = self
+        self._head_done = self._complete = self._delimited = self._heard = False
+        self.transport.write(call.payload)
+
+    def abort(self) -> None:
+        """Close without waiting for anything."""
+        self._call = None
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and give what came to the call's owner in one piece."""
+        call, parser = self._call, self._parser
+        if call is None or parser is None:
+            self.transport.abort()
+            return
+        self._heard = True
+        try:
+            parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail("sent an answer that is not HTTP")
+            return
+        if not self._head_done:
+            return
+        parts = self._parts
+        piece = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        complete = self._complete
+        if complete:
+            self._finish(call)
+        elif not piece:
+            return
+        if call.owner is not None:
+            call.owner.receive(call, piece, complete)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line, or a trailer."""
+        if self._head_done:
+            return
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._delimited = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """The head is whole; an interim one (1xx) is thrown away."""
+        headers, self._headers = self._headers, []
+        if self._call is None or self._parser is None:
+            return
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self._head_done = True
+            self._reusable = self._delimited and self._parser.should_keep_alive()
+            self._call.status = status
+            self._call.headers = headers
+
+    def on_message_complete(self) -> None:
+        """The answer, or an interim one, is over."""
+        self._complete = self._head_done
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Closed by either side."""
+        self._pool.drop(self)
+        call = self._call
+        if call is not None and self._head_done and not self._delimited and exc is None:
+            # An answer without a length ends with its connection.
+            self._call = call.connection = None
+            if call.owner is not None:
+                call.owner.receive(call, b"", True)
+        else:
+            self._fail("closed the connection")
+        self._parser = None
+
+    def _finish(self, call: Call) -> None:
+        self._call = call.connection = None
+        if self._reusable:
+            self._pool.keep(self)
+        else:
+            self.transport.close()
+
+    def _fail(self, reason: str) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        call.connection = None
+        call.sent = True
+        self.transport.abort()
+        if not self._heard and not call.fresh and call.owner is not None:
+            self._pool.send_on_fresh(call)
+        else:
+            call.fail(reason)
+
+
+class EnginePool:
+    """The connections to one engine."""
+
+    def __init__(
+        self, target: Target, limit: int, connect_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.host = f"{target.host}:{target.port}".encode()
+        name = make_safe(target.instance)
+        self.prefill_label = b"x-cleave-prefill: %b\r\n" % name
+        self.decode_label = b"x-cleave-decode: %b\r\n" % name
+        """Header lines that name the instance."""
+        self.pulse = Pulse(clock())
+        """Whether its streams move."""
+        self._target = target
+        self._limit = limit
+        self._connect_s = connect_s
+        self._clock = clock
+        self._idle: list[EngineConnection] = []
+        self._open: set[EngineConnection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is open or being opened."""
+        return not self._open and not self._connecting
+
+    def send(self, owner: Owner, payload: bytes) -> Call:
+        """Begin a call; its owner hears about it later, never from within this method."""
+        call = Call(self, owner, payload)
+        if self._idle:
+            self._idle.pop().send(call)
+        else:
+            self.send_on_fresh(call)
+        return call
+
+    def send_on_fresh(self, call: Call) -> None:
+        """Begin, or begin again, a call on a new connection."""
+        call.fresh = True
+        task = asyncio.get_running_loop().create_task(self._connect(call))
+        call.connecting = task
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def keep(self, connection: EngineConnection) -> None:
+        """Take back a connection whose call is over."""
+        connection.idle_since = self._clock()
+        self._idle.append(connection)
+
+    def drop(self, connection: EngineConnection) -> None:
+        """Forget a closed connection."""
+        self._open.discard(connection)
+        with contextlib.suppress(ValueError):
+            self._idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close what has been idle too long; the oldest come first."""
+        while self._idle and now - self._idle[0].idle_since > IDLE_S:
+            self._idle.pop(0).abort()
+
+    def close(self) -> None:
+        """End every connection, whatever it carries."""
+        for task in tuple(self._connecting):
+            task.cancel()
+        for connection in tuple(self._open):
+            connection.abort()
+
+    async def _connect(self, call: Call) -> None:
+        if len(self._open) + len(self._connecting) > self._limit:
+            call.fail("has no connection left")
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_s):
+                _, connection = await loop.create_connection(
+                    lambda: EngineConnection(self), self._target.host, self._target.port
+                )
+        except (OSError, TimeoutError) as error:
+            call.fail(f"cannot be reached: {error or 'timed out'}")
+            return
+        call.connecting = None
+        self._open.add(connection)
+        if call.owner is None:
+            self.keep(connection)
+        else:
+            connection.send(call)
+
+
+def notice_loss(transport: asyncio.Transport) -> None:
+    """Break the connection when the machine at its other end is gone, not when an engine is slow.
+
+    A machine without power or network says no goodbye, and a whole answer may take minutes.
+    """
+    opened = transport.get_extra_info("socket")
+    if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1_000)
+
+
+def set_nodelay(transport: asyncio.Transport) -> None:
+    """Send each piece at once: Nagle's algorithm would hold a token back for up to 40 ms."""
+    opened = transport.get_extra_info("socket")
+    if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,1 @@
+"""What clients meet: connections, TLS, and the gateway's own pages."""

@@ -1,0 +1,285 @@
+"""Everything the gateway answers, by path; what takes a model it lets engines answer.
+
+Used by the client connections. /health and /metrics stay open when keys are required: probes and
+scrapers carry none, and nothing there is about a request. /fleet names every instance and its load,
+which is the operator's business alone: it is answered on the internal port only, which no Service
+leads to.
+"""
+
+from http import HTTPStatus
+from urllib.parse import unquote
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from cleave.gateway import head
+from cleave.gateway.admission.tenants import EVERYBODY, Tenant
+from cleave.gateway.completion import read_completion, read_other
+from cleave.gateway.context import Context
+from cleave.gateway.counts.fleet_metrics import FleetCollector
+from cleave.gateway.counts.metrics import Collector
+from cleave.gateway.counts.summed import SummedCollector
+from cleave.gateway.errors import ApiError, build_error_fields, from_router
+from cleave.gateway.exchanges.exchange import Exchange
+from cleave.gateway.front.client import ClientConnection
+from cleave.gateway.front.fleet_page import describe_fleet
+from cleave.gateway.front.openapi import describe
+from cleave.gateway.front.routes import (
+    COMPLETIONS,
+    FLEET,
+    HEALTH,
+    INTERNAL,
+    METRICS,
+    MODEL,
+    OPENAPI,
+    OTHERS,
+    OWN,
+)
+from cleave.gateway.request import Request
+from cleave.gateway.siblings import Siblings
+from cleave.gateway.stories.watch import Watch
+from cleave.router.errors import UnknownModel
+from cleave.router.instance import Instance
+from cleave.rpc.v1 import agent_pb2
+
+_OTHERS = frozenset(route.path for route in OTHERS)
+_METHODS = {route.path: b"POST" for route in (*COMPLETIONS, *OTHERS)}
+_METHODS |= {route.path: b"GET" for route in OWN}
+_OPEN = frozenset(route.path for route in OWN if not route.needs_key)
+_INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL}
+
+_UNAUTHORIZED = ApiError(
+    HTTPStatus.UNAUTHORIZED,
+    "no valid API key: send it as `Authorization: Bearer KEY`",
+    "invalid_request_error",
+    code="invalid_api_key",
+    fields=b"www-authenticate: Bearer\r\n",
+)
+
+
+class Pages:
+    """Gives each request to whoever answers it."""
+
+    def __init__(
+        self, context: Context, watch: Watch | None = None, *, internal: bool = False
+    ) -> None:
+        """`watch`: who hears of requests; `internal`: for the operator's and scrapers' port."""
+        self._context = context
+        self._watch = watch
+        self._methods = _INTERNAL_METHODS if internal else _METHODS
+        self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
+        self._registry = CollectorRegistry()
+        if context.siblings is None:
+            self._registry.register(Collector(context.metrics))
+            ProcessCollector(registry=self._registry)
+        else:
+            self._registry.register(SummedCollector(context.metrics, context.siblings))
+        self._registry.register(FleetCollector(context.router.directory))
+
+    def check(self, request: Request) -> ApiError | None:
+        """What is wrong with a request as far as its head tells."""
+        error = self._check_path(request)
+        if error is None and self._find_tenant(request) is None:
+            return _UNAUTHORIZED
+        return error
+
+    def _check_path(self, request: Request) -> ApiError | None:
+        method = self._methods.get(request.path) or self._look_closer(request)
+        if not method:
+            return _find_nothing(request.path)
+        if request.method != method and not (request.method == b"HEAD" and method == b"GET"):
+            return _forbid(request.path, method)
+        return None
+
+    def _find_tenant(self, request: Request) -> Tenant | None:
+        """Whose request it is; None: nobody's who may ask."""
+        if request.path in self._open:
+            return EVERYBODY
+        return self._context.keys.find(request.headers.get(b"authorization"))
+
+    def handle(self, client: ClientConnection, request: Request) -> None:
+        """Answer a request, now or, for a completion, when the engines have."""
+        context = self._context
+        request_id = request.headers.get(b"x-request-id", b"")
+        if not request_id or not head.is_sane_id(request_id):
+            request_id = context.make_id()
+        error, tenant = self._check_path(request), self._find_tenant(request)
+        if tenant is None:
+            error = error or _UNAUTHORIZED
+        elif error is None:
+            try:
+                if request.method == b"POST":
+                    self._pass_on(client, request, request_id, tenant)
+                else:
+                    self._tell(client, request, self._answer(request.path), request_id)
+                return
+            except ApiError as refusal:
+                error = refusal
+        context.metrics.requests["", "refused"] += 1
+        refused = error.status, build_error_fields(error), error.to_json()
+        self._tell(client, request, refused, request_id)
+
+    def note(self, request_id: bytes, status: int, request: Request | None = None) -> None:
+        """For the access log; a path that is none of ours may hold anything, so it is not told."""
+        if self._watch is not None:
+            known = request is not None and request.path in self._methods
+            self._watch.note(
+                self._context,
+                request_id,
+                status,
+                request.method if request is not None else b"",
+                request.path if request is not None and known else b"",
+            )
+
+    def _look_closer(self, request: Request) -> bytes:
+        """The method of a path that no table holds; empty: nothing is there."""
+        request.path = _find_path(request.path)
+        if self._methods is _METHODS and request.path.startswith(MODEL):
+            return b"GET"
+        return self._methods.get(request.path, b"")
+
+    def _tell(
+        self,
+        client: ClientConnection,
+        request: Request,
+        answer: tuple[int, bytes, bytes],
+        request_id: bytes,
+    ) -> None:
+        """Answer here; to HEAD with the head alone, or the next answer would begin with a body."""
+        if request.path not in self._open:
+            self.note(request_id, answer[0], request)
+        client.respond(*answer, request_id, with_body=request.method != b"HEAD")
+
+    def _pass_on(
+        self, client: ClientConnection, request: Request, request_id: bytes, tenant: Tenant
+    ) -> None:
+        """Let engines answer. Raises ApiError."""
+        context = self._context
+        if request.path in _OTHERS:
+            models = context.router.directory.models
+            bases = [name for name, known in models.items() if not known.base]
+            completion = read_other(request.body, bases[0] if len(bases) == 1 else "")
+        else:
+            completion = read_completion(request.body)
+        session = request.headers.get(context.session_header)
+        exchange: Exchange
+        if self._watch is None:
+            exchange = Exchange(
+                context, client, request.path, request_id, completion, tenant, session
+            )
+        else:
+            exchange = self._watch.open(
+                context, client, request, request_id, completion, tenant, session
+            )
+        client.run(exchange)
+        exchange.start()
+
+    def _answer(self, path: bytes) -> tuple[int, bytes, bytes]:
+        if path == FLEET:
+            page = describe_fleet(self._context)
+            return HTTPStatus.OK, head.JSON, msgspec.json.encode(page)
+        if path == METRICS:
+            content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
+            return HTTPStatus.OK, content, generate_latest(self._registry)
+        if path == OPENAPI:
+            api = describe(sorted(self._context.router.directory.models))
+            return HTTPStatus.OK, head.JSON, msgspec.json.encode(api)
+        if path == HEALTH:
+            status, health = self._describe_health()
+            return status, head.JSON, msgspec.json.encode(health)
+        models = self._context.router.directory.models
+        if path.startswith(MODEL):
+            name = unquote(path.removeprefix(MODEL).decode("ascii", "replace"))
+            if name not in models:
+                raise from_router(UnknownModel(name))
+            return HTTPStatus.OK, head.JSON, msgspec.json.encode(self._describe_model(name))
+        listed = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
+        return HTTPStatus.OK, head.JSON, msgspec.json.encode(listed)
+
+    def _describe_model(self, name: str) -> dict[str, object]:
+        directory = self._context.router.directory
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "cleave",
+            "parent": directory.models[name].base or None,
+            "max_model_len": directory.find_max_model_len(name),
+        }
+
+    def _describe_health(self) -> tuple[int, dict[str, object]]:
+        """200 when any model can be served; and always why others cannot."""
+        router = self._context.router
+        known = router.directory.models
+        # Adapters can be served wherever their base can.
+        models = {name: model for name, model in known.items() if not model.base}
+        obstacles = {name: router.find_obstacle(name) for name in sorted(models)}
+        reasons = [obstacle for obstacle in obstacles.values() if obstacle]
+        if not models:
+            reasons.append("no instance has registered yet")
+        ready = any(not obstacle for obstacle in obstacles.values())
+        siblings = self._context.siblings
+        if siblings and (missing := _describe_missing(siblings, self._context.clock())):
+            reasons += missing
+            ready = False
+        status = "ok" if ready else "unavailable"
+        if self._context.draining:
+            ready, status = False, "draining"
+        return HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE, {
+            "status": status,
+            "reasons": reasons,
+            "requests_in_flight": self._context.count_in_flight(),
+            "models": {
+                name: {
+                    "ready": not obstacles[name],
+                    "instances": [_describe(instance) for instance in model.instances],
+                }
+                for name, model in sorted(models.items())
+            },
+        }
+
+
+def _describe_missing(siblings: Siblings, now: float) -> list[str]:
+    """A process that hangs still gets its share of the connections."""
+    return [
+        f"process {process + 1} of {siblings.count} has not been heard for {age:.0f} s"
+        for process, age in siblings.find_missing(now)
+    ]
+
+
+def _find_path(target: bytes) -> bytes:
+    """The path of a target in absolute form, as clients send it to proxies."""
+    scheme, mark, rest = target.partition(b"://")
+    if not mark or scheme.lower() not in (b"http", b"https"):
+        return target
+    return b"/" + rest.partition(b"/")[2]
+
+
+def _find_nothing(path: bytes) -> ApiError:
+    shown = path.decode("ascii", "replace")
+    return ApiError(HTTPStatus.NOT_FOUND, f"no such path: {shown}", "invalid_request_error")
+
+
+def _forbid(path: bytes, method: bytes) -> ApiError:
+    allowed = method.decode() if method != b"GET" else "GET, HEAD"
+    return ApiError(
+        HTTPStatus.METHOD_NOT_ALLOWED,
+        f"{path.decode('ascii', 'replace')} answers to {allowed} only",
+        "invalid_request_error",
+        fields=f"allow: {allowed}\r\n".encode(),
+    )
+
+
+def _describe(instance: Instance) -> dict[str, object]:
+    stated = instance.registration
+    return {
+        "name": instance.name,
+        "role": agent_pb2.Role.Name(stated.role).removeprefix("ROLE_").lower(),
+        "state": agent_pb2.State.Name(stated.state).removeprefix("STATE_").lower(),
+        "selectable": instance.selectable,
+        "contact": instance.contact.value,
+        "kv_path_verified": stated.kv_path.verified,
+        "requests_in_flight": instance.ledger.count_requests(),
+        "reason": stated.reason,
+    }

@@ -1,0 +1,76 @@
+"""The certificate of the port that clients use; read at the start and whenever its files change.
+
+What is hard: certificates are renewed while the gateway runs, and a renewal that is half done must
+not take the port away. New files are tried in a context of their own first; unless they are good,
+new connections go on with what was read before.
+"""
+
+import logging
+import ssl
+from pathlib import Path
+
+from cleave.gateway.admission.keys import stamp
+
+log = logging.getLogger(__name__)
+
+
+class TlsError(ValueError):
+    """The certificate cannot be used."""
+
+
+class Certificate:
+    """A certificate with its key, kept up to date by `refresh`."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        """Both in PEM, the certificate with its chain. Raises TlsError when they cannot be used."""
+        self._files = certificate, key
+        self._stamps = self._stamp()
+        self.context = _build(*self._files)
+        """What connections begin with; the same one for the gateway's life."""
+
+    def refresh(self) -> None:
+        """Read the files again if they have changed; called every few seconds."""
+        stamps = self._stamp()
+        if stamps == self._stamps:
+            return
+        self._stamps = stamps
+        try:
+            # A pair that does not match would leave the context in use without a key.
+            _build(*self._files)
+            _load(self.context, *self._files)
+        except TlsError as error:
+            log.error("the TLS certificate stays as it was: %s", error)
+        else:
+            log.info("TLS certificate read again")
+
+    def _stamp(self) -> list[tuple[int, int, int] | None]:
+        return [stamp(file) for file in self._files]
+
+
+def _build(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _load(context, certificate, key)
+    return context
+
+
+def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    def refuse_password() -> str:
+        # Otherwise OpenSSL asks for it on the terminal.
+        raise TlsError(f"{key}: is encrypted; give a key without a password")
+
+    for file in (certificate, key):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise TlsError(f"{file}: {error.strerror}") from None
+    try:
+        context.load_cert_chain(certificate, key, refuse_password)
+    except (ssl.SSLError, OSError) as error:
+        reason = "they do not belong together" if _is_mismatch(error) else "not both are PEM"
+        raise TlsError(f"{certificate} and {key} are no certificate and key: {reason}") from None
+
+
+def _is_mismatch(error: OSError) -> bool:
+    return isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH"

@@ -1,0 +1,1 @@
+"""The endpoint picker: Envoy asks over gRPC where a request shall go."""

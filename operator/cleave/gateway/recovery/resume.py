@@ -1,0 +1,190 @@
+"""How a stream goes on after its engine was lost: what to ask another one. Pure; no I/O.
+
+Asked by the exchange. Preferred is to continue: prompt and tokens so far, by their ids, go to
+another engine as one prompt, so that nothing is generated twice and the text cannot be cut into
+other tokens than it was made of. What hangs on the first engine (a seed, a grammar, a stop string,
+several choices, tool calls) is replayed instead, if the answer must be the same again; what is
+sampled as well as bound cannot be resumed.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from cleave.gateway.completion import Completion, Fields, decode_any
+from cleave.gateway.recovery.splice import Continued, Replayed, build_event
+from cleave.gateway.recovery.transcript import DONE, Choice, Transcript
+
+COMPLETIONS = b"/v1/completions"
+CHAT = b"/v1/chat/completions"
+RESUMABLE = (COMPLETIONS, CHAT)
+
+DEFAULT_OUTPUT_TOKENS = 16
+"""Of /v1/completions, when a request states none."""
+
+_CARRIED = (
+    "allowed_token_ids",
+    "cache_salt",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "model",
+    "priority",
+    "repetition_penalty",
+    "session_id",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_k",
+    "top_p",
+    "user",
+    "return_token_ids",
+)
+"""Fields that mean the same for the rest of an answer; all others are spent on its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What to ask, and how its answer becomes the rest of the stream."""
+
+    path: bytes
+    completion: Completion
+    splice: Continued | Replayed
+    how: str
+    """For the metrics: continued or replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Nothing is to be asked: only these events are missing."""
+
+    events: bytes
+
+
+class NotResumableError(Exception):
+    """The stream has to end here; the reason is for the client."""
+
+
+def plan(
+    path: bytes, completion: Completion, seen: Transcript, prompt_ids: bytes, max_model_len: int
+) -> Resumption | Ending:
+    """How to go on with a request of which the client has seen so much.
+
+    `prompt_ids`: as the engine wrote them, empty when it did not. `max_model_len`: of every
+    instance that may be asked, in tokens; 0 when unknown.
+    Raises NotResumableError.
+    """
+    if path not in RESUMABLE or seen.foreign:
+        raise NotResumableError("answers of this kind cannot be resumed")
+    if seen.silent:
+        return Resumption(path, completion, Replayed(seen), "replayed")
+    if seen.finished and (seen.usage or not _wants_usage(completion.fields)):
+        return Ending(DONE)
+    continued = _continue(path == CHAT, completion, seen, prompt_ids, max_model_len)
+    if continued is not None:
+        return continued
+    if not is_repeatable(completion.fields):
+        raise NotResumableError(
+            "its answer is sampled and depends on more than its tokens; "
+            "with temperature 0 or a seed it could have been resumed"
+        )
+    return Resumption(path, completion, Replayed(seen), "replayed")
+
+
+def is_repeatable(fields: Fields) -> bool:
+    """Whether the same request must get the same answer again."""
+    if "temperature" in fields and decode_any(fields["temperature"]) == 0:
+        return True
+    if "top_k" in fields and decode_any(fields["top_k"]) == 1:
+        return True
+    return "seed" in fields and type(decode_any(fields["seed"])) is int
+
+
+def _continue(
+    chat: bool, completion: Completion, seen: Transcript, prompt_ids: bytes, max_model_len: int
+) -> Resumption | Ending | None:
+    if not (completion.numbered and prompt_ids and seen.choices.keys() == {0}):
+        return None
+    choice = seen.choices[0]
+    if not choice.ids or _is_parsed(choice) or (chat and _holds_media(completion.fields)):
+        return None
+    prompt = [int(number) for number in prompt_ids.split(b",")]
+    limit = completion.output_tokens or (0 if chat else DEFAULT_OUTPUT_TOKENS)
+    most = limit or max_model_len - len(prompt)
+    left = most - choice.settled
+    if choice.finished or left < 1:
+        return Ending(_end(chat, completion, seen, len(prompt), choice))
+    # What has no text yet is generated again, and must not count twice if that engine is lost too.
+    del choice.ids[choice.settled :]
+    ids = prompt + choice.ids
+    fields = {key: completion.fields[key] for key in _CARRIED if key in completion.fields}
+    fields["prompt"] = _raw(ids)
+    fields["max_tokens"] = _raw(left)
+    least = decode_any(completion.fields.get("min_tokens", _raw(0)))
+    if type(least) is int and least > choice.settled:
+        fields["min_tokens"] = _raw(least - choice.settled)
+    rest = Completion(
+        model=completion.model,
+        fields=fields,
+        stream=True,
+        splittable=completion.splittable,
+        prompt_tokens=len(ids),
+        output_tokens=left,
+        numbered=True,
+    )
+    splice = Continued(seen, chat=chat, tokens=choice.settled)
+    return Resumption(COMPLETIONS, rest, splice, "continued")
+
+
+def _end(
+    chat: bool, completion: Completion, seen: Transcript, prompt_tokens: int, choice: Choice
+) -> bytes:
+    """The end of an answer of which every token was seen."""
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    frame = {"object": kind, **seen.head}
+    events = b""
+    if not choice.finished:
+        text: dict[str, object] = {"delta": {"content": ""}} if chat else {"text": ""}
+        last = {"index": 0, **text, "logprobs": None, "finish_reason": "length"}
+        events += build_event({**frame, "choices": [last]})
+    if _wants_usage(completion.fields) and not seen.usage:
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens + len(choice.ids),
+            "completion_tokens": len(choice.ids),
+        }
+        events += build_event({**frame, "choices": [], "usage": usage})
+    return events + DONE
+
+
+def _is_parsed(choice: Choice) -> bool:
+    """Whether the engine makes more of its tokens than text."""
+    plain = {("text",), ("delta", "content"), ("delta", "role")}
+    return any(text and path not in plain for path, text in choice.texts.items())
+
+
+def _holds_media(fields: Fields) -> bool:
+    """Whether the prompt is more than its tokens."""
+    messages = decode_any(fields["messages"]) if "messages" in fields else None
+    if not isinstance(messages, list):
+        return True
+    parts = [
+        part
+        for message in messages
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
+
+
+def _wants_usage(fields: Fields) -> bool:
+    options = decode_any(fields["stream_options"]) if "stream_options" in fields else None
+    return isinstance(options, dict) and bool(options.get("include_usage"))
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

@@ -1,0 +1,119 @@
+"""An exchange and its attempts that keep the story of their request. Made by `watch`.
+
+What is hard: they follow plain ones step by step, so that those are asked nothing on their way.
+"""
+
+from http import HTTPStatus
+
+from cleave.gateway.admission.tenants import Tenant
+from cleave.gateway.completion import Completion
+from cleave.gateway.context import Context
+from cleave.gateway.engines.engine import Call, EnginePool
+from cleave.gateway.engines.handoff import count_blocks
+from cleave.gateway.errors import ApiError
+from cleave.gateway.exchanges.attempt import Asker, Attempt
+from cleave.gateway.exchanges.audience import Client
+from cleave.gateway.exchanges.exchange import Exchange
+from cleave.gateway.exchanges.relay import Relay
+from cleave.gateway.recovery.recovery import Failure
+from cleave.gateway.stories.story import Leg, Listener, Story, Try
+from cleave.router.instance import Target
+from cleave.router.router import Pick
+
+
+class WatchedAttempt(Attempt):
+    """One try of a watched exchange."""
+
+    __slots__ = ("_story", "_told")
+
+    def __init__(
+        self,
+        context: Context,
+        asker: Asker,
+        path: bytes,
+        completion: Completion,
+        pick: Pick,
+        fields: bytes,
+    ) -> None:
+        super().__init__(context, asker, path, completion, pick, fields)
+        assert isinstance(asker, WatchedExchange)
+        self._story: Story = asker.story
+        self._told = Try(pick, asker.way, context.clock())
+        self._story.tries.append(self._told)
+
+    def _send(self, pool: EnginePool, body: bytes) -> None:
+        phase = "prefill" if self.prefill else "decode" if self.pick.prefill else "whole"
+        leg = Leg(phase, self.target, self._context.clock())
+        self._told.legs.append(leg)
+        if self._story.trace is not None:
+            self._fields = self._story.trace.write(leg.span_id)
+        super()._send(pool, body)
+
+    def _hand_over(self, prefill: Target, body: bytes) -> None:
+        leg = self._told.legs[-1]
+        leg.ended_at, leg.blocks = self._context.clock(), count_blocks(body)
+        super()._hand_over(prefill, body)
+
+
+class WatchedExchange(Exchange):
+    """A request whose story is kept."""
+
+    _attempt_type = WatchedAttempt
+
+    def __init__(
+        self,
+        listener: Listener,
+        story: Story,
+        context: Context,
+        client: Client,
+        path: bytes,
+        request_id: bytes,
+        body: Completion,
+        tenant: Tenant,
+        session: bytes | None,
+    ) -> None:
+        super().__init__(context, client, path, request_id, body, tenant, session)
+        self._listener = listener
+        self.story = story
+
+    @property
+    def way(self) -> str:
+        """How the next attempt takes up what those before it have left."""
+        if self._rescue is None or not self.story.tries:
+            return ""
+        return self._rescue.how if self._relay is not None else "again"
+
+    def begin(self, call: Call) -> None:
+        """A stream begins."""
+        story, now = self.story, self._context.clock()
+        story.tries[-1].legs[-1].first_at = now
+        if not story.first_at:
+            story.first_at, story.status = now, call.status
+        super().begin(call)
+
+    def fail(self, failure: Failure, reason: str) -> None:
+        """An engine let the request down."""
+        self.story.fail(failure.value, reason, self._context.clock())
+        super().fail(failure, reason)
+
+    def _answer_error(self, error: ApiError, outcome: str) -> None:
+        self.story.error = error.code or error.type
+        super()._answer_error(error, outcome)
+
+    def _break_off(self, relay: Relay, error: ApiError) -> None:
+        self.story.error = error.code or error.type
+        super()._break_off(relay, error)
+
+    def _respond(self, status: int, fields: bytes, body: bytes, outcome: str) -> None:
+        self.story.status = HTTPStatus(status)
+        super()._respond(status, fields, body, outcome)
+
+    def _end(self, outcome: str) -> None:
+        if self not in self._context.exchanges:
+            return
+        super()._end(outcome)
+        story = self.story
+        story.prompt_tokens = self._prompt_tokens
+        story.output_tokens = self._output_tokens
+        story.end(outcome, self._context.clock())
+        self._listener.tell(story)

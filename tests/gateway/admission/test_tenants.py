@@ -1,0 +1,83 @@
+"""The file of keys: whose they are, what they may do, and what is wrong with it."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from cleave.gateway.admission.keys import Keys, read_keys
+from cleave.gateway.admission.limits import Limits
+from cleave.gateway.admission.tenants import EVERYBODY, KeysError, Tenant
+from cleave.gateway.config import Late
+
+HASHED = "sha256:" + hashlib.sha256(b"secret").hexdigest()
+FILE = f"""
+# Comments may come first.
+tenants:
+- name: search
+  keys: [{HASHED}, other]
+  requestsPerMinute: 600
+  tokensPerMinute: 100000
+  maxConcurrent: 8
+  maxQueued: 4
+  weight: 2.5
+  priority: 3
+  late: Refuse
+- name: batch
+  keys: [third]
+"""
+
+
+def read(tmp_path: Path, text: str) -> Keys:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    return read_keys(path)
+
+
+def test_a_tenants_keys_lead_to_its_limits(tmp_path) -> None:
+    keys = read(tmp_path, FILE)
+    search = Tenant("search", Limits(600, 100_000, 8), 2.5, 3, 4, Late.REFUSE)
+    assert keys.find(b"Bearer secret") == keys.find(b"bearer other") == search
+    assert keys.find(b"Bearer third") == Tenant("batch")
+    assert keys.find(b"Bearer sha256:" + HASHED.encode()) is None
+    assert keys.find(None) is None
+    assert {tenant.name for tenant in keys.tenants} == {"search", "batch"}
+
+
+def test_a_plain_list_is_one_tenant_without_limits(tmp_path) -> None:
+    keys = read(tmp_path, f"one # mine\n\n# nothing\n{HASHED}\n")
+    assert keys.find(b"Bearer one") is keys.find(b"Bearer secret") is EVERYBODY
+    assert keys.find(b"Bearer two") is None
+
+
+def test_no_key_is_to_be_found_in_what_is_kept(tmp_path) -> None:
+    keys = read(tmp_path, "plain-key\n")
+    assert "plain-key" not in repr(keys.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no key"),
+        ("# only\n", "holds no key"),
+        ("tenants: [\n", "line 2: is not YAML"),
+        ("tenants: []\n", "length"),
+        ("tenants:\n- {name: a, keys: []}\n", "length"),
+        ("tenants:\n- {name: a}\n", "`keys`"),
+        ("tenants:\n- {name: A, keys: [x]}\n", "name"),
+        ("tenants:\n- {name: a, keys: [x], weight: 0}\n", "weight"),
+        ("tenants:\n- {name: a, keys: [x], tokensPerHour: 3}\n", "tokensPerHour"),
+        ("tenants:\n- {name: a, keys: [x], requestsPerMinute: 0}\n", "requestsPerMinute"),
+        ("tenants:\n- {name: a, keys: [x], late: Never}\n", "late"),
+        ("tenants:\n- {name: a, keys: [x]}\n- {name: a, keys: [y]}\n", "two tenants"),
+        ("tenants:\n- {name: a, keys: [x]}\n- {name: b, keys: [x]}\n", "in common"),
+        ("tenants:\n- {name: a, keys: ['sha256:12']}\n", "64 hexadecimal digits"),
+        ("sha256:zz\n", "64 hexadecimal digits"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_names_it(tmp_path, text: str, said: str) -> None:
+    with pytest.raises(KeysError) as refused:
+        read(tmp_path, text)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert str(tmp_path) in str(refused.value)

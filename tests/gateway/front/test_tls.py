@@ -1,0 +1,194 @@
+"""HTTPS: whom it serves, and certificates that change, break or never were any."""
+
+import asyncio
+import datetime
+import logging
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from cleave.gateway.config import GatewayConfig
+from cleave.gateway.front import client as client_module
+from cleave.gateway.front.tls import Certificate, TlsError
+from cleave.gateway.main import main, run
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+NAME = "gateway.test"
+PLAIN = serialization.NoEncryption()
+
+
+@dataclass(frozen=True)
+class Files:
+    """A certificate and its key in one folder."""
+
+    folder: Path
+
+    @property
+    def certificate(self) -> Path:
+        return self.folder / "tls.crt"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "tls.key"
+
+    def write(self, *, certificate: bool = True, key: bool = True, lock=PLAIN) -> "Files":
+        """A fresh pair; parts may be left as they were."""
+        private = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
+        now = datetime.datetime.now(datetime.UTC)
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(private.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(private, hashes.SHA256())
+        )
+        if certificate:
+            replace(self.certificate, made.public_bytes(serialization.Encoding.PEM))
+        if key:
+            form = serialization.PrivateFormat.PKCS8
+            raw = private.private_bytes(serialization.Encoding.PEM, form, lock)
+            replace(self.key, raw)
+        return self
+
+    def trust(self) -> ssl.SSLContext:
+        """A client that takes this certificate only."""
+        return ssl.create_default_context(cafile=self.certificate)
+
+
+def replace(file: Path, raw: bytes) -> None:
+    """As a whole: nobody reads half of it."""
+    (new := file.with_suffix(".new")).write_bytes(raw)
+    os.rename(new, file)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path).write()
+
+
+@pytest.fixture
+async def stage(make_stage, files: Files):
+    return await make_stage(
+        {"p": "prefill", "d": "decode"}, tls_certificate=files.certificate, tls_key=files.key
+    )
+
+
+async def connect(stage, context: ssl.SSLContext):
+    """A client of conftest's kind, over TLS."""
+    plain = await stage.connect()
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", stage.gateway.port, ssl=context, server_hostname=NAME
+    )
+    plain.close()
+    plain.reader, plain.writer = reader, writer
+    return plain
+
+
+async def test_requests_pass_as_without_it(stage, files: Files) -> None:
+    client = await connect(stage, files.trust())
+    for body in (ASK, ASK | {"stream": True}, ASK | {"prompt": "x" * 3_000_000}, ASK):
+        assert (await client.ask(body)).status == 200
+    await stage.until_idle()
+
+
+async def test_a_refusal_can_be_read(stage, files: Files, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "LINGER_S", 0.1)
+    client = await connect(stage, files.trust())
+    client.writer.write(b"NONSENSE\r\n\r\n")
+    assert (await client.read()).status == 400
+    assert await client.is_closed()
+
+
+async def test_a_client_that_leaves_stops_the_engine(stage, files: Files) -> None:
+    async def endless(engine, request, writer):
+        await engine.stream(writer, ["t"] * 10_000, pause_s=0.01)
+
+    stage.engines["d"].script = endless
+    client = await connect(stage, files.trust())
+    client.send(ASK | {"stream": True})
+    await client.read_head()
+    client.close()
+    await stage.until_idle()
+    assert stage.engines["d"].requests[0].cut
+
+
+async def test_without_it_nobody_is_heard(stage) -> None:
+    client = await stage.connect()
+    client.send(ASK)
+    assert await client.is_closed()
+
+
+async def test_old_versions_are_refused(stage, files: Files) -> None:
+    context = files.trust()
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        await connect(stage, context)
+
+
+async def test_a_renewed_certificate_is_for_new_connections(
+    stage, files: Files, monkeypatch
+) -> None:
+    first = await connect(stage, files.trust())
+    files.write()
+    stage.gateway._certificate.refresh()
+    second = await connect(stage, files.trust())
+    assert (await first.ask(ASK)).status == (await second.ask(ASK)).status == 200
+
+
+@pytest.mark.parametrize("half", [{"certificate": False}, {"key": False}])
+async def test_half_a_renewal_changes_nothing_until_it_is_whole(
+    stage, files: Files, caplog, half: dict[str, bool]
+) -> None:
+    old = files.trust()
+    files.write(**half)
+    stage.gateway._certificate.refresh()
+    (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "do not belong together" in record.getMessage()
+    await connect(stage, old)
+    files.write()
+    stage.gateway._certificate.refresh()
+    await connect(stage, files.trust())
+
+
+def test_what_cannot_be_used_is_one_clear_error(files: Files, tmp_path: Path, caplog) -> None:
+    other = Files(tmp_path / "other")
+    other.folder.mkdir()
+    other.write()
+    locked = Files(tmp_path / "locked")
+    locked.folder.mkdir()
+    locked.write(lock=serialization.BestAvailableEncryption(b"secret"))
+    (tmp_path / "text").write_text("no certificate")
+    for certificate, key, message in (
+        (tmp_path / "none", files.key, "none: No such file"),
+        (files.certificate, tmp_path, "Is a directory"),
+        (tmp_path / "text", files.key, "not both are PEM"),
+        (files.certificate, files.certificate, "not both are PEM"),
+        (files.certificate, other.key, "do not belong together"),
+        (locked.certificate, locked.key, "without a password"),
+    ):
+        with pytest.raises(TlsError, match=message):
+            Certificate(certificate, key)
+    caplog.clear()
+    bad = GatewayConfig("", port=0, tls_certificate=tmp_path / "text", tls_key=files.key)
+    assert run(bad) == 2
+    assert len(caplog.records) == 1
+
+
+def test_a_certificate_needs_its_key(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--agents", "", "--tls-cert", "tls.crt"])
+    assert "give both or neither" in capsys.readouterr().err
