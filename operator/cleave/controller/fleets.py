@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 from cleave.api.role import Role
 from cleave.controller import instances
 from cleave.controller.instances import Instance
-from cleave.pods.labels import INTERNAL_PORT
 
 K = TypeVar("K", bound=Hashable)
 
@@ -79,8 +78,7 @@ class Fleets(Generic[K]):
     ) -> Mapping[str, Instance]:
         if not gateways or not ready:
             return self.last(key)
-        urls = [f"http://{_host(address)}:{INTERNAL_PORT}" for address in gateways]
-        found = await self._ask(urls) or self.last(key)
+        found = await self._ask([*map(instances.base_url, gateways)]) or self.last(key)
         before = self._told.get(key)
         earlier = before.tries if before and before.ready == ready else 0
         tries = 0 if all(_is_told(found.get(name)) for name in ready) else min(earlier + 1, 8)
@@ -91,7 +89,3 @@ class Fleets(Generic[K]):
 def _is_told(instance: Instance | None) -> bool:
     """Whether there is nothing to wait for: it is known, and so is what its KV path is worth."""
     return instance is not None and (instance.role == Role.MIXED or instance.kv_path.verified)
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

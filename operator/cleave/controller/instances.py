@@ -12,10 +12,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cleave.pods.labels import INTERNAL_PORT
 from cleave.rpc import http
 from cleave.rpc.fleet_page import FleetPage, Instance
 
-__all__ = ["Instance", "KvPaths", "ask", "count_requests", "merge", "summarize_kv_paths"]
+__all__ = [
+    "Instance",
+    "KvPaths",
+    "ask",
+    "base_url",
+    "count_requests",
+    "merge",
+    "summarize_kv_paths",
+]
 
 TIMEOUT_S = 2.0
 PATH = "/fleet"
@@ -33,6 +42,12 @@ class KvPaths:
     total: int
     message: str
     """For people: `nixl over tcp, 1.2 GB/s (the slowest of 4)`; or why a path is not verified."""
+
+
+def base_url(address: str) -> str:
+    """Where a gateway at this IP address answers the operator."""
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{INTERNAL_PORT}"
 
 
 async def ask(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> Mapping[str, Instance]:
