@@ -1,6 +1,7 @@
 """The gateway's own Python, without sockets: CPU time and calls of a request and of a token.
 
-`python benchmarks/gateway/alone.py`; `--profile` shows where the time goes. Everything that a
+`python benchmarks/gateway/alone.py`; `--compiled` as images carry it, `--profile` shows where the
+time goes, interpreted. Everything that a
 request meets is the real thing, from the bytes of the client to the bytes for it; only the
 transports are lists. What is hard: CPU time of a whole proxy is half the kernel's and differs by a
 tenth from run to run. The number of calls does not differ, so that is what a test holds on to.
@@ -9,7 +10,9 @@ tenth from run to run. The number of calls does not differ, so that is what a te
 import argparse
 import cProfile
 import json
+import os
 import pstats
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from typing import Any, cast
 
 from agents import KV_BLOCKS, describe
 from agents import Instance as Mock
+from processes import build_gateway
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +33,7 @@ from cleave.gateway.admission.tenants import Tenant, digest
 from cleave.gateway.config import GatewayConfig, Late
 from cleave.gateway.context import Context
 from cleave.gateway.engines.engine import EngineConnection
+from cleave.gateway.exchanges import exchange
 from cleave.gateway.front.client import ClientConnection
 from cleave.gateway.front.pages import Pages
 from cleave.router.directory import Directory
@@ -37,15 +42,7 @@ from cleave.rpc.v1 import agent_pb2
 
 KEY = "a-key-of-the-benchmark"
 ANSWER_TOKENS = 16
-_ID = b"bench-1"
 _DATE = b"date: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
-
-
-class SteadyContext(Context):
-    """Whose requests all have one id, for the hand-off in the prefill engine's answer names it."""
-
-    def make_id(self) -> bytes:
-        return _ID
 
 
 class Wire:
@@ -87,6 +84,8 @@ class Bench:
     def __init__(self, roles: tuple[str, ...], *, everything: bool) -> None:
         """`everything`: a tenant with limits, and targets to measure against."""
         self._context = _build_context(everything)
+        # The hand-off in the prefill engine's answer names its request: each has the first id.
+        self._prefill = _write_prefill(self._context.make_id())
         self._client = ClientConnection(self._context, Pages(self._context))
         self._wire = _connect(self._client)
         self._engines: dict[str, tuple[EngineConnection, Wire]] = {}
@@ -96,9 +95,10 @@ class Bench:
 
     def serve(self, tokens: int, *, stream: bool = True) -> None:
         """One request, from its first byte to the last of its answer."""
+        self._context._last_id = 0
         self._client.data_received(_write_request(tokens, stream, self._authorized))
         if "prefill" in self._engines:
-            self._answer("prefill", (_PREFILL,))
+            self._answer("prefill", (self._prefill,))
         role = "decode" if "decode" in self._engines else "mixed"
         self._answer(role, (_HEAD, _ROLE, *[_TOKEN] * tokens, _END) if stream else (_WHOLE,))
         sent = self._wire.sent
@@ -132,11 +132,11 @@ class Bench:
 def _build_context(everything: bool) -> Context:
     if not everything:
         config = GatewayConfig(agents="")
-        return SteadyContext(config, Router(Directory(), seed=1), Keys(None))
+        return Context(config, Router(Directory(), seed=1), Keys(None))
     config = GatewayConfig(agents="", ttft_slo_ms=200.0, tpot_slo_ms=50.0, late=Late.SERVE)
     limits = Limits(1_000_000_000, 1_000_000_000, 1_000_000)
     tenant = Tenant("bench", limits)
-    return SteadyContext(config, Router(Directory(), seed=1), Keys({digest(KEY.encode()): tenant}))
+    return Context(config, Router(Directory(), seed=1), Keys({digest(KEY.encode()): tenant}))
 
 
 def _connect(connection: ClientConnection | EngineConnection) -> Wire:
@@ -202,16 +202,21 @@ _WHOLE = _write_whole(
     b'"usage":{"prompt_tokens":256,"total_tokens":272,"completion_tokens":16},'
     b'"prompt_logprobs":null,"kv_transfer_params":null}'
 )
-_PREFILL = _write_whole(
-    b'{"id":"chatcmpl-load-1","object":"chat.completion","created":1767225600,"model":"bench",'
-    b'"choices":[{"index":0,"message":{"role":"assistant","content":" x"},"logprobs":null,'
-    b'"finish_reason":"length","stop_reason":null}],"usage":{"prompt_tokens":256,'
-    b'"total_tokens":257,"completion_tokens":1},"prompt_logprobs":null,"kv_transfer_params":'
-    b'{"do_remote_prefill":true,"do_remote_decode":false,'
-    b'"remote_block_ids":[[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]],'
-    b'"remote_engine_id":"boot-prefill","remote_request_id":"chatcmpl-bench-1-0-82a6113c",'
-    b'"remote_host":"127.0.0.1","remote_port":5601,"tp_size":1,"remote_num_tokens":256}}'
-)
+
+
+def _write_prefill(request_id: bytes) -> bytes:
+    return _write_whole(
+        b'{"id":"chatcmpl-load-1","object":"chat.completion","created":1767225600,'
+        b'"model":"bench","choices":[{"index":0,"message":{"role":"assistant","content":" x"},'
+        b'"logprobs":null,"finish_reason":"length","stop_reason":null}],'
+        b'"usage":{"prompt_tokens":256,"total_tokens":257,"completion_tokens":1},'
+        b'"prompt_logprobs":null,"kv_transfer_params":'
+        b'{"do_remote_prefill":true,"do_remote_decode":false,'
+        b'"remote_block_ids":[[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]],'
+        b'"remote_engine_id":"boot-prefill","remote_request_id":"chatcmpl-%b-0-82a6113c",'
+        b'"remote_host":"127.0.0.1","remote_port":5601,"tp_size":1,"remote_num_tokens":256}}'
+        % request_id
+    )
 
 
 # ---- measuring ----
@@ -303,8 +308,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--requests", type=int, default=400, help="in each round")
+    parser.add_argument("--compiled", action="store_true", help="as images carry it")
     parser.add_argument("--profile", choices=CASES, help="where the time of one case goes")
     stated = parser.parse_args()
+    if stated.compiled and not exchange.__file__.endswith(".so"):
+        environment = os.environ | {"PYTHONPATH": str(build_gateway())}
+        return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
     if stated.profile:
         show_profile(stated.profile, stated.requests * stated.rounds)
         return 0
