@@ -17,6 +17,7 @@ from cleave.controller.actions import (
     Emit,
     PatchStatus,
     Reference,
+    Repurpose,
     Requeue,
     SetFinalizers,
 )
@@ -35,6 +36,8 @@ class SmallCluster:
         self.now_s = now_s
         self.events: list[Emit] = []
         self.log: list[Action] = []
+        self.refuses_orders = False
+        """Whether agents take no role."""
         self._number = 0
 
     def add(self, manifest: Manifest) -> Manifest:
@@ -69,6 +72,9 @@ class SmallCluster:
                     answers.append(("seen", there or self._apply(manifest)))
                 case Delete():
                     answers += self._delete(action)
+                case Repurpose(target):
+                    if not self.refuses_orders and (there := self._same(target)):
+                        answers.append(("seen", self._repurpose(there, action)))
                 case PatchStatus(target, status):
                     if there := self._same(target):
                         written = self._changed({**there, "status": status}, is_spec=False)
@@ -161,6 +167,17 @@ class SmallCluster:
             return [("seen", self._changed({**there, "metadata": meta}))]
         self._gone(there)
         return [("gone", there)]
+
+    def _repurpose(self, pod: Manifest, order: Repurpose) -> Manifest:
+        """As a merge patch does: maps are merged, lists replaced."""
+        meta, told = pod["metadata"], order.metadata
+        merged = {
+            **meta,
+            **told,
+            "labels": {**meta["labels"], **told.get("labels", {})},
+            "annotations": {**meta["annotations"], **told.get("annotations", {})},
+        }
+        return self._changed({**pod, "metadata": merged})
 
     def _set_finalizers(
         self, target: Reference, finalizers: tuple[str, ...]

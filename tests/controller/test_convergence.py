@@ -245,6 +245,8 @@ def test_a_pool_that_is_scaled_by_hand_keeps_its_number_only_when_it_says_so() -
 def test_a_role_that_is_dropped_serves_until_the_others_can() -> None:
     here = world(placement=by_hand(prefill=2, decode=2))
     here.converge()
+    # Else they would take the new role at once.
+    here.cluster.refuses_orders = True
     here.cluster.edit("LLMDeployment", "chat", placement=by_hand(mixed=3))
     here.deliver()
     here.resync()

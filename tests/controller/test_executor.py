@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from cleave.api.role import Role
 from cleave.controller import kube
 from cleave.controller.actions import (
     Apply,
@@ -14,9 +15,11 @@ from cleave.controller.actions import (
     PatchStatus,
     PlanOutcome,
     Reference,
+    Repurpose,
     Requeue,
     SetFinalizers,
 )
+from cleave.controller.agents import AgentError
 from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
 from cleave.controller.kube import ApiError
 from cleave.controller.metrics import Metrics
@@ -49,7 +52,11 @@ class Server:
 
 
 class Hands:
-    def __init__(self, *answers: Manifest | ApiError, may_write: bool = True) -> None:
+    def __init__(
+        self, *answers: Manifest | ApiError, may_write: bool = True, refusal: str = ""
+    ) -> None:
+        self.orders: list[tuple[str, Role]] = []
+        self.refusal = refusal
         self.server = Server(*answers)
         self.seen: list[Manifest] = []
         self.gone: list[Reference] = []
@@ -61,7 +68,13 @@ class Hands:
             gone=self.gone.append,
             clock=lambda: 0.0,
             metrics=self.metrics,
+            order=self.order,
         )
+
+    async def order(self, agent: str, role: Role) -> None:
+        self.orders.append((agent, role))
+        if self.refusal:
+            raise AgentError(self.refusal)
 
 
 @pytest.fixture(autouse=True)
@@ -218,3 +231,40 @@ async def test_questions_and_waits_are_not_its_affair() -> None:
     await hands.executor.carry_out([Ask(PlanOutcome("a")), Requeue(3)])
     assert not hands.server.asked
     assert not hands.metrics.actions
+
+
+MOVE = Repurpose(
+    Reference("Pod", "llm", "chat-decode-1", "i1"),
+    agent="10.0.0.1:9000",
+    role=Role.PREFILL,
+    metadata={"labels": {"cleave.dev/role": "prefill"}},
+    pool=POOL,
+)
+
+
+async def test_an_instance_is_told_its_role_before_its_pod_says_so() -> None:
+    hands = Hands(POD)
+    await hands.executor.carry_out([MOVE])
+    assert hands.orders == [("10.0.0.1:9000", Role.PREFILL)]
+    (method, path, options), (_, _, told) = hands.server.asked
+    assert (method, path) == ("PATCH", "/api/v1/namespaces/llm/pods/chat-decode-1")
+    assert options["content_type"] == "application/merge-patch+json"
+    assert options["body"]["metadata"] == {"labels": {"cleave.dev/role": "prefill"}, "uid": "i1"}
+    assert told["body"]["reason"] == "Repurposed"
+    assert hands.seen == [POD]
+
+
+async def test_a_pod_whose_agent_refuses_stays_as_it_is_and_people_are_told() -> None:
+    hands = Hands(refusal="it drains")
+    await hands.executor.carry_out([MOVE])
+    ((_, path, told),) = hands.server.asked
+    assert path == "/api/v1/namespaces/llm/events"
+    assert (told["body"]["reason"], told["body"]["type"]) == ("NotRepurposed", "Warning")
+    assert "it drains" in told["body"]["message"]
+
+
+async def test_no_agent_is_told_anything_without_the_lease() -> None:
+    hands = Hands(may_write=False)
+    with pytest.raises(NotLeadingError):
+        await hands.executor.carry_out([MOVE])
+    assert not hands.orders

@@ -50,6 +50,16 @@ def test_a_pod_concerns_its_pool_and_its_deployment() -> None:
     assert store.pods(CHAT) == store.pods(POOL)
 
 
+def test_a_pod_that_changes_pools_concerns_both_and_belongs_to_the_new_one() -> None:
+    store = filled()
+    store.put(pod())
+    labels = pod()["metadata"]["labels"] | {"cleave.dev/pool": "chat-prefill"}
+    moved = {**pod(version=2), "metadata": {**pod(version=2)["metadata"], "labels": labels}}
+    assert store.put(moved) == {CHAT, POOL}
+    assert store.pods(POOL) == ()
+    assert [each.pool for each in store.pods(CHAT)] == ["chat-prefill"]
+
+
 def test_a_change_that_means_nothing_concerns_nobody() -> None:
     store = filled()
     store.put(pod())

@@ -50,7 +50,7 @@ def test_the_command_line_is_the_agents(pool) -> None:
     assert command(pool(), "chat-decode-0") == [
         *("python", "-m", "cleave_worker.agent.main"),
         *("--name", "chat-decode-0", "--deployment", "chat"),
-        *("--revision", pool().spec.revision, "--role", "decode"),
+        *("--revision", pool().spec.revision, "--role", "$(CLEAVE_ROLE)"),
         *("--model", "org/model", "--served-model-name", "org/model"),
         *("--tensor-parallel-size", "1", "--pipeline-parallel-size", "1"),
         *("--engine", "vllm", "--host", "$(POD_IP)", "--port", "9000"),
@@ -111,6 +111,10 @@ def test_pods_learn_their_address_and_where_the_agents_are(pool) -> None:
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "CLEAVE_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "CLEAVE_AGENTS", "value": "endpoints:llm/chat-workers:9000"},
+        {
+            "name": "CLEAVE_ROLE",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['cleave.dev/role']"}},
+        },
         {"name": "A", "value": "b"},
     ]
 

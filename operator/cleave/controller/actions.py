@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cleave.api.role import Role
 from cleave.pods.labels import Manifest
 
 
@@ -39,6 +40,23 @@ class Delete:
     target: Reference
     grace_s: int | None = None
     """Grace instead of the object's own; 0: forget it at once, its node is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repurpose:
+    """Give a running instance another role for good, as `pool`'s from then on; nothing restarts.
+
+    Where its agent refuses or does not answer, the pod stays what it is.
+    """
+
+    target: Reference
+    """The pod."""
+    agent: str
+    """Address of its agent."""
+    role: Role
+    metadata: Manifest
+    """Labels, annotations and owner to change; empty: they are right already."""
+    pool: Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +128,4 @@ class Requeue:
     after_s: float
 
 
-Action = Apply | Create | Delete | PatchStatus | SetFinalizers | Emit | Ask | Requeue
+Action = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit | Ask | Requeue

@@ -14,7 +14,7 @@ from dataclasses import replace
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller import deployment, faulty, instances, inventory, observed, pool
-from cleave.controller.actions import Action, Ask, Delete, Reference, Requeue
+from cleave.controller.actions import Action, Ask, Delete, Reference, Repurpose, Requeue
 from cleave.controller.deployment import DeploymentView
 from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
 from cleave.controller.fleets import Fleets
@@ -68,6 +68,8 @@ class Controller:
         self._faults: dict[Key, str] = {}
         self._calm: dict[Key, float] = {}
         self._took: dict[Key, float] = {}
+        self._moving: set[Key] = set()
+        """Deployments whose instances are changing pools at this moment."""
         self._inventory: tuple[object, Inventory] | None = None
 
     def seen(self, manifest: Manifest) -> None:
@@ -138,9 +140,13 @@ class Controller:
             self._took.pop(key, None)
             self._metrics.reconciled(key.kind, "gone", 0.0)
             return
+        if isinstance(seen.resource, InstancePool) and _owner(key, seen.resource) in self._moving:
+            # It would see an instance that has left, and not yet how many it should have.
+            self.queue.add_after(key, _STALE_S)
+            return
         try:
             actions = await self._decide(key, seen)
-            await executor.carry_out(actions)
+            await self._carry_out(key, executor, actions)
         except NotLeadingError:
             outcome = "stale"
             self.queue.add_after(key, _STALE_S)
@@ -161,6 +167,18 @@ class Controller:
         else:
             outcome = self._follow_up(key, seen, actions)
         self._metrics.reconciled(key.kind, outcome, self._clock() - began)
+
+    async def _carry_out(self, key: Key, executor: Executor, actions: list[Action]) -> None:
+        if not any(isinstance(action, Repurpose) for action in actions):
+            await executor.carry_out(actions)
+            return
+        self._moving.add(key)
+        try:
+            await executor.carry_out(actions)
+        finally:
+            self._moving.discard(key)
+            # What gateways have told of these instances is not true any more.
+            self._fleets.forget(key)
 
     def _follow_up(self, key: Key, seen: Seen, actions: list[Action]) -> str:
         """Ask and wait as the reconcile wants; what the reconcile came to, in a word."""
@@ -196,6 +214,7 @@ class Controller:
         pods = self.store.pods(key)
         ready = frozenset(pod.name for pod in pods if pod.ready and not pod.is_follower)
         known = await self._fleets.known(key, self.store.gateways(key), ready)
+        pods = _loaded(self.store.pods(key), known)
         pools = [each for each in self.store.pools(key) if isinstance(each.resource, InstancePool)]
         view = DeploymentView(
             deployment=resource,
@@ -236,7 +255,7 @@ class Controller:
         ]
 
     async def _decide_pool(self, key: Key, seen: Seen, resource: InstancePool) -> list[Action]:
-        owner = Key(DEPLOYMENTS, key.namespace, resource.spec.deployment)
+        owner = _owner(key, resource)
         known = self._fleets.last(owner)
         actions = self._decide_with(key, seen, resource, known)
         if any(isinstance(action, Delete) and action.grace_s is None for action in actions):
@@ -265,18 +284,14 @@ class Controller:
         resource: InstancePool,
         known: Mapping[str, Instance],
     ) -> PoolView:
-        pods = tuple(
-            replace(pod, load=float(instances.count_requests(known[pod.name])))
-            if pod.name in known
-            else pod
-            for pod in self.store.pods(key)
-        )
+        pods = _loaded(self.store.pods(key), known)
         told = [known[pod.name] for pod in pods if pod.name in known]
         return PoolView(
             pool=resource,
             now_s=self._now(),
             status=seen.status,
             pods=pods,
+            taken=frozenset(pod.name for pod in self.store.pods(_owner(key, resource))),
             children=self.store.children(seen.meta["uid"]),
             nodes=self.store.nodes,
             numbers=self.inventory().numbers,
@@ -284,3 +299,20 @@ class Controller:
             fault=self._faults.get(key, ""),
             settings=self.settings,
         )
+
+
+def _owner(key: Key, resource: InstancePool) -> Key:
+    """The deployment that a pool belongs to."""
+    return Key(DEPLOYMENTS, key.namespace, resource.spec.deployment)
+
+
+def _loaded(
+    pods: tuple[observed.ObservedPod, ...], known: Mapping[str, Instance]
+) -> tuple[observed.ObservedPod, ...]:
+    """The pods with what runs or waits there, as far as gateways have told."""
+    return tuple(
+        replace(pod, load=float(instances.count_requests(known[pod.name])))
+        if pod.name in known
+        else pod
+        for pod in pods
+    )

@@ -5,13 +5,14 @@ unlike revisions do not work together. This reconcile says how many instances of
 pool keeps at the moment; the pools do it.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool, PoolRollout, ReplicasOwner
 from cleave.api.role import Role
-from cleave.controller import conditions, placing, told, wanted
+from cleave.controller import conditions, placing, repurposing, told, wanted
 from cleave.controller.actions import (
     Action,
     Apply,
@@ -25,6 +26,7 @@ from cleave.controller.actions import (
 from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
 from cleave.controller.observed import ObservedPod
+from cleave.controller.repurposing import Move
 from cleave.controller.rollout import Count, RoleState, RolloutLimits, Step, next_step
 from cleave.controller.settings import Settings
 from cleave.controller.wanted import FINALIZER, Children
@@ -109,14 +111,39 @@ def _moved(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator
     """Pools as they should be at this moment; those of dropped roles go once they are empty."""
     there = {pool.spec.role: pool for pool in view.pools}
     dropped = {role: _emptied(pool) for role, pool in there.items() if role not in goals}
-    steps = _steps(view, goals, dropped)
-    for role, goal in {**goals, **dropped}.items():
+    asked = {**goals, **dropped}
+    moves = repurposing.choose(view.pods, asked, there)
+    # What moves is where it belongs: it neither starts nor ends.
+    settled = replace(view, pods=repurposing.after(view.pods, moves))
+    steps = {**_steps(settled, goals, dropped), **_held(view, moves, there, dropped)}
+    for role, goal in asked.items():
         if role in dropped and not any(pod.role is role for pod in view.pods):
             if there[role].metadata.deletion_timestamp is None:
                 yield Delete(wanted.reference(there[role]))
         else:
             yield from _set_back(view, goal, there.get(role))
             yield from _applied(goal, steps.get(role), there.get(role), view.deployment)
+    yield from repurposing.moved(moves, there)
+    leaving = {move.pod.name for move in moves}
+    staying = (pod for pod in view.pods if pod.name not in leaving)
+    yield from repurposing.corrected(staying, view.instances, there)
+
+
+def _held(
+    view: DeploymentView,
+    moves: Sequence[Move],
+    there: Mapping[Role, InstancePool],
+    dropped: Mapping[Role, InstancePool],
+) -> Mapping[Role, Step]:
+    """Pools that make nothing, or let nothing go, before instances have moved.
+
+    One that is not there yet would fill itself; one that the plan has dropped would empty itself
+    even where an instance cannot move.
+    """
+    receivers = {move.role for move in moves} - there.keys()
+    donors = {move.pod.role for move in moves} & dropped.keys()
+    count = Counter(pod.role for pod in view.pods if not (pod.deleting or pod.is_over))
+    return {role: Step(new=count[role], old=0) for role in receivers | donors}
 
 
 def _set_back(

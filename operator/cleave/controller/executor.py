@@ -9,9 +9,10 @@ so that the next decision knows what this one did.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import groupby
 
+from cleave.api.role import Role
 from cleave.controller import observed
 from cleave.controller.actions import (
     Action,
@@ -22,9 +23,11 @@ from cleave.controller.actions import (
     Emit,
     PatchStatus,
     Reference,
+    Repurpose,
     Requeue,
     SetFinalizers,
 )
+from cleave.controller.agents import AgentError, set_home
 from cleave.controller.kube import (
     APPLY_PATCH,
     KINDS,
@@ -40,8 +43,9 @@ from cleave.pods.labels import DEPLOYMENT, Manifest
 
 log = logging.getLogger(__name__)
 
-Write = Apply | Create | Delete | PatchStatus | SetFinalizers | Emit
+Write = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit
 
+_LEASE_OVER = "the lease has run out"
 _NOT_FOUND = 404
 _CONFLICT = 409
 _THEIRS = "is there already and belongs to something else; delete it, or choose another name"
@@ -77,8 +81,11 @@ class Executor:
         gone: Callable[[Reference], None],
         clock: Callable[[], float],
         metrics: Metrics,
+        order: Callable[[str, Role], Awaitable[None]] = set_home,
     ) -> None:
+        """`order` tells an agent its role; raises AgentError."""
         self._kube = kube
+        self._order = order
         self._may_write = may_write
         self._seen, self._gone = seen, gone
         self._clock = clock
@@ -93,7 +100,7 @@ class Executor:
         writes = [each for each in actions if not isinstance(each, Ask | Requeue)]
         for kind, same in groupby(writes, key=type):
             batch = list(same)
-            if kind in (Apply, Create, Delete, Emit):
+            if kind in (Apply, Create, Delete, Repurpose, Emit):
                 await self._side_by_side(batch)
             else:
                 for each in batch:
@@ -116,6 +123,8 @@ class Executor:
                         await self._create(action)
                     case Delete():
                         await self._delete(action)
+                    case Repurpose():
+                        await self._repurpose(action)
                     case PatchStatus():
                         await self._patch_status(action)
                     case SetFinalizers():
@@ -205,6 +214,33 @@ class Executor:
         else:
             self._gone(target)
 
+    async def _repurpose(self, action: Repurpose) -> None:
+        """First the agent, then the labels: a pod whose agent says no is replaced as ever."""
+        target = action.target
+        if not self._may_write():
+            raise NotLeadingError(_LEASE_OVER)
+        try:
+            await self._order(action.agent, action.role)
+        except AgentError as error:
+            log.warning("Pod %s/%s keeps its role: %s", target.namespace, target.name, error)
+            text = f"{target.name} does not become {action.role}: {error}"
+            await self._emit(Emit(action.pool, "NotRepurposed", text, is_warning=True))
+            return
+        if not action.metadata:
+            return
+        body = {"metadata": {**action.metadata, "uid": target.uid}}
+        path = KINDS["Pod"].path(target.namespace, target.name)
+        try:
+            query = {"fieldManager": MANAGER}
+            self._seen(await self._write("PATCH", path, body, MERGE_PATCH, query))
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            self._gone(target)
+            return
+        text = f"{target.name} serves as {action.role} from now on, without a restart"
+        await self._emit(Emit(action.pool, "Repurposed", text))
+
     async def _patch_status(self, action: PatchStatus) -> None:
         target = action.target
         api = KINDS[target.kind]
@@ -285,7 +321,7 @@ class Executor:
 
         async def once() -> Manifest:
             if not self._may_write():
-                raise NotLeadingError("the lease has run out")
+                raise NotLeadingError(_LEASE_OVER)
             return await self._kube.request(
                 method, path, query=query, body=body, content_type=content_type
             )

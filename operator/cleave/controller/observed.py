@@ -54,6 +54,8 @@ class ObservedPod:
     created_s: float = 0.0
     """Seconds since the epoch, as all times here."""
     node: str = ""
+    ip: str = ""
+    """Where its agent is; empty: not known yet."""
     load: float | None = None
     """Requests that run or wait there; None: nobody has told."""
     namespace: str = "default"
@@ -145,6 +147,7 @@ def pod(manifest: Manifest) -> ObservedPod | None:
         deleted_s=seconds(meta.get("deletionTimestamp")),
         created_s=seconds(meta.get("creationTimestamp")) or 0.0,
         node=node,
+        ip=status.get("podIP", ""),
         cell=int(labels[CELL]) if labels.get(CELL, "").isdigit() else None,
         instance=labels.get(INSTANCE, ""),
         is_follower=labels.get(COMPONENT) == FOLLOWER,

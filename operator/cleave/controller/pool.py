@@ -43,6 +43,8 @@ class PoolView:
     """As it was written last."""
     pods: tuple[ObservedPod, ...] = ()
     """All pods, also those of which an instance has several."""
+    taken: frozenset[str] = frozenset()
+    """Names of instances of the deployment, in whichever pool they are now."""
     children: Children = field(default_factory=dict)
     nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
     numbers: str = ""
@@ -173,7 +175,10 @@ def _resized(view: PoolView, fleet: Fleet, target: Step, limited: Limit) -> Iter
     """Pods to make, to complete and to delete."""
     given_up = {pod.name for pod in limited.give_up}
     stay = tuple(pod for pod in fleet.new if pod.name not in given_up)
-    most = target.new if limited.most is None else min(target.new, limited.most)
+    # A pool that the plan has dropped may keep some for a while, and makes none.
+    most = min(target.new, view.pool.spec.replicas)
+    if limited.most is not None:
+        most = min(most, limited.most)
     yield from pool_pods.completed(view, stay)
     yield from pool_pods.created(view, fleet, min(_MOST_AT_ONCE, max(0, most - len(stay))))
     victims = [*limited.give_up, *choose_victims(stay, len(stay) - target.new)]

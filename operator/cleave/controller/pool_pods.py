@@ -35,7 +35,7 @@ def names(pool: InstancePool, taken: Collection[str], count: int) -> list[str]:
 def created(view: "PoolView", fleet: "Fleet", count: int) -> Iterator[Create]:
     """`count` more instances: their pods, or their leaders."""
     pool, settings = view.pool, view.settings
-    taken = {pod.set_name or pod.instance or pod.name for pod in view.pods}
+    taken = view.taken.union(pod.set_name or pod.instance or pod.name for pod in view.pods)
     cells: list[int | None] = [None] * count
     if pool.spec.colocation is not None:
         # Old ones of the same revision fill their cells, and so their nodes, as well.

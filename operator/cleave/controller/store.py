@@ -186,11 +186,15 @@ class Store:
         pod = observed.pod(manifest) if is_worker else None
         if pod is None or self._pods.get(place) == pod:
             return set()
+        before = self._pods.get(place)
+        left = [*_owners(before)] if before else []
         self._pods[place] = pod
         owners = _owners(pod)
+        for owner in left:
+            self._pods_of[owner].pop(pod.name, None)
         for owner in owners:
             self._pods_of[owner][pod.name] = pod
-        return self._there(owners)
+        return self._there({*left, *owners})
 
     def _keep_child(self, manifest: Manifest) -> set[Key]:
         child = observed.child(manifest)

@@ -10,6 +10,7 @@ from cleave.pods.container import addresses, container_security, image, pod_defa
 from cleave.pods.labels import (
     AGENT_PORT,
     CELL,
+    ROLE,
     SEGMENT,
     Manifest,
     agents_source,
@@ -20,6 +21,7 @@ from cleave.pods.resources import Device, has_rdma, resources
 from cleave.pods.scheduling import scheduling, segment
 from cleave.pods.storage import hub_cache, loaded_path, storage
 
+_ROLE_VARIABLE = "CLEAVE_ROLE"
 GRACE_SLACK_S = 15
 """After the drain, up to 10 s for the engine to stop, and some slack; then Kubernetes kills the
 pod."""
@@ -98,7 +100,7 @@ def command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]
     line += ["--name", name, "--deployment", spec.deployment, "--revision", spec.revision]
     if cell is not None:
         line += ["--cell", str(cell)]
-    line += ["--role", str(spec.role), *engine_flags(spec)]
+    line += ["--role", f"$({_ROLE_VARIABLE})", *engine_flags(spec)]
     line += ["--engine", spec.engine.type.lower()]
     line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT)]
     line += ["--drain-timeout", str(spec.template.drain_timeout_s)]
@@ -139,6 +141,10 @@ def environment(pool: InstancePool) -> list[Manifest]:
     """Environment variables of a worker's container; the user's come last."""
     spec = pool.spec
     variables = addresses(agents_source(spec.deployment, pool.namespace))
+    # From the label, which changes when the pod changes pools: a container that is started again
+    # afterwards is what the pod is then.
+    label = {"fieldRef": {"fieldPath": f"metadata.labels['{ROLE}']"}}
+    variables.append({"name": _ROLE_VARIABLE, "valueFrom": label})
     if folder := hub_cache(spec.model):
         variables.append({"name": "HF_HOME", "value": folder})
     if spec.nodes > 1:

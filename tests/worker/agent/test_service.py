@@ -117,6 +117,15 @@ async def test_role_orders_are_refused_with_the_codes_of_the_contract(served: Se
     assert (told.role, told.epoch) == (decode, 5)
 
 
+async def test_a_lasting_order_changes_the_home_and_another_one_does_not(served: Served) -> None:
+    home = agent_pb2.ROLE_DECODE
+    assert await served.code_of_set_role(role=home, epoch=5, lasting=True) == grpc.StatusCode.OK
+    lent = agent_pb2.ROLE_MIXED
+    assert await served.code_of_set_role(role=lent, epoch=6) == grpc.StatusCode.OK
+    told = (await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)).registration
+    assert (told.role, told.home) == (lent, home)
+
+
 async def test_a_drain_call_tells_what_is_left(served: Served) -> None:
     told = await served.stub.Drain(agent_pb2.DrainRequest(timeout_ms=1500), timeout=SECONDS)
     assert (told.empty, told.num_left) == (False, 4)

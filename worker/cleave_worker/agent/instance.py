@@ -161,8 +161,15 @@ class Instance:
         """No new requests from now on; there is no way back."""
         self._enter(agent_pb2.STATE_DRAINING, "drains")
 
-    def set_role(self, role: "agent_pb2.Role.ValueType", epoch: int, boot_id: str) -> None:
-        """Take another role. Raises StaleEpoch, OtherBoot."""
+    def set_role(
+        self,
+        role: "agent_pb2.Role.ValueType",
+        epoch: int,
+        boot_id: str = "",
+        *,
+        lasting: bool = False,
+    ) -> None:
+        """Take another role; `lasting`: as the instance's own. Raises StaleEpoch, OtherBoot."""
         state = self._registration
         if boot_id and boot_id != state.boot_id:
             raise OtherBoot(f"the engine's boot is {state.boot_id or 'yet to come'}, not {boot_id}")
@@ -171,6 +178,8 @@ class Instance:
         if self.draining:
             raise StaleEpoch("the instance drains")
         state.role = role
+        if lasting:
+            state.home = role
         state.epoch = epoch
         self._notify()
 

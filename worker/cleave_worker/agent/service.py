@@ -71,7 +71,9 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         if request.role == agent_pb2.ROLE_UNSPECIFIED:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "role is not set")
         try:
-            self._instance.set_role(request.role, request.epoch, request.boot_id)
+            self._instance.set_role(
+                request.role, request.epoch, request.boot_id, lasting=request.lasting
+            )
         except OtherBoot as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         except StaleEpoch as error:

@@ -174,7 +174,7 @@ class Registration(_message.Message):
     cell: _builtins.str
     """KV moves fast within it (pods: one node or NVLink domain); empty: none"""
     home: Global___Role.ValueType
-    """what it was made for: flips change role, never this"""
+    """its pool's role: flips change role, never this; a lasting order does"""
     max_adapters: _builtins.int
     """of them that it holds at a time (vLLM: --max-loras)"""
     @_builtins.property
@@ -317,20 +317,24 @@ class SetRoleRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    LASTING_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     epoch: _builtins.int
     boot_id: _builtins.str
     """optional: refuse when the engine was restarted since"""
+    lasting: _builtins.bool
+    """the home changes too: the instance belongs to another pool from now on"""
     def __init__(
         self,
         *,
         role: Global___Role.ValueType = ...,
         epoch: _builtins.int = ...,
         boot_id: _builtins.str = ...,
+        lasting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "lasting", b"lasting", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
