@@ -1,16 +1,20 @@
 """Whether a waiting request may join a batch, so that its KV does not run out later.
 
-Called by the simulator's instances. All amounts in tokens; lengths that are still to come are known
-or predicted. Plain arithmetic over arrays, the subset that numba compiles.
+Called by the simulator's instances and by engines. All amounts in tokens; lengths that are still to
+come are known or predicted. Plain arithmetic over arrays, the subset that numba compiles; standard
+library only.
 
 Sources: TetriInfer, section 3.4 (reserve-static, reserve-dynamic); LightLLM's router, which admits
-by the largest amount of KV that the batch will ever hold.
+by the largest amount of KV that the batch will ever hold; Splitwise, section IV-B (how often one
+request may be preempted).
 """
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Admission(IntEnum):
@@ -39,7 +43,15 @@ def may_join(
     return held <= free
 
 
-def find_peak(held: NDArray[np.int64], left: NDArray[np.int64]) -> int:
+def is_spared(preemptions: int, limit: int) -> bool:
+    """Whether a request that was preempted so often is preempted only when nobody else can be.
+
+    `limit`: how often each may be; 0: as often as it comes.
+    """
+    return 0 < limit <= preemptions
+
+
+def find_peak(held: "NDArray[np.int64]", left: "NDArray[np.int64]") -> int:
     """The most tokens that requests holding `held` with `left` to come will ever hold together.
 
     Each pass adds a token to every request, and one that ends frees all of its own; so the peak is

@@ -1,4 +1,5 @@
-"""How long an answer will be, learnt from those that ended. Called by the gateway's router.
+"""How long an answer will be, learnt from those that ended. Called by the router, by
+engines and by the simulator.
 
 What is hard: a prediction must not be biased, or the errors of a batch add up instead of cancelling
 out; so it is the plain mean of the outputs that prompts of about this length had, fading slowly.
@@ -56,6 +57,14 @@ class ConditionalMean:
             self._means = [
                 (outputs.tokens + overall) / (outputs.weight + _PRIOR) for outputs in self._classes
             ]
+
+
+def find_left(predicted: float, made: float) -> float:
+    """Output still to come of a request that has made so much.
+
+    One that has outrun its prediction is taken to need as much again: outputs have long tails.
+    """
+    return predicted - made if made < predicted else predicted
 
 
 class _Outputs:

@@ -1,15 +1,18 @@
-"""Which waiting prompt is computed next. Called by the simulator's prefill instances.
+"""Which waiting prompt is computed next. Called by the simulator and by engines.
 
-Plain loops over arrays, the subset that numba compiles. What is hard: shortest or longest first
-starves the others, so only a batch of the oldest prompts is sorted at a time.
+Plain loops over arrays or lists, the subset that numba compiles; standard library only. What is
+hard: shortest or longest first starves the others, so only a batch of the oldest prompts is sorted
+at a time.
 
 Source: TetriInfer, section 3.3.1 (PrefillSchedBatch).
 """
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Order(IntEnum):
@@ -20,7 +23,9 @@ class Order(IntEnum):
     LJF = 2
 
 
-def sort_prompts(requests: NDArray[np.int64], tokens: NDArray[np.int64], order: int) -> None:
+def sort_prompts(
+    requests: "NDArray[np.int64] | list[int]", tokens: "NDArray[np.int64] | list[int]", order: int
+) -> None:
     """Bring `requests` and their prompt lengths into `order`, in place; equal ones stay as is.
 
     Two arrays of equal length, oldest first: one PrefillSchedBatch.

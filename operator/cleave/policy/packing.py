@@ -70,14 +70,6 @@ def find_saved_ms(tokens: float, decoding_ms: float, tpot_ms: float, theta: floa
     return theta * (tpot_ms * tokens - decoding_ms)
 
 
-def find_left(predicted: float, made: float) -> float:
-    """Output still to come of a request that has made so much.
-
-    One that has outrun its prediction is taken to need as much again: outputs have long tails.
-    """
-    return predicted - made if made < predicted else predicted
-
-
 def find_norm(batch: Amount, context: Amount, k2: float, c2: float) -> Amount:
     """capacity_norm: how full an instance is, the L2 norm of its batch and its context.
 

@@ -29,9 +29,9 @@ from cleave.policy.dispatch import (
     stay_in_cell,
     weigh_cells,
 )
+from cleave.policy.lengths import find_left
 from cleave.policy.packing import (
     Packing,
-    find_left,
     find_norm,
     find_peak_after,
     find_saved_ms,

@@ -16,8 +16,8 @@ from cleave.policy.dispatch import (
     find_sampled,
     serves_whole,
 )
+from cleave.policy.lengths import find_left
 from cleave.policy.packing import (
-    find_left,
     find_norm,
     find_saved_ms,
     find_spare_context,

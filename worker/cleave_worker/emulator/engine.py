@@ -20,6 +20,7 @@ from cleave_worker.emulator.handoff import KvDoor, TransferError
 from cleave_worker.emulator.metrics import Metrics
 from cleave_worker.emulator.scheduler import Output, Scheduler, Step
 from cleave_worker.emulator.sequence import Finish, Request, Sequence, State
+from cleave_worker.scheduling.terms_page import TermsPage
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,12 @@ class Listener(Protocol):
 class Engine:
     """One emulated instance."""
 
-    def __init__(self, config: EngineConfig, load_page: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        load_page: Path | None = None,
+        terms_page: Path | None = None,
+    ) -> None:
         self.config = config
         self.faults = Faults()
         self.metrics = Metrics()
@@ -52,6 +58,7 @@ class Engine:
                 config.kv_transfer, self.scheduler, self.faults, self.metrics, self._on_freed
             )
         self._page = LoadPage(load_page) if load_page else None
+        self._terms = TermsPage(terms_page) if terms_page else None
         self._listeners: dict[Sequence, Listener] = {}
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
@@ -85,6 +92,8 @@ class Engine:
             await self.door.stop()
         if self._page:
             self._page.close()
+        if self._terms:
+            self._terms.close()
 
     def submit(self, request: Request, listener: Listener) -> Sequence:
         """Queue a request that fits max_model_len; its tokens go to the listener.
@@ -133,6 +142,8 @@ class Engine:
     async def _run(self) -> None:
         deadline = time.monotonic()
         while True:
+            if self._terms and (terms := self._terms.news()):
+                self.scheduler.follow(terms)
             step = self.scheduler.schedule()
             for sequence in step.loads:
                 self._pulls[sequence] = asyncio.create_task(self._pull(sequence))

@@ -28,6 +28,7 @@ from cleave_worker.emulator.config import (
 )
 from cleave_worker.emulator.engine import Engine
 from cleave_worker.emulator.scheduler import Limits
+from cleave_worker.scheduling import terms_page
 
 _DEFAULT_SHAPE = "opt-13b"
 _KEEPALIVE_S = 5.0
@@ -85,21 +86,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"emulated engine: {error}\n")
         return 2
-    page = os.environ.get(load_page.ENV)
     try:
-        asyncio.run(_serve(options, Path(page) if page else None))
+        asyncio.run(_serve(options, _page(load_page.ENV), _page(terms_page.ENV)))
     except OSError as error:
         sys.stderr.write(f"emulated engine: {error}\n")
         return 1
     return 0
 
 
-async def _serve(options: Options, page: Path | None) -> None:
+def _page(variable: str) -> Path | None:
+    path = os.environ.get(variable)
+    return Path(path) if path else None
+
+
+async def _serve(options: Options, load: Path | None, terms: Path | None) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    engine = Engine(options.engine, page)
+    engine = Engine(options.engine, load, terms)
     app = Api(engine, options.fault_injection).application()
     runner = web.AppRunner(
         app,

@@ -3,18 +3,27 @@
 The engine calls `schedule`, waits as long as the iteration takes, and calls `complete`; nothing
 here knows of time or I/O. Running sequences come first, then waiting ones in order of arrival, all
 under one token budget (chunked prefill). When blocks run out the youngest running sequence is
-preempted and recomputed later. What is hard: KV that is being pulled or has been pulled holds
-blocks while it waits, so such sequences get in before others, or both could wait for ever.
+preempted and recomputed later. Terms, which may change between two passes, say otherwise: who is
+first, who is let in, whom preemption spares. What is hard: KV that is being pulled or has been
+pulled holds blocks while it waits, so such sequences get in before others, or both could wait for
+ever.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cleave.perf.timing import Chunk
+from cleave.policy.admission import is_spared
 from cleave.policy.batching import cut_chunk
+from cleave.policy.lengths import Predictor
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.sequence import Finish, Sequence, State
+from cleave_worker.scheduling import terms
+from cleave_worker.scheduling.admitting import Admitting, Lengths
+from cleave_worker.scheduling.terms import Terms
+from cleave_worker.scheduling.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,8 @@ class Output(NamedTuple):
 class Scheduler:
     """Every sequence of the engine and the blocks they own."""
 
-    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+    def __init__(self, limits: Limits, pool: BlockPool, predictor: Predictor | None = None) -> None:
+        """`predictor`: of outputs, for admission; None: it learns what ends here."""
         self.limits = limits
         self.pool = pool
         self.running: list[Sequence] = []
@@ -73,6 +83,18 @@ class Scheduler:
         self._loaded: deque[Sequence] = deque()
         self._loading: set[Sequence] = set()
         self._held: dict[str, list[int]] = {}
+        self._admitting = Admitting(predictor)
+        self._window = Window(self._waiting, _tokens_to_compute)
+        self.follow(terms.DEFAULT)
+
+    def follow(self, terms: Terms) -> None:
+        """Schedule like this from the next pass on; what runs goes on running."""
+        self._terms = terms
+        self._max_num_seqs = terms.max_num_seqs or self.limits.max_num_seqs
+        self._max_num_seqs = min(self._max_num_seqs, self.limits.max_num_seqs)
+        self._max_tokens = terms.max_num_batched_tokens or self.limits.max_num_batched_tokens
+        self._max_tokens = min(self._max_tokens, self.limits.max_num_batched_tokens)
+        self._window.follow(terms.order, terms.prefill_sched_batch)
 
     @property
     def num_waiting(self) -> int:
@@ -112,6 +134,8 @@ class Scheduler:
             token, finish = sequence.sample()
             outputs.append(Output(sequence, token, finish))
             if finish:
+                if finish is Finish.STOP:
+                    self._admitting.learn(_lengths(sequence))
                 self._retire(sequence, hold=sequence.request.hold)
         self.running = [s for s in self.running if s.state is State.RUNNING]
         return outputs
@@ -145,6 +169,8 @@ class Scheduler:
             self._loading.remove(sequence)
         else:
             queue = self._loaded if sequence in self._loaded else self._waiting
+            if queue is self._waiting:
+                self._window.leave((sequence,))
             queue.remove(sequence)
         self._retire(sequence, hold=False)
 
@@ -169,14 +195,19 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> bool:
         """Tokens of the running sequences; whether the blocks sufficed without preemption."""
-        limit = self.limits.max_num_batched_tokens
+        limit, most = self._max_tokens, self._most_of_a_prompt()
         size = self.pool.block_size
         index = 0
         sufficed = True
+        if (most_preemptions := self._terms.preemption_limit) and self.num_preemptions:
+            # The last one is preempted first.
+            self.running.sort(
+                key=lambda s: (not is_spared(s.num_preemptions, most_preemptions), s.submitted_at)
+            )
         while index < len(self.running) and step.num_tokens < limit:
             sequence = self.running[index]
             left = len(sequence.tokens) - sequence.num_computed
-            count = cut_chunk(left, limit - step.num_tokens)
+            count = cut_chunk(left, min(limit - step.num_tokens, most))
             missing = -(-(sequence.num_computed + count) // size) - len(sequence.blocks)
             while missing > self.pool.num_free and len(self.running) > index:
                 self._preempt(self.running.pop())
@@ -190,21 +221,20 @@ class Scheduler:
         return sufficed
 
     def _admit(self, step: Step) -> None:
-        limits = self.limits
-        while (
-            step.num_tokens < limits.max_num_batched_tokens
-            and len(self.running) < limits.max_num_seqs
-        ):
-            budget = limits.max_num_batched_tokens - step.num_tokens
+        most = self._most_of_a_prompt()
+        while step.num_tokens < self._max_tokens and len(self.running) < self._max_num_seqs:
+            budget = min(self._max_tokens - step.num_tokens, most)
             if self._loaded:
                 sequence = self._loaded.popleft()
                 count = cut_chunk(len(sequence.tokens) - sequence.num_computed, budget)
             elif self._waiting:
+                self._window.sort()
                 sequence = self._waiting[0]
-                count = self._allocate(sequence, budget)
+                count = self._allocate(sequence, budget) if self._may_join(sequence) else 0
                 if not count:
                     break
                 self._waiting.popleft()
+                self._window.took()
                 if sequence.hand_off:
                     sequence.state = State.LOADING
                     self._loading.add(sequence)
@@ -215,6 +245,23 @@ class Scheduler:
             sequence.state = State.RUNNING
             self.running.append(sequence)
             step.add(sequence, count)
+
+    def _most_of_a_prompt(self) -> int:
+        """Tokens of one prompt in a pass; alone it may take all."""
+        threshold = self._terms.long_prefill_token_threshold
+        is_alone = len(self.running) + self.num_waiting <= 1
+        return self._max_tokens if not threshold or is_alone else threshold
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        if sequence.request.hold:
+            # It decodes elsewhere.
+            return True
+        free = self.pool.num_free * self.pool.block_size
+        admission = self._terms.admission
+        return self._admitting.may_join(admission, free, _lengths(sequence), self._decoding)
+
+    def _decoding(self) -> Iterator[Lengths]:
+        return (_lengths(s) for s in self.running if len(s.tokens) - s.num_computed == 1)
 
     def _allocate(self, sequence: Sequence, budget: int) -> int:
         """Give a waiting sequence the blocks for its next tokens; how many tokens, 0 for none."""
@@ -248,6 +295,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(sequence)
+        self._window.put_back()
 
     def _end_load(self, sequence: Sequence) -> None:
         self._loading.remove(sequence)
@@ -271,3 +319,11 @@ class Scheduler:
         keys = sequence.block_keys(last, size)
         for index in range(first, last):
             self.pool.publish(sequence.blocks[index], keys[index])
+
+
+def _lengths(sequence: Sequence) -> Lengths:
+    return Lengths(sequence.prompt_len, sequence.num_outputs, sequence.request.max_tokens)
+
+
+def _tokens_to_compute(sequence: Sequence) -> int:
+    return 1 if sequence.hand_off else len(sequence.tokens)

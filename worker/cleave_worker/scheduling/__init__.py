@@ -1,0 +1,1 @@
+"""What engines are told about order and admission, and how they follow it."""
