@@ -1,0 +1,80 @@
+"""Instances come, go and change pools on a real control plane, and no request fails."""
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from test_cluster_operator import CHAT, READY_S, Chat, installation, placement, told
+
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+from cluster.cluster import Cluster, wait_until
+from cluster.load import Load
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def installed(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster with the operator."""
+    with installation(cluster):
+        yield cluster
+
+
+@pytest.fixture
+def chat(installed: Cluster, namespace: str) -> Iterator[Chat]:
+    """A deployment that is ready; deleted afterwards."""
+    found = Chat(installed, namespace)
+    installed.kubectl("apply", "-n", namespace, "-f", "-", input=CHAT)
+    try:
+        found.until_ready()
+        yield found
+    finally:
+        installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
+
+
+def test_instances_change_pools_under_load_without_a_restart(chat: Chat) -> None:
+    if chat.cluster.nodes is None:
+        pytest.skip("pods cannot be reached from here")
+    before = lives(chat)
+    with Load(chat.address, "chat") as load:
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        chat.edit({"placement": {"manual": placement(prefill=2, decode=1)}})
+        try:
+            wait_until(lambda: counts(chat) == [2, 1] and chat.is_ready(), READY_S, "it moved")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+        after = load.answered
+        wait_until(lambda: load.answered > after + 20, 60, "it goes on")
+    assert load.failures == []
+    assert lives(chat) == before, "the same pods, and the same lives of their engines"
+    assert homes(chat) == {"prefill": 2, "decode": 1}
+    events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
+    assert "Repurposed" in events
+    assert "without a restart" in events
+
+
+def counts(chat: Chat) -> list[int]:
+    """Prefill and decode instances, by the labels of their pods."""
+    return [len(chat.workers(role)) for role in ("prefill", "decode")]
+
+
+def lives(chat: Chat) -> dict[str, str]:
+    """Boot ids by pod."""
+    return {pod["metadata"]["uid"]: registration(pod).boot_id for pod in chat.workers()}
+
+
+def homes(chat: Chat) -> dict[str, int]:
+    """Instances by what their agents take for their own role."""
+    found: dict[str, int] = {}
+    for pod in chat.workers():
+        name = agent_pb2.Role.Name(registration(pod).home).removeprefix("ROLE_").lower()
+        found[name] = found.get(name, 0) + 1
+    return found
+
+
+def registration(pod: dict) -> agent_pb2.Registration:
+    """What the agent of a pod says of itself."""
+    with grpc.insecure_channel(f"{pod['status']['podIP']}:9000") as channel:
+        stub = agent_pb2_grpc.AgentStub(channel)
+        return stub.Health(agent_pb2.HealthRequest(), timeout=10).registration
