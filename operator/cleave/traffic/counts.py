@@ -6,9 +6,9 @@ buckets, so quantiles are as exact as those are fine.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,35 +26,77 @@ class CountsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A histogram: how many were at most each bound (the last one is infinite), in seconds."""
+    """A histogram: how many were at most each bound (the last one is infinite).
 
-    bounds_s: tuple[float, ...] = ()
+    Latencies are in seconds, lengths in tokens.
+    """
+
+    bounds: tuple[float, ...] = ()
     counts: tuple[float, ...] = ()
+    total: float = 0.0
+    """Of all values."""
+
+    @classmethod
+    def of(cls, values: Iterable[float], bounds: Sequence[float]) -> "Buckets":
+        """These values, counted; the last bound is infinite."""
+        ordered = sorted(values)
+        counts = (float(bisect_right(ordered, bound)) for bound in bounds)
+        return cls(tuple(bounds), tuple(counts), sum(ordered))
+
+    def __add__(self, other: "Buckets") -> "Buckets":
+        """Both together. Gateways of unlike versions may have unlike bounds."""
+        total = self.total + other.total
+        if self.bounds == other.bounds:
+            pairs = zip(self.counts, other.counts, strict=True)
+            return Buckets(self.bounds, tuple(mine + theirs for mine, theirs in pairs), total)
+        bounds = tuple(sorted({*self.bounds, *other.bounds}))
+        sums = (self._up_to(bound) + other._up_to(bound) for bound in bounds)
+        return Buckets(bounds, tuple(sums), total)
 
     def __sub__(self, before: "Buckets") -> "Buckets":
         """What has come since `before`."""
-        earlier = dict(zip(before.bounds_s, before.counts, strict=True))
+        earlier = dict(zip(before.bounds, before.counts, strict=True))
         counts = (
             count - earlier.get(bound, 0.0)
-            for bound, count in zip(self.bounds_s, self.counts, strict=True)
+            for bound, count in zip(self.bounds, self.counts, strict=True)
         )
-        return Buckets(self.bounds_s, tuple(counts))
+        return Buckets(self.bounds, tuple(counts), self.total - before.total)
 
-    def find_quantile_ms(self, share: float) -> float | None:
+    @property
+    def num(self) -> float:
+        """How many were observed."""
+        return self.counts[-1] if self.counts else 0.0
+
+    @property
+    def mean(self) -> float | None:
+        """None: nothing was observed."""
+        return self.total / self.num if self.num else None
+
+    def find_quantile(self, share: float) -> float | None:
         """As Prometheus has it: even inside a bucket, the last finite bound for what is beyond.
 
         None: nothing was observed.
         """
-        if not self.counts or not self.counts[-1]:
+        if not self.num:
             return None
         rank = share * self.counts[-1]
         at = min(bisect_left(self.counts, rank), len(self.counts) - 1)
-        if math.isinf(self.bounds_s[at]):
-            return self.bounds_s[at - 1] * 1000 if at else None
-        low, below = (self.bounds_s[at - 1], self.counts[at - 1]) if at else (0.0, 0.0)
+        if math.isinf(self.bounds[at]):
+            return self.bounds[at - 1] if at else None
+        low, below = (self.bounds[at - 1], self.counts[at - 1]) if at else (0.0, 0.0)
         inside = self.counts[at] - below
         part = (rank - below) / inside if inside else 1.0
-        return (low + (self.bounds_s[at] - low) * part) * 1000
+        return low + (self.bounds[at] - low) * part
+
+    def find_quantile_ms(self, share: float) -> float | None:
+        """The same of seconds."""
+        found = self.find_quantile(share)
+        return None if found is None else found * 1000
+
+    def _up_to(self, bound: float) -> float:
+        """How many are known to be at most so much."""
+        at = bisect_right(self.bounds, bound)
+        return self.counts[at - 1] if at else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +117,9 @@ class Counts:
     """Of these, within both."""
     ttft: Buckets = Buckets()
     tpot: Buckets = Buckets()
+    prompts: Buckets = Buckets()
+    """Lengths of requests that were answered."""
+    outputs: Buckets = Buckets()
     shed: float = 0.0
     retries: float = 0.0
     recoveries: float = 0.0
@@ -112,8 +157,10 @@ def read_page(page: str, at_s: float) -> Counts:
         output_tokens=total("output_tokens_total"),
         judged=total("slo_total"),
         attained=total("slo_total", missed=""),
-        ttft=_read_buckets(_find(found, "ttft_seconds_bucket", {})),
-        tpot=_read_buckets(_find(found, "tpot_seconds_bucket", {})),
+        ttft=_read_buckets(found, "ttft_seconds"),
+        tpot=_read_buckets(found, "tpot_seconds"),
+        prompts=_read_buckets(found, "request_prompt_tokens"),
+        outputs=_read_buckets(found, "request_output_tokens"),
         shed=total("shed_total"),
         retries=total("retries_total"),
         recoveries=total("recoveries_total"),
@@ -141,12 +188,14 @@ def _find(
             yield sample
 
 
-def _read_buckets(samples: Iterator[Sample]) -> Buckets:
+def _read_buckets(found: Mapping[str, list[Sample]], name: str) -> Buckets:
+    """Of all labels together."""
     counts: dict[float, float] = defaultdict(float)
-    for sample in samples:
+    for sample in _find(found, name + "_bucket", {}):
         counts[float(sample.labels["le"])] += sample.value
     bounds = sorted(counts)
-    return Buckets(tuple(bounds), tuple(counts[bound] for bound in bounds))
+    total = sum(sample.value for sample in _find(found, name + "_sum", {}))
+    return Buckets(tuple(bounds), tuple(counts[bound] for bound in bounds), total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _TOO_FEW = 200
 """Below so many requests chance alone looks like waves, drift and odd lengths."""
 _WINDOWS = 20
 """At least so many windows, and on average so many requests in one, to speak of dispersion."""
-_MAX_BURSTINESS = 20.0
+MAX_BURSTINESS = 20.0
 _MAX_RATE = 1_000_000
 
 
@@ -42,7 +42,7 @@ class LengthSummary:
 
     def to_spec(self) -> api.Lengths:
         """The log-normal distribution that stands for it, its p90 as near as there is one."""
-        return _fitted(self.mean, self.p90)
+        return fit_lengths(self.mean, self.p90)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,27 +136,28 @@ def fit(trace: Trace, rate: float | None = None, burstiness: float | None = None
     if not 0 < rate <= _MAX_RATE:
         raise DemandError(f"rate {rate:g}: must be above 0 and at most {_MAX_RATE:,} per second")
     if burstiness is None:
-        burstiness = min(arrivals.burstiness, _MAX_BURSTINESS) if arrivals else 1.0
+        burstiness = min(arrivals.burstiness, MAX_BURSTINESS) if arrivals else 1.0
     return api.Workload(
-        rate=_short(rate),
+        rate=shorten(rate),
         prompt_tokens=_lengths(trace.prompt_tokens).to_spec(),
         output_tokens=_lengths(trace.output_tokens).to_spec(),
-        burstiness=_short(burstiness),
+        burstiness=shorten(burstiness),
     )
 
 
 def _lengths(tokens: NDArray[np.int64]) -> LengthSummary:
     mean, (p50, p90, p99) = float(np.mean(tokens)), np.percentile(tokens, [50, 90, 99]).tolist()
-    spec = _fitted(mean, p90)
+    spec = fit_lengths(mean, p90)
     fitted = LogNormal.through(spec.mean, spec.p90 or spec.mean)
     return LengthSummary(mean, p50, p90, p99, int(tokens.max()), _distance(tokens, fitted))
 
 
-def _fitted(mean: float, p90: float) -> api.Lengths:
-    short = _short(mean)
+def fit_lengths(mean: float, p90: float) -> api.Lengths:
+    """The log-normal distribution with this mean, its p90 as near as there is one."""
+    short = shorten(mean)
     # Cut by more than rounding to four digits may add.
     nearest = min(max(p90, short), short * MAX_P90_TO_MEAN * 0.999)
-    return api.Lengths(mean=short, p90=max(_short(nearest), short))
+    return api.Lengths(mean=short, p90=max(shorten(nearest), short))
 
 
 def _distance(tokens: NDArray[np.int64], fitted: LogNormal) -> float:
@@ -249,10 +250,10 @@ def _arrival_doubts(arrivals: ArrivalSummary, num: int) -> list[str]:
     between_halves = num * abs(arrivals.drift - 1) / (arrivals.drift + 1)
     if not 0.75 < arrivals.drift < 1.33 and _is_beyond_chance(between_halves, arrivals, num):
         doubts.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
-    if arrivals.burstiness > _MAX_BURSTINESS:
+    if arrivals.burstiness > MAX_BURSTINESS:
         doubts.append(
             f"gaps vary by {arrivals.burstiness:.0f} times their mean; up to "
-            f"{_MAX_BURSTINESS:.0f} can be stated"
+            f"{MAX_BURSTINESS:.0f} can be stated"
         )
     return doubts
 
@@ -272,6 +273,6 @@ def _length_doubts(prompts: LengthSummary, outputs: LengthSummary, correlation: 
     return doubts
 
 
-def _short(value: float) -> float:
+def shorten(value: float) -> float:
     """Four significant digits: what a person wants to paste."""
     return float(f"{value:.4g}")

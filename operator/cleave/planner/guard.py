@@ -1,0 +1,311 @@
+"""Whether the planner is right about what runs, and what mends its model where it is not. Pure.
+
+Called with every look at the traffic, before a plan is made anew: a plan must not rest on a model
+that is wrong about the fleet that can be seen (Aladdin, section 5.1: continuous update). What is
+hard: near saturation the smallest error of a model is a large one of the TTFT, so an error counts
+only if passes a little longer or shorter do not explain it; and the passes of both phases show in
+latencies that contain queues. So the correction is sought by simulation: the one with which the
+same fleet under the same traffic shows what was seen, decode by the time per token, prefill by the
+time to the first one.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.api.role import Role
+from cleave.perf import corrected
+from cleave.perf.corrected import NONE, Correction
+from cleave.planner.bench import to_draft
+from cleave.planner.draft import cell_fleet
+from cleave.planner.plan import PlannedPool
+from cleave.planner.problem import Problem
+from cleave.planner.trials import Targets, Trials
+from cleave.policy.pooling import Terms
+from cleave.traffic.counts import Buckets
+from cleave.traffic.window import Window
+
+FEWEST = 100
+"""Answers below which nothing is said of a prediction."""
+THRESHOLD = 0.3
+"""Relative error beyond which a prediction does not hold."""
+_SLACK = 0.1
+"""What passes may be off by without the model being wrong."""
+_STEP = 2.0
+"""Most that one correction changes passes by."""
+_GENTLE = 0.3
+"""Share of a correction that is made where the prediction holds."""
+_CLOSE = 0.02
+"""Corrections that differ by less are the same."""
+_HALVINGS = 7
+_MOST_REQUESTS = 20_000
+_ROUNDS = 2
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What serves now."""
+
+    pools: tuple[PlannedPool, ...]
+    algorithm: str = ""
+    """How it was found, as in its plan."""
+    flipping: Terms | None = None
+    """What its pool manager goes by; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Foreseen:
+    """A simulation of some fleet at the traffic that was seen."""
+
+    ttft_ms: Times
+    tpot_ms: Times
+    """Of requests with more than one token."""
+    attainment: float
+    is_overloaded: bool
+    """The median request waits past its target: how long depends on since when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One figure, predicted and observed."""
+
+    name: str
+    predicted: float
+    observed: float
+    is_beyond: bool
+    """The model is wrong about it."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction: 0.5 where half as much again was observed."""
+        return self.observed / self.predicted - 1 if self.predicted else math.inf
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.observed:.0f} ms where {self.predicted:.0f} ms were predicted"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Of the model, by what runs."""
+
+    comparisons: tuple[Comparison, ...]
+    """TTFT and TPOT, median and 90th percentile; empty: too little was seen."""
+    attainment: float
+    """Predicted."""
+    correction: Correction
+    """To plan with from now on."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the prediction may be acted upon; too little to judge by is no fault of it."""
+        return not any(each.is_beyond for each in self.comparisons)
+
+    @property
+    def error(self) -> float | None:
+        """The largest, by amount; None: not judged."""
+        return max((each.error for each in self.comparisons), key=abs, default=None)
+
+    @property
+    def reason(self) -> str:
+        """One sentence."""
+        if not self.comparisons:
+            return "too few answers to judge the prediction by"
+        worst = max(self.comparisons, key=lambda each: (each.is_beyond, abs(each.error)))
+        if worst.is_beyond:
+            return f"the prediction does not hold: {worst}; passes {self.correction}"
+        return f"the prediction holds within {abs(worst.error):.0%}"
+
+
+def foresee(problem: Problem, running: Running, num_requests: int = FEWEST) -> Foreseen:
+    """What `running` would do at the problem's traffic, by its model. Raises PlanError.
+
+    `num_requests` of it at least, as far as that takes no minute.
+    """
+    draft = to_draft(problem, running.pools, running.algorithm)
+    fleet = replace(cell_fleet(problem, draft), flipping=running.flipping)
+    slo, rate = problem.slo, problem.rate / draft.copies
+    targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+    trials = Trials(problem.demand, problem.seed)
+    span = trials.span(rate, targets)
+    wanted = min(num_requests // draft.copies, _MOST_REQUESTS)
+    span = replace(span, counted=max(span.counted, wanted))
+    outcome = trials.serve(fleet, rate, span)
+    ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
+    met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
+    waited_ms = (outcome.prefill_start_ms - outcome.arrival_ms)[span.window]
+    waited_ms += (outcome.transfer_start_ms - outcome.prefill_end_ms)[span.window]
+    middle_ms = _median(ttft_ms)
+    return Foreseen(
+        np.where(np.isnan(ttft_ms), np.inf, ttft_ms),
+        tpot_ms[outcome.output_tokens[span.window] > 1],
+        float(np.mean(met)),
+        middle_ms > slo.ttft_ms and _median(waited_ms) > middle_ms / 2,
+    )
+
+
+def judge(
+    problem: Problem,
+    running: Running,
+    seen: Window,
+    correction: Correction = NONE,
+    threshold: float = THRESHOLD,
+) -> Judgement:
+    """Compare what `running` did in a window with what the model says, and correct that.
+
+    `problem` states the traffic of that window and the model as it is without a correction;
+    `correction` is the one in force. Raises PlanError when the pools cannot be simulated.
+    """
+    model = _Model(problem, running, round(seen.num_requests))
+    expected = model.foresee(correction)
+    if min(seen.ttft.num, seen.tpot.num) < FEWEST:
+        return Judgement((), expected.attainment, correction)
+    faster = model.foresee(_times(correction, 1 - _SLACK))
+    slower = model.foresee(_times(correction, 1 + _SLACK))
+    comparisons = tuple(_compare(seen, expected, faster, slower, threshold))
+    if expected.is_overloaded and _is_late(model, seen):
+        comparisons = tuple(
+            each if each.name.endswith("TPOT") else replace(each, is_beyond=False)
+            for each in comparisons
+        )
+    wanted = _seek(model, seen, correction)
+    weight = 1.0 if any(each.is_beyond for each in comparisons) else _GENTLE
+    return Judgement(comparisons, expected.attainment, _step(correction, wanted, weight, seen))
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Simulates what runs with passes of any length."""
+
+    problem: Problem
+    running: Running
+    num_requests: int
+
+    def foresee(self, correction: Correction) -> Foreseen:
+        estimator = corrected.correct(self.problem.estimator, correction)
+        asked = replace(self.problem, estimator=estimator)
+        return foresee(asked, self.running, self.num_requests)
+
+
+def _compare(
+    seen: Window, expected: Foreseen, faster: Foreseen, slower: Foreseen, threshold: float
+) -> Iterable[Comparison]:
+    """Through the same buckets: the quantiles of both sides are then coarse alike."""
+    for name, observed, times in (
+        ("TTFT", seen.ttft, [each.ttft_ms for each in (expected, faster, slower)]),
+        ("TPOT", seen.tpot, [each.tpot_ms for each in (expected, faster, slower)]),
+    ):
+        foreseen = [Buckets.of(each / 1000, observed.bounds) for each in times]
+        for quantile in (0.5, 0.9):
+            middle, low, high = (each.find_quantile_ms(quantile) or 0.0 for each in foreseen)
+            found = observed.find_quantile_ms(quantile) or 0.0
+            is_beyond = not low / (1 + threshold) <= found <= high * (1 + threshold)
+            yield Comparison(f"P{quantile * 100:.0f} {name}", middle, found, is_beyond)
+
+
+def _seek(model: _Model, seen: Window, start: Correction) -> Correction:
+    """The correction with which the model shows what was seen, one step from `start` at most."""
+    tpot_s, middle = seen.tpot.mean or 0.0, _find_middle(seen.ttft)
+    # Where both phases share passes, the time per token says as much of the one as of the other.
+    is_apart = any(pool.role is Role.DECODE for pool in model.running.pools)
+    ratio = start.prefill / start.decode
+    found = start
+    for _ in range(_ROUNDS):
+        prefill = found.prefill
+
+        def slow_tokens(
+            factor: float, prefill: float = prefill, ratio: float = ratio
+        ) -> Correction:
+            return replace(start, decode=factor, prefill=prefill if is_apart else factor * ratio)
+
+        def slow_prompts(factor: float, decode: float) -> Correction:
+            return replace(start, decode=decode, prefill=factor)
+
+        found = _solve(
+            slow_tokens, lambda one: _mean_s(model.foresee(one).tpot_ms), start.decode, tpot_s
+        )
+        shown = model.foresee(found)
+        if shown.is_overloaded and _is_late(model, seen):
+            # How long queues are tells since when it is overloaded, and nothing of passes.
+            break
+        found = _solve(
+            partial(slow_prompts, decode=found.decode),
+            lambda one: _middle_of(model.foresee(one), seen),
+            start.prefill,
+            middle,
+        )
+        ratio = found.prefill / found.decode
+    return found
+
+
+def _is_late(model: _Model, seen: Window) -> bool:
+    return (seen.ttft_p50_ms or 0.0) > model.problem.slo.ttft_ms
+
+
+def _solve(
+    make: Callable[[float], Correction],
+    show: Callable[[Correction], float],
+    start: float,
+    wanted: float,
+) -> Correction:
+    """Bisection in the logarithm: longer passes never show shorter times."""
+    low = math.log(max(start / _STEP, corrected.LEAST))
+    high = math.log(min(start * _STEP, corrected.MOST))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if show(make(math.exp(middle))) < wanted:
+            low = middle
+        else:
+            high = middle
+    return make(math.exp((low + high) / 2))
+
+
+def _step(start: Correction, wanted: Correction, weight: float, seen: Window) -> Correction:
+    def move(old: float, new: float) -> float:
+        part = (new / old) ** weight
+        return old if abs(part - 1) < _CLOSE else float(f"{old * part:.4g}")
+
+    prefill, decode = (
+        min(max(move(*each), corrected.LEAST), corrected.MOST)
+        for each in ((start.prefill, wanted.prefill), (start.decode, wanted.decode))
+    )
+    if (prefill, decode) == (start.prefill, start.decode):
+        return start
+    return Correction(prefill, decode, start.num_requests + round(seen.ttft.num))
+
+
+def _times(correction: Correction, factor: float) -> Correction:
+    prefill, decode = (
+        min(max(each * factor, corrected.LEAST), corrected.MOST)
+        for each in (correction.prefill, correction.decode)
+    )
+    return replace(correction, prefill=prefill, decode=decode)
+
+
+def _middle_of(foreseen: Foreseen, seen: Window) -> float:
+    return _find_middle(Buckets.of(foreseen.ttft_ms / 1000, seen.ttft.bounds))
+
+
+def _find_middle(buckets: Buckets) -> float:
+    """Mean of the logarithms, each value at the upper end of its bucket.
+
+    A few that wait for ever move it little, and unlike a quantile it moves with every part of the
+    distribution, so that it is not stuck inside a bucket.
+    """
+    total, below, highest = 0.0, 0.0, buckets.bounds[-2]
+    for bound, count in zip(buckets.bounds, buckets.counts, strict=True):
+        total += (count - below) * math.log(min(bound, 2 * highest))
+        below = count
+    return total / below
+
+
+def _mean_s(times_ms: Times) -> float:
+    return float(np.nanmean(times_ms)) / 1000 if len(times_ms) else 0.0
+
+
+def _median(times: Times) -> float:
+    return float(np.median(np.where(np.isnan(times), np.inf, times)))

@@ -1,0 +1,247 @@
+"""Whether another plan takes the place of what runs. The door of replanning. Pure.
+
+Called by the operator, in the planner's process, after the traffic has changed or the model was
+corrected, and by the benchmark that plays whole days. DistServe, section 4.3, replans when the
+pattern shifts; what a change costs, and that a model may be wrong, is left open there. What is
+hard: to act seldom and rightly. A plan is acted upon only if the model is right about what runs,
+if it is better by more than a little, if what it wins is more than what the change costs, and not
+soon after the last change.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from cleave.perf import corrected
+from cleave.perf.corrected import NONE, Correction
+from cleave.planner import search
+from cleave.planner.bench import to_draft
+from cleave.planner.guard import FEWEST, THRESHOLD, Judgement, Running, foresee, judge
+from cleave.planner.plan import EMULATED_GPU, Answer, Plan, PlannedPool
+from cleave.planner.problem import Problem
+from cleave.planner.words import percent, pool_label
+from cleave.traffic.refit import find_margin, to_demand
+from cleave.traffic.window import Window, join
+
+
+class Verdict(StrEnum):
+    """What becomes of what runs."""
+
+    KEEP = "Keep"
+    """It stays."""
+    CORRECT = "Correct"
+    """It stays, as the model is wrong about it; the model is corrected first."""
+    PROPOSE = "Propose"
+    """Another plan is better, and is only told."""
+    APPLY = "Apply"
+    """Another plan is better, and takes its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How readily plans are changed."""
+
+    is_advisory: bool = False
+    """Plans are told, not applied."""
+    min_gain: float = 0.1
+    """Smallest relative gain that is worth a change."""
+    threshold: float = THRESHOLD
+    """Prediction error beyond which nothing is acted upon."""
+    horizon_s: float = 3600.0
+    """For how long the traffic is taken to stay as it is: the time to win back a change's cost."""
+    start_s: float = 120.0
+    """From making an instance to its first request."""
+    cooldown_s: float = 600.0
+    """Between two changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Pools that were in force."""
+
+    pools: tuple[PlannedPool, ...]
+    at_s: float
+    """Until when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What some pools do at the traffic that was seen, by the corrected model."""
+
+    pools: tuple[PlannedPool, ...]
+    attainment: float
+    resources: float
+    """What the objective counts: GPUs, price of an hour, or watts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to be done, and why."""
+
+    verdict: Verdict
+    reason: str
+    """One sentence."""
+    gain: float = 0.0
+    """Relative: more requests in time, or, where both plans hold the targets, less taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """One look at what runs."""
+
+    decision: Decision
+    judgement: Judgement
+    answer: Answer | None = None
+    """The planner's; None: it was not asked, as its model is wrong."""
+    proposed: Plan | None = None
+    """What was weighed against what runs."""
+
+
+def revise(
+    problem: Problem,
+    running: Running,
+    windows: Sequence[Window],
+    correction: Correction = NONE,
+    terms: Terms = Terms(),
+    left: Sequence[Left] = (),
+) -> Revision:
+    """Judge the model by what runs, plan anew if it is right, and decide.
+
+    The traffic of `problem` gives way to that of `windows`, in which nothing but `running` served;
+    its model is the one without a correction. `left`: plans that were in force before. Raises
+    RefitError when too few requests came, and PlanError.
+    """
+    seen, longest = join(windows), problem.demand.max_model_len
+    demand = replace(to_demand(windows), max_model_len=longest)
+    judgement = judge(replace(problem, demand=demand), running, seen, correction, terms.threshold)
+    if not judgement.holds:
+        return Revision(Decision(Verdict.CORRECT, judgement.reason), judgement)
+    estimator = corrected.correct(problem.estimator, judgement.correction)
+    at_mean = replace(problem, demand=demand, estimator=estimator)
+    at_most = replace(at_mean, demand=demand.at(demand.rate * (1 + find_margin(windows))))
+    answer = search.plan(at_most)
+    best = answer.selected or next(iter(answer.alternatives), None)
+    if best is None:
+        return Revision(Decision(Verdict.KEEP, answer.reason), judgement, answer)
+    # What runs gets the benefit of the doubt about the traffic, but for what was seen to fail.
+    now = _look_at(at_mean, running)
+    if seen.judged >= FEWEST and seen.attainment is not None:
+        now = replace(now, attainment=min(now.attainment, seen.attainment))
+    then = _look_at(at_most, replace(running, pools=best.pools, algorithm=best.algorithm))
+    decision = decide(at_mean, now, then, terms, seen.end_s, left)
+    return Revision(decision, judgement, answer, best)
+
+
+def decide(
+    problem: Problem,
+    now: Outlook,
+    then: Outlook,
+    terms: Terms,
+    at_s: float,
+    left: Sequence[Left] = (),
+) -> Decision:
+    """Whether `then` takes the place of `now`."""
+    if _instances(now.pools) == _instances(then.pools):
+        return Decision(Verdict.KEEP, "the plan that runs is still the best")
+    goal = problem.slo.attainment
+    gain = _find_gain(now, then, goal)
+    keep = _why_wait(now, then, goal, terms, at_s, left) or _why_too_little(
+        problem, now, then, terms, gain
+    )
+    if keep is not None:
+        return Decision(Verdict.KEEP, keep, gain)
+    verdict = Verdict.PROPOSE if terms.is_advisory else Verdict.APPLY
+    return Decision(verdict, _tell(now, then, goal), gain)
+
+
+def _look_at(problem: Problem, running: Running) -> Outlook:
+    draft = to_draft(problem, running.pools, running.algorithm)
+    resources = draft.resources(problem.planning.objective)
+    return Outlook(running.pools, foresee(problem, running).attainment, resources)
+
+
+def _find_gain(now: Outlook, then: Outlook, goal: float) -> float:
+    if now.attainment >= goal and then.attainment >= goal:
+        return now.resources / then.resources - 1
+    return then.attainment / now.attainment - 1 if now.attainment else math.inf
+
+
+def _why_wait(
+    now: Outlook,
+    then: Outlook,
+    goal: float,
+    terms: Terms,
+    at_s: float,
+    left: Sequence[Left],
+) -> str | None:
+    """Not twice in a short time, unless what runs fails badly."""
+    if now.attainment < goal / 2:
+        return None
+    since_s = at_s - max((each.at_s for each in left), default=-math.inf)
+    if since_s < terms.cooldown_s:
+        return f"the plan was changed {since_s:.0f} s ago; it stays for {terms.cooldown_s:.0f} s"
+    for each in left:
+        age_s = at_s - each.at_s
+        if age_s < 2 * terms.cooldown_s and _instances(each.pools) == _instances(then.pools):
+            return f"{_label(then.pools)} was left {age_s:.0f} s ago; traffic may swing back"
+    return None
+
+
+def _why_too_little(
+    problem: Problem, now: Outlook, then: Outlook, terms: Terms, gain: float
+) -> str | None:
+    goal, begun = problem.slo.attainment, _count_begun(now.pools, then.pools)
+    if now.attainment >= goal > then.attainment:
+        return f"what runs holds the targets; {_label(then.pools)} does not"
+    if now.attainment >= goal:
+        if gain < terms.min_gain:
+            return f"{_label(then.pools)} would take {max(gain, 0):.0%} less; that is too little"
+        spent = begun / _count(then.pools) * then.resources * terms.start_s
+        if (now.resources - then.resources) * terms.horizon_s <= spent:
+            return f"starting {begun} instances takes more than {_label(then.pools)} saves"
+        return None
+    if gain < terms.min_gain and then.attainment < goal:
+        return f"{_label(then.pools)} would serve {max(gain, 0):.0%} more in time; too little"
+    won = (then.attainment - now.attainment) * problem.rate * terms.horizon_s
+    # Those that end before others have begun do not serve meanwhile.
+    replaced = min(begun, _count_begun(then.pools, now.pools))
+    share = replaced / _count(now.pools)
+    cost = share * now.attainment * problem.rate * terms.start_s
+    if won <= cost:
+        return f"the change would cost {cost:.0f} requests and win {max(won, 0):.0f}"
+    return None
+
+
+def _tell(now: Outlook, then: Outlook, goal: float) -> str:
+    attained = f"{_label(then.pools)} has {percent(then.attainment)} of the requests in time"
+    if now.attainment < goal:
+        return f"{attained} where {_label(now.pools)} has {percent(now.attainment)}"
+    taken = then.resources / now.resources
+    return f"{attained} for {percent(taken)} of what {_label(now.pools)} takes"
+
+
+def _label(pools: Iterable[PlannedPool]) -> str:
+    return " + ".join(map(pool_label, pools))
+
+
+def _count(pools: Iterable[PlannedPool]) -> int:
+    return sum(pool.replicas for pool in pools)
+
+
+def _count_begun(now: Iterable[PlannedPool], then: Iterable[PlannedPool]) -> int:
+    """Instances of `then` that `now` lacks."""
+    return sum((_instances(then) - _instances(now)).values())
+
+
+def _instances(pools: Iterable[PlannedPool]) -> Counter[tuple[object, ...]]:
+    """By all that makes one need other pods than another."""
+    found: Counter[tuple[object, ...]] = Counter()
+    for pool in pools:
+        gpu = None if pool.gpu == EMULATED_GPU else pool.gpu
+        limits = pool.max_num_seqs, pool.max_num_batched_tokens
+        found[pool.role, gpu, pool.parallelism.tensor, pool.parallelism.pipeline, limits] += (
+            pool.replicas
+        )
+    return found

@@ -1,0 +1,132 @@
+"""The traffic of some windows as `spec.workload` states it: what a plan is made anew from. Pure.
+
+DistServe, section 4.3: replanning rests on recent history. What is hard: too few requests say
+little of their lengths (Aladdin, section 5.2, for the same reason), and gateways keep histograms
+of lengths, not lengths: means are exact, quantiles are as exact as the buckets are fine.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from cleave.api.workload import Lengths, Workload
+from cleave.traffic.counts import Buckets
+from cleave.traffic.diagnosis import MAX_BURSTINESS, fit_lengths, shorten
+from cleave.traffic.window import Window, join
+from cleave.traffic.workload import Demand, Drawn, Independent, Quantiles
+
+FEWEST = 200
+"""Requests below which lengths are not known: with usual ones, their mean is then off by a tenth
+of itself and more."""
+_FEWEST_WINDOWS = 8
+_MOST_MARGIN = 0.25
+
+
+class RefitError(LookupError):
+    """The windows do not say enough; one line."""
+
+
+def refit(windows: Sequence[Window]) -> Workload:
+    """The workload that came in `windows`. Raises RefitError when too few requests did."""
+    whole = _join(windows)
+    return Workload(
+        rate=shorten(whole.rate),
+        prompt_tokens=_to_lengths(whole.prompts),
+        output_tokens=_to_lengths(whole.outputs),
+        burstiness=shorten(_find_burstiness(windows)),
+    )
+
+
+def to_demand(windows: Sequence[Window]) -> Demand:
+    """The same for the planner: lengths as the buckets have them, not as a formula does.
+
+    Raises RefitError.
+    """
+    whole = _join(windows)
+    lengths = Independent(_to_quantiles(whole.prompts), _to_quantiles(whole.outputs))
+    return Demand(whole.rate, Drawn(lengths, _find_burstiness(windows)))
+
+
+def find_margin(windows: Sequence[Window]) -> float:
+    """By what share more tokens per second may come than came, by chance alone.
+
+    Two standard errors of rate and mean length. Raises RefitError.
+    """
+    whole = _join(windows)
+    lengths = max(find_variation(each) for each in (whole.prompts, whole.outputs))
+    variance = find_dispersion(windows) + lengths**2
+    return min(2 * math.sqrt(variance / whole.num_requests), _MOST_MARGIN)
+
+
+def find_dispersion(windows: Sequence[Window]) -> float:
+    """Variance by mean of the requests in a window: near burstiness^2; 1, Poisson's, for few.
+
+    Less than Poisson's is not believed: it takes little else than chance to see that.
+    """
+    seen = [each for each in windows if each.length_s > 0]
+    requests = sum(each.num_requests for each in seen)
+    if len(seen) < _FEWEST_WINDOWS or not requests:
+        return 1.0
+    rate = requests / sum(each.length_s for each in seen)
+    squares = (
+        (each.num_requests - rate * each.length_s) ** 2 / (rate * each.length_s) for each in seen
+    )
+    return max(sum(squares) / (len(seen) - 1), 1.0)
+
+
+def find_variation(buckets: Buckets) -> float:
+    """Standard deviation by mean, each value counted as the middle of its bucket."""
+    pairs = [(low * math.sqrt(high / low), share) for low, high, share in _pieces(buckets)]
+    mean = sum(middle * share for middle, share in pairs)
+    squares = sum(middle**2 * share for middle, share in pairs)
+    return math.sqrt(max(squares / mean**2 - 1, 0.0))
+
+
+def _join(windows: Sequence[Window]) -> Window:
+    whole = join(windows) if windows else Window(0.0, 0.0, 0.0)
+    known = min(whole.prompts.num, whole.outputs.num, whole.num_requests)
+    if known < FEWEST:
+        raise RefitError(
+            f"{known:.0f} requests have been seen; {FEWEST} are needed to state their lengths"
+        )
+    return whole
+
+
+def _find_burstiness(windows: Sequence[Window]) -> float:
+    return min(math.sqrt(find_dispersion(windows)), MAX_BURSTINESS)
+
+
+def _to_lengths(buckets: Buckets) -> Lengths:
+    levels, tokens = _scaled(buckets)
+    return fit_lengths(max(buckets.mean or 0.0, 1.0), float(np.interp(0.9, levels, tokens)))
+
+
+def _to_quantiles(buckets: Buckets) -> Quantiles:
+    levels, tokens = _scaled(buckets)
+    return Quantiles(tuple(levels), tuple(tokens))
+
+
+def _scaled(buckets: Buckets) -> tuple[list[float], list[float]]:
+    """Levels and tokens, even inside the buckets, stretched so that the mean is what it was."""
+    levels, tokens, mean = [0.0], [1.0], 0.0
+    for low, high, share in _pieces(buckets):
+        if tokens[-1] != low:
+            levels.append(levels[-1])
+            tokens.append(low)
+        levels.append(levels[-1] + share)
+        tokens.append(high)
+        mean += share * (low + high) / 2
+    levels = [level / levels[-1] for level in levels]
+    stretch = (buckets.mean or mean) / mean
+    return levels, [each * stretch for each in tokens]
+
+
+def _pieces(buckets: Buckets) -> Iterator[tuple[float, float, float]]:
+    """(low, high, share) of each bucket with values; beyond the last bound there is no width."""
+    below, low = 0.0, 1.0
+    for bound, count in zip(buckets.bounds, buckets.counts, strict=True):
+        high = low if math.isinf(bound) else max(bound, 1.0)
+        if count > below:
+            yield low, high, (count - below) / buckets.num
+        below, low = count, high

@@ -1,0 +1,110 @@
+"""What was seen of the traffic in some seconds: the difference of two looks at the counts. Pure.
+
+Made by whoever follows a deployment's gateways; change detection, refits and the planner's guard
+read it. What is hard: gateways count requests when they end, and under overload that is not when
+they came; arrivals are therefore those that ended and what more is under way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from cleave.traffic.counts import Buckets, Counts
+
+_NONE = Buckets()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """So many seconds of traffic. None in a figure: nothing came that would tell."""
+
+    end_s: float
+    """Of the clock of whoever looked."""
+    length_s: float
+    num_requests: float
+    """That arrived."""
+    prompts: Buckets = _NONE
+    """Tokens, of requests that were answered."""
+    outputs: Buckets = _NONE
+    ttft: Buckets = _NONE
+    """Seconds."""
+    tpot: Buckets = _NONE
+    judged: float = 0.0
+    """Answers measured against the targets."""
+    attained: float = 0.0
+    """Of these, within both."""
+
+    @property
+    def start_s(self) -> float:
+        """When it began."""
+        return self.end_s - self.length_s
+
+    @property
+    def rate(self) -> float:
+        """Arrivals in req/s."""
+        return self.num_requests / self.length_s
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of judged answers that met both targets."""
+        return self.attained / self.judged if self.judged else None
+
+    @property
+    def ttft_p50_ms(self) -> float | None:
+        """Median."""
+        return self.ttft.find_quantile_ms(0.5)
+
+    @property
+    def ttft_p90_ms(self) -> float | None:
+        """90th percentile."""
+        return self.ttft.find_quantile_ms(0.9)
+
+    @property
+    def tpot_p50_ms(self) -> float | None:
+        """Median."""
+        return self.tpot.find_quantile_ms(0.5)
+
+    @property
+    def tpot_p90_ms(self) -> float | None:
+        """90th percentile."""
+        return self.tpot.find_quantile_ms(0.9)
+
+
+def between(before: Counts, after: Counts) -> Window | None:
+    """What went on between two looks; None: no time has passed, or the counting began anew."""
+    length_s = after.at_s - before.at_s
+    if length_s <= 0 or after.started_s != before.started_s or after.requests < before.requests:
+        return None
+    ended, more = after.requests - before.requests, after.in_flight - before.in_flight
+    return Window(
+        end_s=after.at_s,
+        length_s=length_s,
+        num_requests=max(ended + more, 0.0),
+        prompts=after.prompts - before.prompts,
+        outputs=after.outputs - before.outputs,
+        ttft=after.ttft - before.ttft,
+        tpot=after.tpot - before.tpot,
+        judged=after.judged - before.judged,
+        attained=after.attained - before.attained,
+    )
+
+
+def join(windows: Sequence[Window]) -> Window:
+    """Windows as one, as long as all of them together. Raises ValueError for none."""
+    if not windows:
+        raise ValueError("windows: there are none to join; look at the traffic twice")
+    return reduce(_add, windows)
+
+
+def _add(one: Window, other: Window) -> Window:
+    return Window(
+        end_s=max(one.end_s, other.end_s),
+        length_s=one.length_s + other.length_s,
+        num_requests=one.num_requests + other.num_requests,
+        prompts=one.prompts + other.prompts,
+        outputs=one.outputs + other.outputs,
+        ttft=one.ttft + other.ttft,
+        tpot=one.tpot + other.tpot,
+        judged=one.judged + other.judged,
+        attained=one.attained + other.attained,
+    )
