@@ -25,6 +25,8 @@ def answer(metrics: Metrics, model: str, ttft_s: float, missed: str = "") -> Non
     metrics.attained[model, missed] += 1
     metrics.models[model].prompt_tokens += 100
     metrics.models[model].output_tokens += 20
+    metrics.models[model].prompt_lengths.observe(100)
+    metrics.models[model].output_lengths.observe(20)
     metrics.models[model].ttft["prefill"].observe(ttft_s)
     metrics.models[model].tpot["decode"].observe(0.012)
 
@@ -52,6 +54,9 @@ def test_a_gateways_page_is_read_as_it_is_written(metrics: Metrics) -> None:
     assert (counts.in_flight, counts.waiting) == (7, 5)
     assert (counts.ttft_target_ms, counts.tpot_target_ms) == (400, 40)
     assert counts.ttft.counts[-1] == counts.tpot.counts[-1] == 2
+    assert (counts.prompts.num, counts.prompts.mean) == (2, 100)
+    assert (counts.outputs.num, counts.outputs.mean) == (2, 20)
+    assert counts.ttft.mean == pytest.approx(0.3)
     assert counts.started_s > 0
 
 

@@ -67,3 +67,13 @@ async def test_instances_are_told_by_role_and_state_also_where_none_is_ready(pai
     assert f'{name}{{model="m",role="prefill",state="draining"}} 1.0' in page
     assert f'{name}{{model="m",role="prefill",state="ready"}} 0.0' in page
     assert f'{name}{{model="m",role="decode",state="ready"}} 1.0' in page
+
+
+async def test_lengths_are_told_of_requests_that_were_answered(pair) -> None:
+    await pair.ask(ASK)
+    await pair.ask(ASK | {"model": "nobody"})
+    page = await read_page(pair)
+    name = "cleave_gateway_request"
+    assert f'{name}_prompt_tokens_sum{{model="m"}} 7.0' in page
+    assert f'{name}_output_tokens_count{{model="m"}} 1.0' in page
+    assert f'{name}_output_tokens_bucket{{le="4.0",model="m"}} 1.0' in page

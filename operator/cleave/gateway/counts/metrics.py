@@ -26,6 +26,8 @@ TTFT_BOUNDS_S = (
 TPOT_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
+LENGTH_BOUNDS = tuple(float(round(2 ** (step / 2))) for step in range(4, 37))
+"""Tokens: a mean is exact however wide they are, a quantile as exact as they are narrow."""
 
 PHASES = ("prefill", "decode")
 """Of split requests; for others the TTFT says all."""
@@ -82,8 +84,10 @@ class ModelMetrics:
     __slots__ = (
         "handoff_tokens",
         "itl",
+        "output_lengths",
         "output_tokens",
         "phases",
+        "prompt_lengths",
         "prompt_tokens",
         "queue",
         "tpot",
@@ -100,6 +104,9 @@ class ModelMetrics:
         """Of requests that came to a door that is not simply open."""
         self.phases = {phase: Histogram(TTFT_BOUNDS_S) for phase in PHASES}
         """By what the instance was asked for, from sending it to its first bytes."""
+        self.prompt_lengths = Histogram(LENGTH_BOUNDS)
+        """Of requests that got tokens; as `output_lengths`."""
+        self.output_lengths = Histogram(LENGTH_BOUNDS)
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.handoff_tokens = 0
@@ -108,6 +115,27 @@ class ModelMetrics:
 
 class Metrics:
     """Everything one gateway has counted since its start."""
+
+    __slots__ = (
+        "attained",
+        "dispatches",
+        "flips",
+        "handoffs",
+        "in_flight",
+        "models",
+        "processes",
+        "recoveries",
+        "requests",
+        "restarts",
+        "retries",
+        "shed",
+        "slo",
+        "spans",
+        "streams",
+        "tenant_tokens",
+        "tenants",
+        "waiting",
+    )
 
     def __init__(self, slo: Slo | None = None) -> None:
         """`slo`: None when answers are measured against nothing."""
@@ -212,14 +240,18 @@ class Collector:
         phases = _histogram(
             "phase", "An instance asked to its first bytes, of split requests", "model", "phase"
         )
+        prompts = _lengths("prompt", "Prompt tokens of a request that was answered")
+        outputs = _lengths("output", "Tokens of the answer to a request")
         for name, model in models:
+            model.prompt_lengths.add_to(prompts, [name])
+            model.output_lengths.add_to(outputs, [name])
             for family, roles in ((ttft, model.ttft), (tpot, model.tpot), (itl, model.itl)):
                 for role, histogram in roles.items():
                     histogram.add_to(family, [name, role])
             model.queue.add_to(queue, [name])
             for phase, histogram in model.phases.items():
                 histogram.add_to(phases, [name, phase])
-        yield from (ttft, tpot, itl, queue, phases)
+        yield from (ttft, tpot, itl, queue, phases, prompts, outputs)
 
     def _collect_attainment(self) -> Iterable[Metric]:
         """Goodput is the rate of those that missed nothing."""
@@ -239,6 +271,10 @@ class Collector:
 
 def _histogram(name: str, text: str, *labels: str) -> HistogramMetricFamily:
     return HistogramMetricFamily(f"cleave_gateway_{name}_seconds", text, labels=labels)
+
+
+def _lengths(of: str, text: str) -> HistogramMetricFamily:
+    return HistogramMetricFamily(f"cleave_gateway_request_{of}_tokens", text, labels=["model"])
 
 
 def _count(

@@ -38,6 +38,9 @@ def count(
     counted = metrics.models[model]
     counted.prompt_tokens += prompt_tokens
     counted.output_tokens += output_tokens
+    if output_tokens:
+        counted.prompt_lengths.observe(prompt_tokens)
+        counted.output_lengths.observe(output_tokens)
     tpot_s = 0.0
     if stream_s is not None:
         counted.ttft[(pick.prefill or pick.decode).role if pick else ""].observe(stream_s[0])
