@@ -11,6 +11,13 @@ from pydantic import Field
 
 from cleave.api.engine import DeletionPolicy, Engine, Template
 from cleave.api.model import ModelField
+from cleave.api.observed import (
+    LatencyCorrection,
+    PastPlan,
+    PlanBasis,
+    SeenPrediction,
+    SeenTraffic,
+)
 from cleave.api.planned import ManualPool, SelectedPlan
 from cleave.api.planning import Mode, Planning
 from cleave.api.pools import Pools
@@ -268,14 +275,24 @@ class LLMDeploymentStatus(Shape):
     observed_generation: Annotated[int, Field(ge=0)] | None = None
     """Generation of the spec that this status speaks of."""
     conditions: Conditions = Field(default_factory=list)
-    """Ready, PlanReady, PlanFeasible, PrefillReady, DecodeReady, GatewayReady, KVPathVerified,
-    ScalingLimited, Progressing, Degraded."""
+    """Ready, PlanReady, PlanFeasible, PlanDrifted, PredictionHolds, PrefillReady, DecodeReady,
+    GatewayReady, KVPathVerified, ScalingLimited, Progressing, Degraded."""
     model: str | None = None
     """Name that clients ask for."""
     plan: SelectedPlan | None = None
     """The placement in force."""
     advice: SelectedPlan | None = None
-    """With planning.mode Advisory: the plan that would be applied."""
+    """The plan that would be applied, with planning.mode or planning.replan.mode Advisory."""
+    observed: SeenTraffic | None = None
+    """The traffic of late; absent: not known."""
+    prediction: SeenPrediction | None = None
+    """What the planner predicts for it; absent: it has not been compared yet."""
+    correction: LatencyCorrection | None = None
+    """By what the planner's latency model is corrected, as was measured; absent: not at all."""
+    basis: PlanBasis | None = None
+    """What the plan rests on instead of the spec; absent: on the spec."""
+    plans: list[PastPlan] = Field(default_factory=list, max_length=10)
+    """What became of the last looks at whether the plan is still right, the latest first."""
     roles: Annotated[list[RoleStatus], keyed_by("role")] = Field(default_factory=list)
     """Instances, by role."""
     url: str | None = None

@@ -42,6 +42,32 @@ class Disaggregation(StrEnum):
     NEVER = "Never"
 
 
+class Replanning(StrEnum):
+    """Whether plans follow traffic."""
+
+    OFF = "Off"
+    ADVISORY = "Advisory"
+    AUTO = "Auto"
+
+
+class Replan(Shape):
+    """Plans while traffic moves away from what they were made for."""
+
+    mode: Annotated[Replanning, Field(strict=False)] = Replanning.AUTO
+    """Auto: another plan is applied where it pays, as far as planning.mode is Auto; what is placed
+    by hand stays. Advisory: it is only told, by Events and in status.advice. Off: traffic is not
+    watched, and what was planned once stays."""
+    interval_s: Annotated[int, Field(ge=10, le=86_400)] = 300
+    """Seconds between two looks at whether the plan is still right, and at least so long from one
+    plan to the next."""
+    min_gain: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """Least gain for which instances are changed: requests within both targets, or GPUs saved, as a
+    share of what there is."""
+    drift_threshold: Annotated[float, Field(gt=0, le=10)] = 0.3
+    """Largest error of the planner's prediction for what runs, as a share of what was seen, with
+    which it is trusted to change it; above, its latency model is corrected first."""
+
+
 class GpuChoice(Shape):
     """One kind of GPU that the plan may use."""
 
@@ -72,3 +98,5 @@ class Planning(Shape):
     """Most GPUs of the whole deployment; absent: all of the cluster."""
     gpus: Annotated[list[GpuChoice], keyed_by("type")] = Field(default_factory=list, max_length=16)
     """Kinds of GPU that may be used; absent: every kind in the cluster."""
+    replan: Replan = Replan()
+    """How plans follow traffic, in a cluster."""

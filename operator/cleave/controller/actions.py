@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cleave.api.observed import LatencyCorrection, PlanBasis, SeenPrediction
 from cleave.api.role import Role
+from cleave.planner.plan import PlannedPool
+from cleave.planner.revision import Left, Terms, Verdict
 from cleave.pods.labels import Manifest
+from cleave.traffic.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,39 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
+class Review:
+    """A question about what runs: whether the planner is right about it, and knows better."""
+
+    at_s: float
+    """When it was asked, since the epoch."""
+    pools: tuple[PlannedPool, ...]
+    """What runs."""
+    algorithm: str
+    """How it was found."""
+    windows: tuple[Window, ...]
+    """What was seen of it."""
+    terms: Terms
+    left: tuple[Left, ...] = ()
+    """What ran before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reviewed:
+    """The answer to it. A plan, where there is a better one, is the outcome's."""
+
+    verdict: Verdict
+    reason: str
+    holds: bool | None
+    """Whether the planner is right about what runs; None: too little was seen."""
+    judged: str
+    """The same in a sentence."""
+    prediction: SeenPrediction
+    """Of what runs."""
+    correction: LatencyCorrection | None
+    """Of the latency model, from now on; None: it is right as it is."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlanOutcome:
     """A question to the planner and, once there is one, its answer: a plan, faults, or neither."""
 
@@ -94,12 +131,20 @@ class PlanOutcome:
     """Digest of what a plan rests on."""
     numbers: str = ""
     """Digest of how many nodes there were."""
+    basis: PlanBasis | None = None
+    """What is planned from instead of what the spec states."""
+    review: Review | None = None
+    """What is asked besides; None: nothing runs yet, or it does not matter."""
+    model_digest: str = ""
+    """Of what latencies depend on."""
     plan: Manifest | None = None
     """The plan as `status.plan` tells it."""
     faults: tuple[str, ...] = ()
     """What is wrong with the question, one line each."""
     infeasible: str = ""
     """Why no plan holds the targets."""
+    reviewed: Reviewed | None = None
+    """The answer to `review`."""
 
     def with_plan(self, plan: Manifest) -> "PlanOutcome":
         """The question answered by a plan."""

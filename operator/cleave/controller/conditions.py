@@ -22,8 +22,9 @@ class Condition:
     message: str = ""
 
 
-_QUIET = frozenset({"Progressing", "PlanFeasible"})
-"""They cause no Events: one comes and goes in ordinary work, the other repeats PlanReady."""
+_QUIET = frozenset({"Progressing", "PlanFeasible", "PlanDrifted", "PredictionHolds"})
+"""They cause no Events: one comes and goes in ordinary work, one repeats PlanReady, and the loop
+tells of the others what it makes of them."""
 ROLLING_OUT = "RollingOut"
 """The reason for which Progressing is told all the same, and its end with it."""
 PLANNING = "Planning"
@@ -72,6 +73,14 @@ def _is_news(each: Condition, was: tuple[str, str] | None) -> bool:
     if was is None:
         return each.status is True
     return was[0] != _word(each.status)
+
+
+def read(status: Manifest) -> Iterator[Condition]:
+    """What was said in a status."""
+    known = {"True": True, "False": False}
+    for each in status.get("conditions", ()):
+        is_so = known.get(each["status"])
+        yield Condition(each["type"], is_so, each["reason"], each.get("message", ""))
 
 
 def holds(conditions: Iterable[Manifest], kind: str) -> bool:

@@ -21,6 +21,8 @@ from cleave.controller.fleets import Fleets
 from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
 from cleave.controller.kube import ApiError
+from cleave.controller.loop import replanning
+from cleave.controller.loop.counting import Counting
 from cleave.controller.metrics import Metrics
 from cleave.controller.planning import Desk
 from cleave.controller.pool import PoolView
@@ -54,6 +56,7 @@ class Controller:
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         fleets: Fleets[Key] | None = None,
+        counting: Counting[Key] | None = None,
         settle_s: float = SETTLE_S,
     ) -> None:
         self.settings = settings
@@ -65,6 +68,7 @@ class Controller:
         self.queue: WorkQueue[Key] = WorkQueue(clock)
         self.desk: Desk[Key] = Desk(self.queue.add)
         self._fleets: Fleets[Key] = fleets or Fleets(clock)
+        self._counting: Counting[Key] = counting or Counting(now)
         self._faults: dict[Key, str] = {}
         self._calm: dict[Key, float] = {}
         self._took: dict[Key, float] = {}
@@ -108,6 +112,15 @@ class Controller:
             self._look_at(set(self.due()))
             await asyncio.sleep(period_s)
 
+    async def watch_traffic(self, elected: asyncio.Event) -> None:
+        """Look at what the gateways have counted, round after round, while this operator leads."""
+        while True:
+            await elected.wait()
+            began, period_s = self._clock(), self.settings.watch_s
+            keys = [key for key in self.store.resources() if key.kind == DEPLOYMENTS]
+            await asyncio.gather(*(self._watch(key) for key in keys))
+            await asyncio.sleep(max(period_s / 4, period_s - (self._clock() - began)))
+
     def due(self) -> Iterator[Key]:
         """What to look at again though nothing was heard of it."""
         now = self._clock()
@@ -122,6 +135,14 @@ class Controller:
             self._inventory = nodes, inventory.inventory(nodes, self.settings.cluster)
         return self._inventory[1]
 
+    async def _watch(self, key: Key) -> None:
+        seen, gateways = self.store.seen(key), self.store.gateways(key)
+        resource = seen.resource if seen else None
+        if not (gateways and isinstance(resource, LLMDeployment) and replanning.watches(resource)):
+            return
+        if await self._counting.look(key, gateways) and self._counting.is_news(key):
+            self.queue.add(key)
+
     def _look_at(self, keys: set[Key]) -> None:
         for key in keys:
             self._calm.pop(key, None)
@@ -135,6 +156,7 @@ class Controller:
             self.queue.forget(key)
             self.desk.forget(key)
             self._fleets.forget(key)
+            self._counting.forget(key)
             self._faults.pop(key, None)
             self._calm.pop(key, None)
             self._took.pop(key, None)
@@ -231,6 +253,9 @@ class Controller:
             children=self.store.children(seen.meta["uid"]),
             outcome=self.desk.last(key),
             instances=known,
+            asked=self.desk.asked(key),
+            traffic=self._counting.lately(key),
+            windows=self._counting.windows(key),
             fault=self._faults.get(key, ""),
             settings=self.settings,
         )

@@ -25,6 +25,7 @@ from cleave.controller.actions import (
 )
 from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
+from cleave.controller.loop import replanning
 from cleave.controller.observed import ObservedPod
 from cleave.controller.repurposing import Move
 from cleave.controller.rollout import Count, RoleState, RolloutLimits, Step, next_step
@@ -36,6 +37,7 @@ from cleave.pods.gateway import gateway_deployment, gateway_service
 from cleave.pods.isolation import workers_policy
 from cleave.pods.labels import Manifest
 from cleave.pods.pool import pools
+from cleave.traffic.window import Window
 
 _AGAIN_S = 30.0
 _MAX_SKEW = 0.25
@@ -60,6 +62,12 @@ class DeploymentView:
     """The planner's last answer."""
     instances: Mapping[str, Instance] = field(default_factory=dict)
     """What the gateways know, by pod."""
+    asked: PlanOutcome | None = None
+    """The question that the planner works on."""
+    traffic: Window | None = None
+    """Of about the last minute; None: not known."""
+    windows: tuple[Window, ...] = ()
+    """The same and what was before, piece by piece, oldest first."""
     fault: str = ""
     """Why what was wanted last could not be made."""
     settings: Settings = Settings()  # noqa: RUF009 - a frozen value
@@ -74,19 +82,25 @@ def reconcile(view: DeploymentView) -> list[Action]:
     if FINALIZER not in deployment.metadata.finalizers:
         actions.append(_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
     there = {pool.spec.role: pool for pool in view.pools}
+    turn = replanning.turn(view)
     if deployment.spec.paused:
-        return [*actions, *told.report(view, placing.kept(view.status), there)]
+        return [*actions, *told.report(view, placing.kept(view.status), there, turn)]
     decision = placing.decide(
-        deployment, view.status, view.inventory, view.outcome, is_limited=_is_limited(view)
+        deployment,
+        view.status,
+        view.inventory,
+        turn.outcome,
+        is_limited=_is_limited(view),
+        basis=turn.basis,
     )
-    if decision.question is not None:
-        actions.append(Ask(decision.question))
+    if (question := decision.question or turn.question) is not None:
+        actions.append(Ask(question))
     goals: Mapping[Role, InstancePool] = there
     if decision.placement is not None:
         asked = pools(deployment, decision.placement, view.inventory.machines)
         goals = {pool.spec.role: _of_owner(pool, there.get(pool.spec.role)) for pool in asked}
     # Told first: whatever cannot be made, people learn what there is.
-    actions += told.report(view, decision, goals)
+    actions += told.report(view, decision, goals, turn)
     actions += wanted.changed(_fixed(view), deployment, view.children)
     if decision.placement is not None:
         actions += _moved(view, goals)

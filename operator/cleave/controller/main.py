@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
                 discovery_role=stated.discovery_role,
                 device=stated.device,
                 isolates=stated.isolate_workers,
+                watch_s=stated.watch_interval,
                 cluster=cluster,
             ),
         )
@@ -115,6 +116,13 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         action="store_true",
         help="let only a deployment's own pods reach its workers (NetworkPolicy)",
     )
+    add(
+        "--watch-interval",
+        type=_seconds,
+        default=15.0,
+        metavar="S",
+        help="seconds between two looks at the gateways' counts (default: 15)",
+    )
     add("--device", choices=["gpu", "cpu"], default="gpu", help="what computes tokens")
     add("--cluster", type=Path, metavar="FILE", help="network, own GPUs and measured profiles")
     add("--webhook", default="", metavar="NAME", help="serve the validating webhook of this name")
@@ -128,6 +136,13 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     logs.add_option(parser, "json")
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.5 <= seconds <= 300:
+        raise argparse.ArgumentTypeError(f"{text}: must be from 0.5 to 300")
+    return seconds
 
 
 if __name__ == "__main__":

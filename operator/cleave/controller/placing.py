@@ -10,8 +10,10 @@ from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
+from cleave.api.observed import PlanBasis
 from cleave.api.planned import SelectedPlan
 from cleave.api.planning import Mode
+from cleave.controller import conditions
 from cleave.controller.actions import PlanOutcome
 from cleave.controller.conditions import PLANNING, Condition
 from cleave.controller.inventory import Inventory
@@ -47,54 +49,53 @@ def decide(
     outcome: PlanOutcome | None,
     *,
     is_limited: bool,
+    basis: PlanBasis | None = None,
 ) -> Decision:
     """The placement in force.
 
     `outcome` is the planner's last answer for this deployment; `is_limited`: whether instances find
-    no node.
+    no node; `basis`: what is planned from instead of what the spec states.
     """
     spec = deployment.spec
     is_advisory = spec.planning.mode is Mode.ADVISORY
     stated = spec.placement is not None
-    if stated or spec.workload is None:
+    has_traffic = spec.workload is not None or basis is not None
+    question = PlanOutcome(inputs(deployment, there, basis), there.numbers, basis)
+    if stated or not has_traffic:
         decision = _unplanned(deployment, status)
     elif is_advisory:
         decision = Decision(None, status.get("plan"), ())
     else:
-        return _planned(deployment, status, there, outcome, is_limited=is_limited)
-    if not is_advisory or spec.workload is None:
+        return _planned(status, question, outcome, is_limited=is_limited)
+    if not is_advisory or not has_traffic:
         return decision
-    return _advised(decision, deployment, status, there, outcome)
+    return _advised(decision, status, question, outcome)
 
 
 def kept(status: Manifest) -> Decision:
     """What is in force, with what was said of it."""
-    said = [each for each in status.get("conditions", ()) if each["type"] in _CONDITIONS]
-    known = {"True": True, "False": False}
+    said = tuple(each for each in conditions.read(status) if each.type in _CONDITIONS)
     return Decision(
         None,
         status.get("plan"),
-        tuple(
-            Condition(c["type"], known.get(c["status"]), c["reason"], c.get("message", ""))
-            for c in said
-        )
-        or _not_ready("Paused", "spec.paused: nothing is planned"),
+        said or _not_ready("Paused", "spec.paused: nothing is planned"),
         status.get("advice"),
     )
 
 
-def inputs(deployment: LLMDeployment, there: Inventory) -> str:
+def inputs(deployment: LLMDeployment, there: Inventory, basis: PlanBasis | None = None) -> str:
     """Digest of what a plan rests on. Environment and image of the engine change no plan."""
     spec = deployment.spec
     parts = spec.model_dump(
         mode="json",
         exclude_defaults=True,
         include={"model", "slo", "workload", "planning", "engine"},
-        exclude={"engine": {"env", "image"}, "planning": {"mode"}, "model": {"cache"}},
+        exclude={"engine": {"env", "image"}, "planning": {"mode", "replan"}, "model": {"cache"}},
     )
     # Emulated engines run on any node.
     kinds = there.kinds if spec.engine.type is EngineType.VLLM else ""
-    return digest([{name: part for name, part in parts.items() if part}, kinds])
+    base = [{name: part for name, part in parts.items() if part}, kinds]
+    return digest([*base, basis.model_dump(mode="json")] if basis else base)
 
 
 def placed(written: Manifest) -> Placement:
@@ -117,16 +118,14 @@ def _unplanned(deployment: LLMDeployment, status: Manifest) -> Decision:
 
 
 def _planned(
-    deployment: LLMDeployment,
     status: Manifest,
-    there: Inventory,
+    question: PlanOutcome,
     outcome: PlanOutcome | None,
     *,
     is_limited: bool,
 ) -> Decision:
-    question = PlanOutcome(inputs(deployment, there), there.numbers)
-    answer = outcome if outcome and outcome.inputs == question.inputs else None
-    is_elsewhere = answer is not None and answer.numbers != there.numbers
+    answer = _answer(outcome, question)
+    is_elsewhere = answer is not None and answer.numbers != question.numbers
     held = _held(status, question.inputs)
     if answer is not None and answer.plan is not None and not (is_limited and is_elsewhere):
         return Decision(placed(answer.plan), answer.plan, _ready("Planned", _reason(answer.plan)))
@@ -137,6 +136,12 @@ def _planned(
         return _refused(status, answer)
     waiting = _kept(status, PLANNING, "the planner is at work; what runs stays until it answers")
     return Decision(None, waiting.plan, waiting.conditions, question=question)
+
+
+def _answer(outcome: PlanOutcome | None, question: PlanOutcome) -> PlanOutcome | None:
+    """The planner's last answer, if it is one to this question."""
+    is_one = outcome and outcome.inputs == question.inputs and outcome.review is None
+    return outcome if is_one else None
 
 
 def _refused(status: Manifest, answer: PlanOutcome) -> Decision:
@@ -153,15 +158,10 @@ def _refused(status: Manifest, answer: PlanOutcome) -> Decision:
 
 
 def _advised(
-    decision: Decision,
-    deployment: LLMDeployment,
-    status: Manifest,
-    there: Inventory,
-    outcome: PlanOutcome | None,
+    decision: Decision, status: Manifest, question: PlanOutcome, outcome: PlanOutcome | None
 ) -> Decision:
     """What runs stays; the plan is only told."""
-    question = PlanOutcome(inputs(deployment, there), there.numbers)
-    answer = outcome if outcome and outcome.inputs == question.inputs else None
+    answer = _answer(outcome, question)
     advice = answer.plan if answer else None
     before = status.get("advice")
     if advice is None and before and before.get("inputs") == question.inputs:

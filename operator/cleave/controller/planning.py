@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Generic, TypeVar
 
@@ -17,6 +18,7 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
+from cleave.api.observed import PlanBasis
 from cleave.controller.actions import PlanOutcome
 from cleave.controller.possible import unread
 
@@ -36,13 +38,16 @@ _FOLDER = (
 
 
 def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOutcome:
-    """What the planner says to a deployment (as JSON); `question` carries the digests."""
+    """What the planner says to a deployment (as JSON); `question` says from what and of what."""
+    from cleave.controller.loop import review
+    from cleave.controller.loop.basis import to_correction
+    from cleave.perf.corrected import correct
     from cleave.planner import asking, emulated, search
     from cleave.planner.placement import Placement, PlanError
     from cleave.planner.words import reason_alone
     from cleave.pods.pool import selected_plan
 
-    deployment = LLMDeployment.model_validate_json(text)
+    deployment = _with_traffic(LLMDeployment.model_validate_json(text), question.basis)
     is_emulated = deployment.spec.engine.type is EngineType.EMULATED
     if faults := tuple(unread(deployment)):
         return question.with_faults(faults)
@@ -56,6 +61,11 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
             raise PlanError(["no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"])
         else:
             problem = asking.problem(deployment, cluster)
+        if question.review is not None:
+            return review.answer(deployment, problem, question, question.review)
+        if question.basis is not None:
+            correction = to_correction(question.basis.correction)
+            problem = replace(problem, estimator=correct(problem.estimator, correction))
         told = search.plan(problem)
     except (PlanError, ManifestError) as error:
         return question.with_faults(error.faults)
@@ -64,6 +74,14 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
     plan = selected_plan(deployment, Placement(told.selected.pools, told.reason, told))
     plan = plan.model_copy(update={"inputs": question.inputs})
     return question.with_plan(plan.model_dump(mode="json", exclude_none=True))
+
+
+def _with_traffic(deployment: LLMDeployment, basis: PlanBasis | None) -> LLMDeployment:
+    """The deployment as if it stated the traffic that is planned for."""
+    if basis is None:
+        return deployment
+    spec = deployment.spec.model_copy(update={"workload": basis.workload})
+    return deployment.model_copy(update={"spec": spec})
 
 
 def _without_folder(deployment: LLMDeployment) -> LLMDeployment:
@@ -91,6 +109,10 @@ class Desk(Generic[K]):
     def last(self, key: K) -> PlanOutcome | None:
         """The last answer for `key`."""
         return self._answers.get(key)
+
+    def asked(self, key: K) -> PlanOutcome | None:
+        """The question that is being worked on for `key`."""
+        return self._inputs.get(key) if key in self._asked else None
 
     def ask(
         self, key: K, deployment: LLMDeployment, cluster: Cluster | None, question: PlanOutcome

@@ -20,5 +20,7 @@ class Settings:
     """Whether only a deployment's own pods may reach its workers (NetworkPolicy)."""
     has_sets: bool = False
     """Whether LeaderWorkerSet is installed, which then makes instances that span nodes."""
+    watch_s: float = 15.0
+    """How often the gateways' counts are looked at."""
     cluster: Cluster | None = None
     """Network, own GPUs and measured profiles; its nodes do not count, the real ones do."""

@@ -10,9 +10,11 @@ from cleave.api.deployment import LLMDeploymentStatus
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller import conditions, wanted
-from cleave.controller.actions import Action, PatchStatus
+from cleave.controller.actions import Action, Emit, PatchStatus
 from cleave.controller.conditions import Condition
 from cleave.controller.instances import summarize_kv_paths
+from cleave.controller.loop.seen import tell_traffic
+from cleave.controller.loop.turn import Turn
 from cleave.controller.observed import ObservedPod
 from cleave.controller.placing import Decision
 from cleave.pods.gateway import url
@@ -25,12 +27,12 @@ _CONDITION_OF = {Role.PREFILL: "PrefillReady", Role.DECODE: "DecodeReady", Role.
 
 
 def report(
-    view: "DeploymentView", decision: Decision, goals: Mapping[Role, InstancePool]
+    view: "DeploymentView", decision: Decision, goals: Mapping[Role, InstancePool], turn: Turn
 ) -> Iterator[Action]:
     """The new status, and Events for what has changed; nothing where all is said already."""
-    deployment = view.deployment
+    deployment, target = view.deployment, wanted.reference(view.deployment)
     before = view.status.get("conditions", [])
-    now = _conditions(view, decision, goals)
+    now = [*_conditions(view, decision, goals), *turn.conditions]
     generation = deployment.metadata.generation
     status: Manifest = {
         "observedGeneration": generation or 0,
@@ -38,13 +40,25 @@ def report(
         "model": deployment.spec.model.name,
         "roles": [_role(view, role, goals.get(role)) for role in _roles(view, goals)],
         "url": url(deployment),
+        **_learnt(view, turn),
     }
-    for name, plan in (("plan", decision.plan), ("advice", decision.advice)):
+    for name, plan in (("plan", decision.plan), ("advice", decision.advice or turn.advice)):
         if plan is not None:
             status[name] = plan
     if not wanted.same(LLMDeploymentStatus, status, view.status):
-        yield PatchStatus(wanted.reference(deployment), status)
-        yield from conditions.told(wanted.reference(deployment), before, now)
+        yield PatchStatus(target, status)
+        yield from conditions.told(target, before, now)
+        for event in turn.events:
+            yield Emit(target, event.reason, event.message, event.is_warning)
+
+
+def _learnt(view: "DeploymentView", turn: Turn) -> Manifest:
+    """What was seen of the traffic, and what was made of it."""
+    parts: Manifest = {"observed": tell_traffic(view), "prediction": turn.prediction}
+    for name, value in (("basis", turn.basis), ("correction", turn.correction)):
+        parts[name] = value and value.model_dump(mode="json", exclude_none=True)
+    parts["plans"] = list(turn.plans)
+    return {name: part for name, part in parts.items() if part}
 
 
 def _conditions(

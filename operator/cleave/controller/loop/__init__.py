@@ -1,0 +1,1 @@
+"""What the operator does when traffic moves: it watches, plans anew, and says why."""

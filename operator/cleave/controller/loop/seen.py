@@ -1,0 +1,87 @@
+"""The traffic of late as status tells it. Pure; called by the deployment's report.
+
+What is hard: traffic is never twice the same, and a status that is written all the time wakes
+everybody who watches it. So it is told at most once a minute, and only when a figure has moved.
+"""
+
+from typing import TYPE_CHECKING
+
+from cleave.api.observed import SeenLengths, SeenTraffic
+from cleave.api.planned import LatencyPercentiles
+from cleave.controller.loop.counting import LATELY
+from cleave.controller.loop.replanning import watches
+from cleave.controller.observed import seconds, timestamp
+from cleave.pods.labels import Manifest
+from cleave.traffic.counts import Buckets
+from cleave.traffic.window import Window
+
+if TYPE_CHECKING:
+    from cleave.controller.deployment import DeploymentView
+
+_MOVED = 0.05
+"""Figures that differ by less are the same."""
+
+
+def tell_traffic(view: "DeploymentView") -> Manifest | None:
+    """For `status.observed`; None: nothing is known."""
+    if not watches(view.deployment):
+        return None
+    before: Manifest | None = view.status.get("observed")
+    if view.traffic is None:
+        return before
+    if before is not None:
+        told_s = seconds(before.get("at")) or 0.0
+        if view.now_s - told_s < LATELY * view.settings.watch_s:
+            return before
+    now = _written(view.traffic, view.now_s)
+    return now if before is None or _has_moved(before, now) else before
+
+
+def _written(traffic: Window, now_s: float) -> Manifest:
+    told = SeenTraffic.model_validate(
+        {
+            "at": timestamp(now_s),
+            "window_s": round(traffic.length_s, 1),
+            "rate": _short(traffic.rate),
+            "prompt_tokens": _lengths(traffic.prompts),
+            "output_tokens": _lengths(traffic.outputs),
+            "attainment": None if traffic.attainment is None else _short(traffic.attainment),
+            "ttft_ms": _percentiles(traffic.ttft),
+            "tpot_ms": _percentiles(traffic.tpot),
+        }
+    )
+    return told.model_dump(mode="json", exclude_none=True)
+
+
+def _lengths(buckets: Buckets) -> SeenLengths | None:
+    if not buckets.num:
+        return None
+    p90 = buckets.find_quantile(0.9)
+    return SeenLengths(mean=_short(buckets.mean or 0.0), p90=None if p90 is None else _short(p90))
+
+
+def _percentiles(buckets: Buckets) -> LatencyPercentiles | None:
+    if not buckets.num:
+        return None
+    p50, p90, p99 = (_short(buckets.find_quantile_ms(at) or 0.0) for at in (0.5, 0.9, 0.99))
+    return LatencyPercentiles(p50=p50, p90=p90, p99=p99)
+
+
+def _has_moved(before: Manifest, now: Manifest) -> bool:
+    """Whether a figure is another one; how long the window was, and when, is none."""
+    for key in (before.keys() | now.keys()) - {"at", "windowS"}:
+        one, other = before.get(key), now.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            has_moved = _has_moved(one, other)
+        elif isinstance(one, int | float) and isinstance(other, int | float):
+            has_moved = abs(one - other) > _MOVED * max(abs(one), abs(other))
+        else:
+            has_moved = one != other
+        if has_moved:
+            return True
+    return False
+
+
+def _short(value: float) -> float:
+    """Three significant digits."""
+    return float(f"{value:.3g}")
