@@ -39,6 +39,7 @@ def test_a_cell_is_stated_only_when_one_is_given() -> None:
         ["--name", "w", "--host", "h", "--drain-timeout", "-1"],
         ["--name", "w", "--host", "h", "--tensor-parallel-size", "0"],
         ["--name", "w", "--host", "h", "--engine", "other"],
+        ["--name", "w", "--host", "h", "--scheduling", '{"decode": {"order": "best"}}'],
     ],
 )
 def test_bad_usage_ends_with_exit_code_2(

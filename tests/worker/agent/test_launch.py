@@ -56,6 +56,21 @@ def test_engine_and_kv_side_channel_listen_on_the_pods_address(config: AgentConf
     assert told.env["CLEAVE_LOAD_PAGE"] == "/run/x/load"
 
 
+def test_an_engine_without_terms_is_as_it_comes(config_of: ConfigOf) -> None:
+    told = launch(config_of(engine="vllm"), BOOT, {})
+    assert "--scheduler-cls" not in told.argv
+    assert "CLEAVE_TERMS_PAGE" not in told.env
+
+
+def test_an_engine_with_terms_follows_their_page(config_of: ConfigOf) -> None:
+    boot = replace(BOOT, terms_page=Path("/run/x/terms"))
+    told = launch(config_of(engine="vllm"), boot, {})
+    assert option(told, "--scheduler-cls") == "cleave_worker.vllm.scheduler.make_scheduler"
+    assert told.env["CLEAVE_TERMS_PAGE"] == "/run/x/terms"
+    with pytest.raises(LaunchError, match="exclude each other"):
+        launch(config_of(engine="vllm", engine_args=("--scheduler-cls=x",)), boot, {})
+
+
 @pytest.mark.parametrize("joined", [True, False])
 def test_the_users_kv_settings_are_merged_and_the_boot_id_wins(
     config_of: ConfigOf, joined: bool

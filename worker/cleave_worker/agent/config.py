@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from cleave.metrics import logs
 from cleave.rpc.discovery import ENV as AGENTS_ENV
 from cleave.rpc.v1 import agent_pb2
+from cleave_worker.scheduling.terms import Role, Terms, TermsError
+from cleave_worker.scheduling.terms import parse as parse_terms
 
 ROLES = {
     "prefill": agent_pb2.ROLE_PREFILL,
@@ -84,6 +86,8 @@ class AgentConfig:
     pipeline_parallel_size: int = 1
     max_model_len: int = 0
     """Tokens; 0: the model's own."""
+    scheduling: Mapping[Role, Terms] = field(default_factory=dict)
+    """Terms by role, which the engine follows while it has the role; empty: it is as it comes."""
     drain_timeout: float = 30.0
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
@@ -128,6 +132,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         max_model_len=options.max_model_len,
+        scheduling=options.scheduling,
         drain_timeout=options.drain_timeout,
         log_format=options.log_format,
         engine_args=engine_args,
@@ -171,6 +176,7 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--pipeline-parallel-size", type=_count, default=1)
     parser.add_argument("--max-model-len", type=_count, default=0, metavar="TOKENS")
+    parser.add_argument("--scheduling", type=_terms, default={}, metavar="JSON", help="by role")
     parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
     parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")
     parser.add_argument("--peer-wait", type=_seconds, default=20.0, metavar="SECONDS")
@@ -190,6 +196,13 @@ def _count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return count
+
+
+def _terms(text: str) -> dict[Role, Terms]:
+    try:
+        return parse_terms(text)
+    except TermsError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _seconds(text: str) -> float:

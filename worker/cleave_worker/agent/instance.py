@@ -12,6 +12,8 @@ from cleave.metrics.load_page import Load, LoadPage
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import max_adapters
+from cleave_worker.scheduling import terms
+from cleave_worker.scheduling.terms_page import TermsPage
 
 
 class RoleRefused(RuntimeError):  # noqa: N818
@@ -60,7 +62,9 @@ class Instance:
             max_adapters=max_adapters(config),
             reason="engine starts",
         )
+        self._scheduling = config.scheduling
         self._page: LoadPage | None = None
+        self._terms: TermsPage | None = None
         self._changed = asyncio.Event()
         self.ended = False
         """Whether followers should leave."""
@@ -112,9 +116,12 @@ class Instance:
         except TimeoutError:
             return
 
-    def boot(self, boot_id: str, engine_url: str, page: LoadPage) -> None:
-        """A new engine was started."""
-        self._page = page
+    def boot(
+        self, boot_id: str, engine_url: str, page: LoadPage, terms: TermsPage | None = None
+    ) -> None:
+        """A new engine was started: it writes its load into a page and follows another."""
+        self._page, self._terms = page, terms
+        self._tell_engine()
         state = self._registration
         state.boot_id = boot_id
         state.engine_url = engine_url
@@ -181,16 +188,21 @@ class Instance:
         if lasting:
             state.home = role
         state.epoch = epoch
+        self._tell_engine()
         self._notify()
 
     def forget_page(self) -> None:
-        """The engine that wrote the load page is gone: its last numbers mean nothing now."""
-        self._page = None
+        """The engine of these pages is gone: its last numbers mean nothing now."""
+        self._page = self._terms = None
 
     def end(self) -> None:
         """The agent ends: let followers leave."""
         self.ended = True
         self._notify()
+
+    def _tell_engine(self) -> None:
+        if self._terms:
+            self._terms.write(self._scheduling.get(self._registration.role, terms.DEFAULT))
 
     def _enter(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
         if not self.draining:

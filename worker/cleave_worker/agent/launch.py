@@ -16,8 +16,10 @@ from pathlib import Path
 from cleave.metrics.load_page import ENV as LOAD_PAGE_ENV
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.cores import omp_binding
+from cleave_worker.scheduling.terms_page import ENV as TERMS_PAGE_ENV
 
 _KV_TRANSFER = "--kv-transfer-config"
+_SCHEDULER = "--scheduler-cls"
 
 
 class LaunchError(ValueError):
@@ -32,6 +34,8 @@ class Boot:
     engine_port: int
     kv_port: int
     load_page: Path
+    terms_page: Path | None = None
+    """None: no terms are stated for any role."""
     cores: tuple[int, ...] = ()
     """Empty: not pinned."""
     gpu: bool = False
@@ -58,7 +62,7 @@ def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Laun
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     if config.engine == "vllm":
-        arguments += _vllm_arguments(config, boot)
+        arguments += _vllm_arguments(config, boot) + _scheduler(config, boot)
     module = {
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",
@@ -127,6 +131,14 @@ def _vllm_arguments(config: AgentConfig, boot: Boot) -> list[str]:
     return arguments if boot.gpu else [*arguments, "--enforce-eager"]
 
 
+def _scheduler(config: AgentConfig, boot: Boot) -> list[str]:
+    if boot.terms_page is None:
+        return []
+    if _option(config.engine_args, _SCHEDULER) is not None:
+        raise LaunchError(f"{_SCHEDULER} and --scheduling exclude each other; remove one")
+    return [_SCHEDULER, "cleave_worker.vllm.scheduler.make_scheduler"]
+
+
 def _kv_transfer(config: AgentConfig, boot: Boot, given: Mapping[str, object]) -> dict[str, object]:
     settings: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     if config.engine == "vllm" and not boot.gpu:
@@ -141,6 +153,8 @@ def _environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> di
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port),
         "PYTHONUNBUFFERED": "1",
     }
+    if boot.terms_page is not None:
+        env[TERMS_PAGE_ENV] = str(boot.terms_page)
     if Path(config.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if config.engine == "vllm" and not boot.gpu:

@@ -22,6 +22,7 @@ from cleave_worker.agent.instance import Instance
 from cleave_worker.agent.launch import Boot, block_size, free_port, launch
 from cleave_worker.agent.process import EngineProcess, find_sink
 from cleave_worker.agent.proof import prove
+from cleave_worker.scheduling.terms_page import TermsPage
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +85,9 @@ class Supervisor:
                 prefix="cleave-agent-", ignore_cleanup_errors=True
             ) as folder,
             LoadPage(Path(folder) / "load") as page,
+            TermsPage(Path(folder) / "terms") as terms,
         ):
-            boot = self._new_boot(Path(folder) / "load")
+            boot = self._new_boot(Path(folder))
             url = _url(self._config.host, boot.engine_port)
             process = self._process = await EngineProcess.start(
                 launch(self._config, boot, os.environ),
@@ -96,7 +98,7 @@ class Supervisor:
                 sink=find_sink(self._config.log_format),
             )
             try:
-                self._instance.boot(boot.boot_id, url, page)
+                self._instance.boot(boot.boot_id, url, page, terms)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 await _first(self._serve(url), _ended(process))
             except EngineFault:
@@ -109,13 +111,14 @@ class Supervisor:
                     process.kill()
                 await process.stop()
 
-    def _new_boot(self, load_page: Path) -> Boot:
+    def _new_boot(self, folder: Path) -> Boot:
         host = self._config.host
         return Boot(
             boot_id=uuid.uuid4().hex[:12],
             engine_port=self._config.engine_port or free_port(host),
             kv_port=free_port(host),
-            load_page=load_page,
+            load_page=folder / "load",
+            terms_page=folder / "terms" if self._config.scheduling else None,
             cores=self._cores,
             gpu=self._gpu,
         )

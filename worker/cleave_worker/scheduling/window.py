@@ -31,9 +31,10 @@ class Window(Generic[T]):
 
     def sort(self) -> None:
         """Sort the next batch when the last one is through. Call before looking at the first."""
-        if self._order is Order.FCFS or self._size or not self._queue:
-            return
+        # A queue may call itself empty that is not: its length tells.
         count = min(self._batch, len(self._queue))
+        if self._order is Order.FCFS or self._size or not count:
+            return
         prompts = [self._queue.popleft() for _ in range(count)]
         places = list(range(count))
         sort_prompts(places, [self._count_tokens(prompt) for prompt in prompts], self._order)
