@@ -35,13 +35,13 @@ THRESHOLD = 0.3
 """Relative error beyond which a prediction does not hold."""
 _SLACK = 0.1
 """What passes may be off by without the model being wrong."""
-_STEP = 2.0
+_STEP = 3.0
 """Most that one correction changes passes by."""
 _GENTLE = 0.3
 """Share of a correction that is made where the prediction holds."""
 _CLOSE = 0.02
 """Corrections that differ by less are the same."""
-_HALVINGS = 7
+_HALVINGS = 8
 _MOST_REQUESTS = 20_000
 _ROUNDS = 2
 Times = NDArray[np.float64]
@@ -199,7 +199,7 @@ def _compare(
         ("TTFT", seen.ttft, [each.ttft_ms for each in (expected, faster, slower)]),
         ("TPOT", seen.tpot, [each.tpot_ms for each in (expected, faster, slower)]),
     ):
-        foreseen = [Buckets.of(each / 1000, observed.bounds) for each in times]
+        foreseen = [Buckets.of((each / 1000).tolist(), observed.bounds) for each in times]
         for quantile in (0.5, 0.9):
             middle, low, high = (each.find_quantile_ms(quantile) or 0.0 for each in foreseen)
             found = observed.find_quantile_ms(quantile) or 0.0
@@ -287,7 +287,7 @@ def _times(correction: Correction, factor: float) -> Correction:
 
 
 def _middle_of(foreseen: Foreseen, seen: Window) -> float:
-    return _find_middle(Buckets.of(foreseen.ttft_ms / 1000, seen.ttft.bounds))
+    return _find_middle(Buckets.of((foreseen.ttft_ms / 1000).tolist(), seen.ttft.bounds))
 
 
 def _find_middle(buckets: Buckets) -> float:

@@ -197,7 +197,7 @@ def _why_too_little(
         return f"what runs holds the targets; {_label(then.pools)} does not"
     if now.attainment >= goal:
         if gain < terms.min_gain:
-            return f"{_label(then.pools)} would take {max(gain, 0):.0%} less; that is too little"
+            return f"what runs holds the targets; {_label(then.pools)} takes hardly less"
         spent = begun / _count(then.pools) * then.resources * terms.start_s
         if (now.resources - then.resources) * terms.horizon_s <= spent:
             return f"starting {begun} instances takes more than {_label(then.pools)} saves"

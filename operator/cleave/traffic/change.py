@@ -27,7 +27,7 @@ _MOST = 3.0
 """That one window adds: a change takes three windows to be seen."""
 _ENOUGH = 400
 """Requests from which a reference is learnt."""
-_ENOUGH_WINDOWS = 8
+_ENOUGH_WINDOWS = 16
 _LONGEST_S = 1800.0
 """After so long it is learnt from what there was, if that is anything."""
 _MOST_KEPT = 240
@@ -72,6 +72,8 @@ class Reference:
     """Variance by mean of the requests in a window, 1 for Poisson."""
     prompt_tokens: Spread
     output_tokens: Spread
+    num_requests: float = math.inf
+    """That it was learnt from; infinite: it was stated."""
 
     @classmethod
     def of(cls, workload: Workload) -> "Reference | None":
@@ -130,7 +132,8 @@ class Detector:
 def watch(detector: Detector, window: Window) -> tuple[Detector, Change | None]:
     """The detector that has seen `window` too, and the change if there was one.
 
-    After a change it learns what the traffic is now, from when that began.
+    After a change it learns what the traffic is now. What came before the change was seen is left
+    out: of chance, that is the least usual part, and would make the next false alarm.
     """
     if window.length_s <= 0:
         return detector, None
@@ -142,8 +145,7 @@ def watch(detector: Detector, window: Window) -> tuple[Detector, Change | None]:
     if highest.value < LIMIT:
         return Detector(detector.reference, seen, sums), None
     recent = tuple(each for each in seen if each.end_s > highest.since_s)
-    change = _tell(highest, detector.reference, recent)
-    return Detector(_learn(recent), recent), change
+    return Detector(), _tell(highest, detector.reference, recent)
 
 
 def _learn(seen: tuple[Window, ...]) -> Reference | None:
@@ -155,7 +157,11 @@ def _learn(seen: tuple[Window, ...]) -> Reference | None:
     if not is_enough and whole.length_s < _LONGEST_S:
         return None
     return Reference(
-        whole.rate, find_dispersion(seen), Spread.seen(whole.prompts), Spread.seen(whole.outputs)
+        whole.rate,
+        find_dispersion(seen),
+        Spread.seen(whole.prompts),
+        Spread.seen(whole.outputs),
+        known,
     )
 
 
@@ -173,8 +179,10 @@ def _add(former: _Sum, reference: Reference, window: Window) -> _Sum:
     found = _deviate(former.quantity, reference, window)
     if found is None:
         return former
-    deviation, scale = found
-    allowance = max(_ALLOWANCE, math.log1p(DIFFERENCE) / 2 * scale)
+    deviation, scale, spread = found
+    # A reference that is off by its own standard error is no change either.
+    doubt = spread / math.sqrt(reference.num_requests)
+    allowance = max(_ALLOWANCE, (math.log1p(DIFFERENCE) / 2) * scale) + doubt * scale
     value = former.value + min(former.sign * deviation - allowance, _MOST)
     if value <= 0:
         return replace(former, value=0.0, since_s=window.end_s)
@@ -184,22 +192,25 @@ def _add(former: _Sum, reference: Reference, window: Window) -> _Sum:
 
 def _deviate(
     quantity: Quantity, reference: Reference, window: Window
-) -> tuple[float, float] | None:
-    """(deviation, deviation of e times as much), both in standard deviations; None: no request."""
+) -> tuple[float, float, float] | None:
+    """(deviation, that of e times as much, relative standard deviation of one request).
+
+    The first two are in standard deviations of the window; None: no request came.
+    """
     match quantity:
         case Quantity.RATE:
             expected = reference.rate * window.length_s
             spread = math.sqrt(reference.dispersion)
             # 3/8: Anscombe's, with which the root of a count has the same variance everywhere.
             roots = math.sqrt(window.num_requests + 0.375) - math.sqrt(expected + 0.375)
-            return 2 * roots / spread, math.sqrt(expected) / spread
+            return 2 * roots / spread, math.sqrt(expected) / spread, spread
         case Quantity.PROMPT_TOKENS:
             return _deviate_length(reference.prompt_tokens, window.prompts)
         case Quantity.OUTPUT_TOKENS:
             return _deviate_length(reference.output_tokens, window.outputs)
 
 
-def _deviate_length(reference: Spread, seen: Buckets) -> tuple[float, float] | None:
+def _deviate_length(reference: Spread, seen: Buckets) -> tuple[float, float, float] | None:
     if not seen.num or not seen.total:
         return None
     now = Spread.seen(seen)
@@ -209,4 +220,5 @@ def _deviate_length(reference: Spread, seen: Buckets) -> tuple[float, float] | N
     return (
         (math.log(now.mean / reference.mean) + variance / 2) / math.sqrt(variance),
         1 / math.sqrt(variance),
+        variation,
     )

@@ -1,0 +1,80 @@
+"""From windows back to a workload."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cleave.traffic.published import find
+from cleave.traffic.refit import FEWEST, RefitError, find_dispersion, find_margin, refit, to_demand
+from cleave.traffic.window import Window
+from cleave.traffic.workload import Drawn, fixed
+
+from windows import draw
+
+
+def windows(name: str, rate: float, num: int, burstiness: float = 1.0) -> list[Window]:
+    return list(draw(find(name).demand(rate, burstiness), num))
+
+
+@pytest.mark.parametrize("name", ["azure-code", "azure-conversation", "sharegpt"])
+def test_what_came_is_stated_again(name: str) -> None:
+    demand = find(name).demand(10.0)
+    drawn = demand.draw(20_000)
+    found = refit(windows(name, 10.0, 120))
+    assert found.rate == pytest.approx(10.0, rel=0.05)
+    for stated, tokens in (
+        (found.prompt_tokens, drawn.prompt_tokens),
+        (found.output_tokens, drawn.output_tokens),
+    ):
+        assert stated is not None
+        assert stated.mean == pytest.approx(np.mean(tokens), rel=0.06)
+        # No log-normal distribution has a higher one than 2.27 means.
+        wanted = min(np.percentile(tokens, 90), 2.27 * stated.mean)
+        assert stated.p90 == pytest.approx(wanted, rel=0.12)
+
+
+@pytest.mark.parametrize("name", ["azure-code", "azure-conversation"])
+def test_the_planner_gets_the_very_shape_of_the_lengths(name: str) -> None:
+    drawn = find(name).demand(10.0).draw(20_000)
+    again = to_demand(windows(name, 10.0, 240)).draw(20_000, seed=3)
+    for one, other in (
+        (drawn.prompt_tokens, again.prompt_tokens),
+        (drawn.output_tokens, again.output_tokens),
+    ):
+        assert np.mean(other) == pytest.approx(np.mean(one), rel=0.06)
+        for share in (25, 50, 75, 90):
+            assert np.percentile(other, share) == pytest.approx(
+                np.percentile(one, share), rel=0.15, abs=2
+            )
+
+
+def test_requests_that_are_all_alike_stay_so() -> None:
+    again = to_demand(list(draw(fixed(512, 64, 10.0), 30))).draw(1_000)
+    assert np.mean(again.prompt_tokens) == pytest.approx(512, rel=0.01)
+    assert np.std(again.prompt_tokens) < 0.15 * 512
+
+
+def test_bursts_are_seen_and_poisson_is_none() -> None:
+    calm, bursty = windows("sharegpt", 20.0, 120), windows("sharegpt", 20.0, 120, burstiness=3.0)
+    assert math.sqrt(find_dispersion(calm)) == pytest.approx(1.0, abs=0.2)
+    assert math.sqrt(find_dispersion(bursty)) == pytest.approx(3.0, rel=0.25)
+    source = to_demand(bursty).source
+    assert isinstance(source, Drawn)
+    assert source.burstiness == pytest.approx(3.0, rel=0.25)
+    assert find_dispersion(bursty[:5]) == 1.0
+
+
+def test_few_requests_leave_more_room() -> None:
+    few, many = windows("sharegpt", 2.0, 10), windows("sharegpt", 20.0, 120)
+    assert 0.01 < find_margin(many) < 0.03
+    assert find_margin(few) > 3 * find_margin(many)
+
+
+def test_too_few_requests_state_nothing() -> None:
+    short = windows("sharegpt", 1.0, 5)
+    for ask in (refit, to_demand, find_margin):
+        with pytest.raises(RefitError, match=f"requests have been seen; {FEWEST} are needed"):
+            ask(short)
+    with pytest.raises(RefitError, match="0 requests"):
+        refit([])

@@ -1,0 +1,65 @@
+"""Two looks at the counts, and windows put together."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from cleave.traffic.counts import Buckets, Counts
+from cleave.traffic.window import Window, between, join
+
+BEFORE = Counts(at_s=100.0, started_s=1.0, requests=50, in_flight=4, judged=40, attained=30)
+AFTER = replace(
+    BEFORE,
+    at_s=115.0,
+    requests=80,
+    in_flight=10,
+    judged=60,
+    attained=45,
+    ttft=Buckets((0.1, 0.2, math.inf), (10.0, 20.0, 20.0), 2.5),
+)
+
+
+def test_arrivals_are_those_that_ended_and_what_more_is_under_way() -> None:
+    window = between(BEFORE, AFTER)
+    assert window is not None
+    assert (window.num_requests, window.rate) == (36, 2.4)
+    assert (window.start_s, window.end_s) == (100.0, 115.0)
+    assert window.attainment == 0.75
+    assert window.ttft_p50_ms == pytest.approx(100)
+    assert window.tpot_p90_ms is None
+
+
+def test_work_that_drains_is_no_negative_traffic() -> None:
+    gone = replace(AFTER, requests=51, in_flight=0)
+    window = between(BEFORE, gone)
+    assert window is not None
+    assert window.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    "after",
+    [replace(AFTER, at_s=100.0), replace(AFTER, started_s=110.0), replace(AFTER, requests=3)],
+    ids=["no time", "begun anew", "fallen"],
+)
+def test_where_counting_began_anew_nothing_is_known(after: Counts) -> None:
+    assert between(BEFORE, after) is None
+
+
+def test_joined_windows_are_as_one_look_over_both() -> None:
+    later = replace(AFTER, at_s=130.0, requests=90, judged=70, ttft=AFTER.ttft + AFTER.ttft)
+    apart = [between(BEFORE, AFTER), between(AFTER, later)]
+    assert join([each for each in apart if each]) == between(BEFORE, later)
+
+
+def test_there_is_no_window_of_nothing() -> None:
+    with pytest.raises(ValueError, match="none to join"):
+        join([])
+    assert Window(1.0, 1.0, 0.0).attainment is None
+
+
+def test_buckets_of_unlike_gateways_are_added_where_both_know() -> None:
+    coarse = Buckets((1.0, math.inf), (3.0, 4.0), 5.0)
+    fine = Buckets((0.5, 1.0, math.inf), (1.0, 2.0, 2.0), 1.0)
+    assert coarse + fine == Buckets((0.5, 1.0, math.inf), (1.0, 5.0, 6.0), 6.0)
+    assert Buckets() + fine == fine

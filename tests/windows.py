@@ -1,0 +1,64 @@
+"""Windows of traffic, as an operator that reads gateways' pages has them."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from cleave.api.deployment import Slo
+from cleave.gateway.counts.metrics import LENGTH_BOUNDS, TPOT_BOUNDS_S, TTFT_BOUNDS_S
+from cleave.simulator.outcome import Outcome
+from cleave.simulator.trace import Trace
+from cleave.traffic.counts import Buckets
+from cleave.traffic.window import Window
+from cleave.traffic.workload import Demand
+
+PERIOD_S = 15.0
+
+
+def count(values, bounds) -> Buckets:
+    """In the gateway's buckets."""
+    bounds = (*bounds, math.inf)
+    counts = np.searchsorted(np.sort(values), bounds, side="right")
+    return Buckets(bounds, tuple(counts.astype(float).tolist()), float(np.sum(values)))
+
+
+def draw(demand: Demand, num: int, start_s: float = 0.0, seed: int = 0) -> Iterator[Window]:
+    """Arrivals and lengths of `num` periods; nothing of how they were served."""
+    trace = demand.draw(int(num * PERIOD_S * demand.rate * 1.5) + 100, seed=seed)
+    assert trace.arrival_ms[-1] > num * PERIOD_S * 1000
+    for number, came in enumerate(_split(trace, num)):
+        yield Window(
+            end_s=start_s + (number + 1) * PERIOD_S,
+            length_s=PERIOD_S,
+            num_requests=float(came.stop - came.start),
+            prompts=count(trace.prompt_tokens[came], LENGTH_BOUNDS),
+            outputs=count(trace.output_tokens[came], LENGTH_BOUNDS),
+        )
+
+
+def observe(trace: Trace, outcome: Outcome, slo: Slo, start_s: float = 0.0) -> list[Window]:
+    """What gateways tell of a simulated fleet, each request in the period when it came."""
+    found = []
+    for number, came in enumerate(_split(trace, int(trace.arrival_ms[-1] / 1000 / PERIOD_S))):
+        ttft_ms, tpot_ms = outcome.ttft_ms[came], outcome.tpot_ms[came]
+        met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
+        window = Window(
+            end_s=start_s + (number + 1) * PERIOD_S,
+            length_s=PERIOD_S,
+            num_requests=float(came.stop - came.start),
+            prompts=count(trace.prompt_tokens[came], LENGTH_BOUNDS),
+            outputs=count(trace.output_tokens[came], LENGTH_BOUNDS),
+            ttft=count(ttft_ms / 1000, TTFT_BOUNDS_S),
+            tpot=count(tpot_ms[trace.output_tokens[came] > 1] / 1000, TPOT_BOUNDS_S),
+            judged=float(len(met)),
+            attained=float(np.count_nonzero(met)),
+        )
+        found.append(window)
+    return found
+
+
+def _split(trace: Trace, num: int) -> Iterator[slice]:
+    edges = np.searchsorted(trace.arrival_ms, np.arange(num + 1) * PERIOD_S * 1000)
+    return (slice(*pair) for pair in pairwise(edges.tolist()))
