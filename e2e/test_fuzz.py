@@ -23,7 +23,7 @@ def test_nothing_that_can_be_asked_breaks_the_gateway(clients: Path, tmp_path: P
             SCHEMATHESIS_HOOKS=str(CLIENTS / "hooks.py"),
             MODEL=chat.name,
         )
-        # A prompt whose decoding was refused, or whose client left, is held until its lease ends: 30 s.
+        # A prompt whose decoding was refused, or whose client left, is held until its lease ends.
         until(lambda: idle(chat), 90, "the engines are free")
         found = re.findall(
             r'^cleave_gateway_requests_total\{model="(.*)",outcome="(.*)"\} (\d+)',
