@@ -28,6 +28,17 @@ def test_a_question_without_gpus_is_answered_with_what_is_missing() -> None:
     assert (said.inputs, said.numbers) == ("digest", "numbers")
 
 
+def test_a_plan_says_how_it_grows_where_instances_are_to_follow_the_rate() -> None:
+    asked = {"workload": WORKLOAD, "planning": {"maxGPUs": 4}}
+    alone = answer(text(**asked), None, QUESTION)
+    assert alone.plan is not None
+    assert "growth" not in alone.plan
+    roles = [{"role": pool["role"], "maxReplicas": 9} for pool in alone.plan["pools"]]
+    said = answer(text(**asked, scaling={"roles": roles}), None, QUESTION)
+    assert said.plan is not None
+    assert said.plan["growth"]["workers"] >= 1
+
+
 @pytest.mark.parametrize("engine", [{"type": "vLLM"}, {"type": "Emulated"}])
 def test_no_file_is_opened_that_a_deployment_names(
     engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch

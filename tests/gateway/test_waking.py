@@ -67,3 +67,16 @@ async def test_an_instance_is_not_waited_for_any_longer_than_told(make_stage) ->
 async def test_it_does_not_wait_for_a_model_that_nobody_knows(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, wake_s=60.0)
     assert (await stage.ask(ASK | {"model": "other"})).status == 404
+
+
+async def test_it_is_ready_as_long_as_it_holds_requests(make_stage) -> None:
+    stage = await make_stage({}, wake_s=60.0)
+    response = await stage.ask(None, "/health")
+    assert response.status == 200
+    assert response.json()["reasons"] == ["no instance has registered yet"]
+    client = await stage.connect()
+    client.send(ASK)
+    await stage.until(lambda: stage.context.metrics.in_flight == 1, "it waits")
+    assert (await stage.ask(None, "/health")).json()["requests_in_flight"] == 1
+    client.close()
+    await stage.until_idle()

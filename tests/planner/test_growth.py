@@ -57,6 +57,17 @@ def test_a_worker_is_the_smallest_part_of_the_plan_with_its_proportion() -> None
     assert [pool.replicas for pool in found.worker] == [2, 1]
 
 
+def test_a_plan_tells_of_how_many_workers_it_is_made() -> None:
+    question = asked(20.0)
+    single = of_size(question)
+    plan = planned(split(question, single, 4, single, 2), 20.0, "Algorithm 1")
+    told = growth.told(question, plan)
+    assert told is not None
+    found = growth.growth(question, plan).law
+    assert told.workers == 2
+    assert (told.per_rate, told.base, told.lowest_rate) == (found.k5, found.c5, found.lowest_rate)
+
+
 @pytest.mark.parametrize("algorithm", ["Algorithm 1", "Algorithm 2", "colocated"])
 def test_the_line_undercuts_no_count_and_counts_rise_with_the_rate(algorithm) -> None:
     question = asked(8.0)

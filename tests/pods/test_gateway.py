@@ -182,3 +182,13 @@ def test_the_gateway_is_told_which_prompts_decode_instances_may_compute(deployme
     pod = gateway_deployment(chat)["spec"]["template"]
     assert ("--whole-below", "256") in pairwise(container(pod)["command"])
     assert "--whole-below" not in container(gateway_pod(deployment()))["command"]
+
+
+def test_requests_wait_for_instances_where_these_may_all_be_gone(deployment) -> None:
+    def line(**scaling: int) -> list[str]:
+        pod = gateway_deployment(deployment(scaling=scaling))["spec"]["template"]
+        return container(pod)["command"]
+
+    assert option(line(idleS=60), "--wake-timeout") == "600"
+    assert option(line(idleS=60, wakeTimeoutS=9), "--wake-timeout") == "9"
+    assert "--wake-timeout" not in line()

@@ -23,6 +23,7 @@ from cleave.api.planning import Mode, Planning
 from cleave.api.pools import Pools
 from cleave.api.resource import DNS_NAME, Conditions, Resource, name_rule
 from cleave.api.role import Role
+from cleave.api.scaling import Scaling
 from cleave.api.shape import Rule, Shape, keyed_by
 from cleave.api.workload import Workload
 
@@ -223,6 +224,8 @@ class LLMDeploymentSpec(Shape):
     """How pools lend each other instances."""
     engine: Engine = Engine()
     """The engine of every instance."""
+    scaling: Scaling = Scaling()
+    """How many instances there are between two plans, in a cluster."""
     template: Template = Template()
     """Overrides for worker pods."""
     gateway: Gateway = Gateway()
@@ -241,6 +244,14 @@ class LLMDeploymentSpec(Shape):
             holds=lambda s: s.planning.mode is not Mode.MANUAL or s.placement is not None,
             message="Manual plans nothing: state spec.placement.manual, or use mode Auto",
             field="planning.mode",
+        ),
+        Rule(
+            cel="!has(self.scaling) || !has(self.scaling.roles) || "
+            "size(self.scaling.roles) == 0 || !has(self.placement)",
+            holds=lambda s: not s.scaling.roles or s.placement is None,
+            message="follow the rate by the plan's own figures: remove spec.placement, or scale by "
+            "hand or by an autoscaler",
+            field="scaling.roles",
         ),
         Rule(
             cel="self.routing.fallback != 'Never' || !has(self.placement) || "

@@ -86,6 +86,22 @@ class Predicted(Shape):
     """Where the latencies come from, and how wrong they have been."""
 
 
+class PlanGrowth(Shape):
+    """How many workers a rate needs: a line through simulated counts (Aladdin, Eq. 7).
+
+    A worker is the smallest part of the plan with its proportion of roles.
+    """
+
+    workers: Annotated[int, Field(ge=1)]
+    """Workers of the plan as it is."""
+    per_rate: NonNegative
+    """Workers for each request per second."""
+    base: float
+    """Added to that, before it is rounded up."""
+    lowest_rate: NonNegative
+    """Requests per second below which the lengths of a minute's requests are too unlike."""
+
+
 class PlanOption(Shape):
     """One way to serve the deployment."""
 
@@ -121,5 +137,7 @@ class SelectedPlan(Shape):
     instances are busy; absent: none."""
     predicted: Predicted | None = None
     """What it is expected to do; absent: nothing was predicted."""
+    growth: PlanGrowth | None = None
+    """How it grows with its traffic; absent: spec.scaling.roles does not ask for it."""
     alternatives: list[PlanOption] = Field(default_factory=list, max_length=3)
     """The next best plans, best first."""

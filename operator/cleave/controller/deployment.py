@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool, PoolRollout, ReplicasOwner
 from cleave.api.role import Role
-from cleave.controller import conditions, placing, repurposing, told, wanted
+from cleave.controller import conditions, placing, repurposing, scaling, told, wanted
 from cleave.controller.actions import (
     Action,
     Apply,
@@ -27,8 +27,10 @@ from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
 from cleave.controller.loop import replanning
 from cleave.controller.observed import ObservedPod
+from cleave.controller.placing import Decision
 from cleave.controller.repurposing import Move
 from cleave.controller.rollout import Count, RoleState, RolloutLimits, Step, next_step
+from cleave.controller.scaling import Demand
 from cleave.controller.settings import Settings
 from cleave.controller.wanted import FINALIZER, Children
 from cleave.pods.budget import gateway_budget
@@ -68,6 +70,8 @@ class DeploymentView:
     """Of about the last minute; None: not known."""
     windows: tuple[Window, ...] = ()
     """The same and what was before, piece by piece, oldest first."""
+    demand: Demand | None = None
+    """What instances follow; None: not known, or nobody asked for it."""
     fault: str = ""
     """Why what was wanted last could not be made."""
     settings: Settings = Settings()  # noqa: RUF009 - a frozen value
@@ -98,13 +102,45 @@ def reconcile(view: DeploymentView) -> list[Action]:
     goals: Mapping[Role, InstancePool] = there
     if decision.placement is not None:
         asked = pools(deployment, decision.placement, view.inventory.machines)
+        asked = _scaled(view, decision, asked)
         goals = {pool.spec.role: _of_owner(pool, there.get(pool.spec.role)) for pool in asked}
     # Told first: whatever cannot be made, people learn what there is.
     actions += told.report(view, decision, goals, turn)
     actions += wanted.changed(_fixed(view), deployment, view.children)
     if decision.placement is not None:
         actions += _moved(view, goals)
+        if decision.plan == view.status.get("plan"):
+            actions += _told_scaled(view, goals)
     return actions
+
+
+def _scaled(
+    view: DeploymentView, decision: Decision, asked: Sequence[InstancePool]
+) -> list[InstancePool]:
+    """The pools with as many instances as there should be now."""
+    if not scaling.watches(view.deployment) or decision.plan is None:
+        return list(asked)
+    counts = scaling.find_counts(view.deployment, decision.plan, view.pools, view.demand)
+    return [
+        pool.model_copy(
+            update={"spec": pool.spec.model_copy(update={"replicas": counts[pool.spec.role]})}
+        )
+        for pool in asked
+    ]
+
+
+def _told_scaled(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator[Emit]:
+    """How many there will be, where that changes and the plan does not."""
+    there = {pool.spec.role: pool.spec.replicas for pool in view.pools}
+    changes = [
+        f"{role} {there[role]} -> {goal.spec.replicas}"
+        for role, goal in goals.items()
+        if role in there and there[role] != goal.spec.replicas
+    ]
+    if changes and scaling.watches(view.deployment):
+        rate = f" at {view.demand.rate:.3g} req/s" if view.demand else ""
+        target = wanted.reference(view.deployment)
+        yield Emit(target, "Scaled", f"instances: {', '.join(changes)}{rate}")
 
 
 def _fixed(view: DeploymentView) -> list[Manifest]:
@@ -168,7 +204,9 @@ def _set_back(
         pool["role"]: pool["replicas"] for pool in view.status.get("plan", {}).get("pools", ())
     }
     count = goal.spec.replicas
-    if there is None or planned.get(str(goal.spec.role)) != count or there.spec.replicas == count:
+    if scaling.watches(view.deployment) or there is None or there.spec.replicas == count:
+        return
+    if planned.get(str(goal.spec.role)) != count:
         return
     text = (
         f"replicas: {there.spec.replicas} set back to {count}, the plan's number; "

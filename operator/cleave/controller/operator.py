@@ -128,6 +128,7 @@ class Operator:
             self._sweep.run(),
             self._controller.resync(elected),
             self._controller.watch_traffic(elected),
+            self._controller.watch_sleepers(elected),
             *(self._controller.work(self._executor, elected) for _ in range(WORKERS)),
         ]
         if self._webhook is not None:

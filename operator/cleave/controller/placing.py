@@ -95,6 +95,9 @@ def inputs(deployment: LLMDeployment, there: Inventory, basis: PlanBasis | None 
     # Emulated engines run on any node.
     kinds = there.kinds if spec.engine.type is EngineType.VLLM else ""
     base = [{name: part for name, part in parts.items() if part}, kinds]
+    if spec.scaling.roles:
+        # Then the plan has to say how it grows.
+        base.append("growth")
     return digest([*base, basis.model_dump(mode="json")] if basis else base)
 
 

@@ -42,7 +42,7 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
     from cleave.controller.loop import review
     from cleave.controller.loop.basis import to_correction
     from cleave.perf.corrected import correct
-    from cleave.planner import asking, emulated, search
+    from cleave.planner import asking, emulated, growth, search
     from cleave.planner.placement import Placement, PlanError
     from cleave.planner.words import reason_alone
     from cleave.pods.pool import selected_plan
@@ -71,7 +71,8 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
         return question.with_faults(error.faults)
     if told.selected is None:
         return question.as_infeasible(reason_alone(told))
-    plan = selected_plan(deployment, Placement(told.selected.pools, told.reason, told))
+    law = growth.told(problem, told.selected) if deployment.spec.scaling.roles else None
+    plan = selected_plan(deployment, Placement(told.selected.pools, told.reason, told), law)
     plan = plan.model_copy(update={"inputs": question.inputs})
     return question.with_plan(plan.model_dump(mode="json", exclude_none=True))
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _CONDITION_OF = {Role.PREFILL: "PrefillReady", Role.DECODE: "DecodeReady", Role.MIXED: "MixedReady"}
 
+_ASLEEP = "ScaledToZero"
+
 
 def report(
     view: "DeploymentView", decision: Decision, goals: Mapping[Role, InstancePool], turn: Turn
@@ -100,6 +102,8 @@ def _role_condition(view: "DeploymentView", role: Role, goal: InstancePool | Non
     ready = sum(pod.ready for pod in _alive(view, role))
     count = goal.spec.replicas if goal else 0
     message = f"{ready} of {count} {role} instances are ready"
+    if goal is not None and count == 0:
+        return Condition(_CONDITION_OF[role], True, _ASLEEP, f"no {role} instance is wanted now")
     if ready >= max(1, count):
         return Condition(_CONDITION_OF[role], True, "Ready", message)
     return Condition(_CONDITION_OF[role], ready > 0, "TooFew" if ready else "NoneReady", message)
@@ -118,6 +122,9 @@ def _gateway(view: "DeploymentView") -> Condition:
 def _ready(roles: Sequence[Condition], gateway: Condition, decision: Decision) -> Condition:
     """Requests are served when there is an instance of every role, and a gateway before them."""
     missing = [each for each in (*roles, gateway) if not each.status]
+    if roles and not missing and all(each.reason == _ASLEEP for each in roles):
+        text = "no instance runs; the next request waits until they are back"
+        return Condition("Ready", True, _ASLEEP, text)
     if roles and not missing:
         return Condition("Ready", True, "Serving", "requests are served")
     if not roles:

@@ -1,13 +1,15 @@
-"""How a plan grows with its traffic: Aladdin's laws for one question. For `cleave plan --explain`.
+"""How a plan grows with its traffic: Aladdin's laws for one question.
 
-Eq. 5 and 6 name the best number of GPUs per worker, Eq. 7 the number of workers at other rates.
-What is hard: a worker is whatever can be added to the plan by itself. That is one mixed instance,
-or the smallest group of prefill and decode instances that has the plan's proportion.
+For `cleave plan --explain`, and for whoever scales a plan that runs. Eq. 5 and 6 name the best
+number of GPUs per worker, Eq. 7 the number of workers at other rates. What is hard: a worker is
+whatever can be added to the plan by itself. That is one mixed instance, or the smallest group of
+prefill and decode instances that has the plan's proportion.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cleave.api.planned import PlanGrowth
 from cleave.perf.estimate import Estimate
 from cleave.planner import scaling
 from cleave.planner.bench import IN_NODE, to_draft
@@ -95,6 +97,22 @@ def growth(problem: Problem, plan: Plan) -> Growth:
     lowest = scaling.lowest_rate(problem.demand, HEARTBEAT_S)
     law = replace(scaling.fit_workers(counts), lowest_rate=lowest)
     return Growth(planned_pools(cell), counts, law)
+
+
+def told(problem: Problem, plan: Plan) -> PlanGrowth | None:
+    """Eq. 7 as a status tells it; None where it cannot be said."""
+    try:
+        found = growth(problem, plan)
+    except ScalingError:
+        return None
+    worker, law = found.worker[0], found.law
+    planned = next(pool for pool in plan.pools if pool.role is worker.role)
+    return PlanGrowth(
+        workers=planned.replicas // worker.replicas,
+        per_rate=law.k5,
+        base=law.c5,
+        lowest_rate=law.lowest_rate,
+    )
 
 
 def document(problem: Problem, plan: Plan) -> dict[str, Any]:

@@ -139,6 +139,8 @@ def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     plan = deployment.status.plan if deployment.status else None
     alone = _container(deployment, "$(POD_IP)", GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix)
     more = ["--leave-delay", str(LEAVE_S)]
+    if deployment.spec.scaling.idle_s is not None:
+        more += ["--wake-timeout", str(deployment.spec.scaling.wake_timeout_s)]
     ports = list(alone["ports"])
     if deployment.spec.gateway.endpoint_picker:
         more += ["--endpoint-picker-port", str(PICKER_PORT)]

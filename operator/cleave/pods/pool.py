@@ -7,7 +7,7 @@ import hashlib
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Engine, EngineType
-from cleave.api.planned import SelectedPlan
+from cleave.api.planned import PlanGrowth, SelectedPlan
 from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.planner.placement import Placement
@@ -48,7 +48,9 @@ def revision(deployment: LLMDeployment) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
 
 
-def selected_plan(deployment: LLMDeployment, placement: Placement) -> SelectedPlan:
+def selected_plan(
+    deployment: LLMDeployment, placement: Placement, growth: PlanGrowth | None = None
+) -> SelectedPlan:
     """The placement in force, for `status.plan`."""
     answer = placement.answer
     chosen = answer.selected if answer else None
@@ -61,6 +63,7 @@ def selected_plan(deployment: LLMDeployment, placement: Placement) -> SelectedPl
         verdict=str(answer.verdict) if answer else None,
         whole_below_tokens=(chosen.whole_below_tokens or None) if chosen else None,
         predicted=predicted(chosen) if chosen else None,
+        growth=growth,
         alternatives=[option(plan) for plan in answer.alternatives[:3]] if answer else [],
     )
 

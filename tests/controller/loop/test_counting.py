@@ -105,3 +105,19 @@ async def test_few_pages_are_under_way_at_a_time(
     keys = [f"chat-{number}" for number in range(50)]
     await asyncio.gather(*(counting.look(key, GATEWAYS) for key in keys))
     assert gateways.most <= 16
+
+
+async def test_it_has_been_quiet_since_the_last_request(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    assert counting.quiet_s("chat") == 0
+    await turn(counting, gateways)
+    for _ in range(3):
+        await turn(counting, gateways)
+    assert counting.quiet_s("chat") == 3 * PERIOD_S
+    await turn(counting, gateways, 1)
+    assert counting.quiet_s("chat") == 0
+    await turn(counting, gateways)
+    assert counting.quiet_s("chat") == PERIOD_S
+    counting.stir("chat")
+    assert counting.quiet_s("chat") == 0

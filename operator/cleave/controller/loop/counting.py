@@ -44,6 +44,8 @@ async def fetch(url: str) -> str:
 class _Kept:
     total: Total = field(default_factory=Total)
     num_looks: int = 0
+    stirred_s: float | None = None
+    """When a request was seen last, or the watch began."""
     windows: deque[Window] = field(default_factory=lambda: deque(maxlen=MOST_WINDOWS))
 
 
@@ -66,6 +68,20 @@ class Counting(Generic[K]):
         is_old = not windows or self._now() - windows[-1].end_s > PATIENCE_S
         return None if is_old else join(windows)
 
+    def in_flight(self, key: K) -> float:
+        """Requests that waited or ran at the last look."""
+        kept = self._kept.get(key)
+        return kept.total.counts.in_flight if kept and kept.total.counts else 0.0
+
+    def quiet_s(self, key: K) -> float:
+        """Seconds since a request was seen last, or the watch began."""
+        kept = self._kept.get(key)
+        return 0.0 if kept is None or kept.stirred_s is None else self._now() - kept.stirred_s
+
+    def stir(self, key: K) -> None:
+        """A request was seen."""
+        self._kept.setdefault(key, _Kept()).stirred_s = self._now()
+
     def is_news(self, key: K) -> bool:
         """Whether there is a new minute of windows, so that it is time to decide."""
         return self._kept[key].num_looks % LATELY == 0
@@ -81,12 +97,16 @@ class Counting(Generic[K]):
         kept = self._kept.setdefault(key, _Kept())
         before = kept.total.counts
         kept.total = kept.total.add(frozenset(gateways), pages, self._now())
+        if kept.stirred_s is None or self.in_flight(key):
+            self.stir(key)
         if before is None or kept.total.counts is None or kept.total.counts is before:
             return False
         window = between(before, kept.total.counts)
         if window is not None:
             kept.windows.append(window)
             kept.num_looks += 1
+            if window.num_requests:
+                self.stir(key)
         return window is not None
 
     async def _read(self, address: str) -> Counts | None:

@@ -15,6 +15,8 @@ from cleave.api.role import Role
 from cleave.controller.actions import PlanOutcome, Review, Reviewed
 from cleave.controller.loop.basis import from_correction, to_correction
 from cleave.controller.observed import timestamp
+from cleave.perf.corrected import correct
+from cleave.planner import growth
 from cleave.planner.bench import to_draft
 from cleave.planner.draft import planned_pools
 from cleave.planner.guard import Judgement, Running
@@ -49,7 +51,8 @@ def answer(
         prediction=_prediction(found.judgement, review),
         correction=from_correction(found.judgement.correction, question.model_digest),
     )
-    return replace(question, reviewed=reviewed, plan=_plan(deployment, found))
+    plan = _plan(deployment, problem, found)
+    return replace(question, reviewed=reviewed, plan=plan)
 
 
 def _as_found(
@@ -59,7 +62,7 @@ def _as_found(
     return planned_pools(to_draft(problem, pools, algorithm))
 
 
-def _plan(deployment: LLMDeployment, found: Revision) -> dict[str, object] | None:
+def _plan(deployment: LLMDeployment, problem: Problem, found: Revision) -> dict[str, object] | None:
     """As `status.plan` tells it; None: what runs stays."""
     if found.proposed is None or found.answer is None:
         return None
@@ -67,7 +70,11 @@ def _plan(deployment: LLMDeployment, found: Revision) -> dict[str, object] | Non
         return None
     told = replace(found.answer, selected=found.proposed)
     reason = f"{found.answer.reason} ({found.decision.reason})"
-    plan = selected_plan(deployment, Placement(found.proposed.pools, reason, told))
+    law = None
+    if deployment.spec.scaling.roles:
+        right = correct(problem.estimator, found.judgement.correction)
+        law = growth.told(replace(problem, estimator=right), found.proposed)
+    plan = selected_plan(deployment, Placement(found.proposed.pools, reason, told), law)
     return plan.model_dump(mode="json", exclude_none=True)
 
 

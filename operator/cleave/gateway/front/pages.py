@@ -44,8 +44,9 @@ from cleave.router.instance import Instance
 from cleave.rpc.v1 import agent_pb2
 
 _OTHERS = frozenset(route.path for route in OTHERS)
-_METHODS = {route.path: b"POST" for route in (*COMPLETIONS, *OTHERS)}
-_METHODS |= {route.path: b"GET" for route in OWN}
+_METHODS = {route.path: b"POST" for route in (*COMPLETIONS, *OTHERS)} | {
+    route.path: b"GET" for route in OWN
+}
 _OPEN = frozenset(route.path for route in OWN if not route.needs_key)
 _INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL}
 
@@ -209,7 +210,7 @@ class Pages:
         }
 
     def _describe_health(self) -> tuple[int, dict[str, object]]:
-        """200 when any model can be served; and always why others cannot."""
+        """200 when any model can be served or waited for; and always why others cannot."""
         router = self._context.router
         known = router.directory.models
         # Adapters can be served wherever their base can.
@@ -218,7 +219,9 @@ class Pages:
         reasons = [obstacle for obstacle in obstacles.values() if obstacle]
         if not models:
             reasons.append("no instance has registered yet")
-        ready = any(not obstacle for obstacle in obstacles.values())
+        # Requests that are held for an instance have to get here.
+        holds = self._context.config.timeouts.wake_s > 0
+        ready = holds or any(not obstacle for obstacle in obstacles.values())
         siblings = self._context.siblings
         if siblings and (missing := _describe_missing(siblings, self._context.clock())):
             reasons += missing

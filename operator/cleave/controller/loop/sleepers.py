@@ -1,0 +1,62 @@
+"""Requests that wait at the gateways of deployments without instances: asked every second.
+
+Used by the controller. A gateway's `/health` is small as long as it knows no instance, so that many
+deployments may sleep. Whatever cannot be asked has nothing to say: the request waits a second more.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Hashable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from cleave.controller.instances import base_url
+from cleave.rpc import http
+
+K = TypeVar("K", bound=Hashable)
+
+PERIOD_S = 1.0
+TIMEOUT_S = 2.0
+_PATH = "/health"
+_PAGE_LIMIT = 1 << 20
+
+Fetch = Callable[[str], Awaitable[bytes]]
+"""The page at a URL. Raises http.HttpError."""
+
+
+class _Health(msgspec.Struct, frozen=True):
+    requests_in_flight: int = 0
+
+
+async def fetch(url: str) -> bytes:
+    """The page at `url`. Raises http.HttpError."""
+    return await http.get(url, seconds=TIMEOUT_S, limit=_PAGE_LIMIT)
+
+
+class Sleepers(Generic[K]):
+    """How many requests wait for each deployment that sleeps, as far as is known."""
+
+    def __init__(self, fetch: Fetch = fetch) -> None:
+        self._fetch = fetch
+        self._waiting: dict[K, int] = {}
+
+    def waiting(self, key: K) -> int:
+        """Requests that waited at the last look."""
+        return self._waiting.get(key, 0)
+
+    def forget(self, key: K) -> None:
+        """It does not sleep any more, or is gone."""
+        self._waiting.pop(key, None)
+
+    async def look(self, key: K, gateways: Collection[str]) -> int:
+        """Ask the gateways at these addresses how many requests wait. Never raises."""
+        counts = await asyncio.gather(*(self._ask(address) for address in gateways))
+        self._waiting[key] = sum(counts)
+        return self._waiting[key]
+
+    async def _ask(self, address: str) -> int:
+        try:
+            body = await self._fetch(base_url(address) + _PATH)
+            return msgspec.json.decode(body, type=_Health).requests_in_flight
+        except (http.HttpError, msgspec.DecodeError):
+            return 0

@@ -1,0 +1,177 @@
+"""The operator follows what gateways tell: more, fewer, none and back, in a cluster in memory."""
+
+import asyncio
+from typing import Any
+
+from test_convergence import World, condition, ready, world
+
+from cleave.controller.actions import Emit
+from cleave.pods.labels import Manifest
+
+from small_cluster import by_hand
+
+
+class Gateways:
+    """What all gateways of a world tell."""
+
+    def __init__(self, here: World) -> None:
+        self.here = here
+        self.requests = 0
+        self.waiting = 0
+        here.controller._counting._fetch = self.fetch
+        here.controller._sleepers._fetch = self.fetch_health
+        here.controller.store.gateways = lambda _key: ("10.0.0.9",)  # type: ignore[method-assign]
+
+    async def fetch(self, _url: str) -> str:
+        return (
+            f'cleave_gateway_requests_total{{model="m",outcome="ok"}} {self.requests}\n'
+            f"cleave_gateway_requests_in_flight {self.waiting}\n"
+            "process_start_time_seconds 7\n"
+        )
+
+    async def fetch_health(self, _url: str) -> bytes:
+        return b'{"requests_in_flight": %d}' % self.waiting
+
+    def pass_time(self, seconds: int, rate: float = 0.0) -> None:
+        """At so many requests per second, looked at as often as the operator does."""
+        controller = self.here.controller
+        keys = [key for key in controller.store.resources() if key.kind == "LLMDeployment"]
+
+        async def look() -> None:
+            for key in keys:
+                await controller._watch(key)
+                await controller._watch_sleeper(key)
+
+        for _ in range(seconds // 15):
+            self.here.cluster.now_s += 15
+            self.requests += round(15 * rate)
+            asyncio.run(look())
+            self.settle()
+
+    def settle(self) -> None:
+        """Let the operator and Kubernetes do what there is to do; time stands still."""
+        here = self.here
+        for _ in range(12):
+            here.cluster.settle()
+            here.deliver()
+            here.turn()
+
+
+IDLE = {"scaling": {"idleS": 60}, "placement": by_hand(prefill=1, decode=2)}
+
+
+def reasons(here: World) -> list[str]:
+    return [each.reason for each in here.cluster.events if isinstance(each, Emit)]
+
+
+def test_all_instances_go_without_requests_and_the_gateway_stays() -> None:
+    here = world(**IDLE)
+    here.converge()
+    gateways = Gateways(here)
+    gateways.pass_time(45)
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+    gateways.pass_time(60)
+    assert ready(here.cluster) == {"prefill": 0, "decode": 0}
+    assert not here.cluster.pods()
+    assert here.cluster.get("Deployment", "chat-gateway")
+    told = condition(here.cluster, "Ready")
+    assert (told["status"], told["reason"]) == ("True", "ScaledToZero")
+    assert "Scaled" in reasons(here)
+
+
+def test_a_request_that_waits_brings_the_plan_back_and_keeps_it() -> None:
+    here = world(**IDLE)
+    here.converge()
+    gateways = Gateways(here)
+    gateways.pass_time(120)
+    assert ready(here.cluster) == {"prefill": 0, "decode": 0}
+    gateways.waiting = 1
+    gateways.pass_time(15)
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+    gateways.waiting = 0
+    gateways.pass_time(45)
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+
+
+def test_requests_keep_instances_however_few_they_are() -> None:
+    here = world(**IDLE)
+    here.converge()
+    gateways = Gateways(here)
+    for _ in range(10):
+        gateways.requests += 1
+        gateways.pass_time(45)
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+
+
+def test_a_new_operator_lets_them_sleep() -> None:
+    here = world(**IDLE)
+    here.converge()
+    Gateways(here).pass_time(120)
+    there = World(here.cluster)
+    there.deliver()
+    there.resync()
+    there.turn()
+    gateways = Gateways(there)
+    gateways.pass_time(120)
+    assert not here.cluster.pods()
+    gateways.waiting = 1
+    gateways.pass_time(15)
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+
+
+def planned(**spec: Any) -> tuple[World, Gateways]:
+    """A deployment with a plan for 4 req/s that grows by a worker for each 4 req/s."""
+    workload = {
+        "rate": 4,
+        "promptTokens": {"mean": 500, "p90": 900},
+        "outputTokens": {"mean": 200, "p90": 400},
+    }
+    roles = [{"role": role, "maxReplicas": 8} for role in ("prefill", "decode")]
+    here = world(workload=workload, scaling={"roles": roles, "calmS": 120}, **spec)
+    here.deliver()
+    here.turn()
+    (question,) = here.asked
+    here.controller.desk.last = lambda _: question.with_plan(plan(question.inputs))  # type: ignore[method-assign]
+    here.converge()
+    return here, Gateways(here)
+
+
+def plan(inputs: str) -> Manifest:
+    latencies: Manifest = {"ttftMs": {}, "tpotMs": {}}
+    predicted = {
+        "goodput": 4.0, "goodputLow": 4.0, "goodputHigh": 4.0, "goodputPerGpu": 1.0,
+        "attainment": 1.0, "costPerHour": 0.0, "powerWatts": 0.0, "trust": "", **latencies,
+    }  # fmt: skip
+    return {
+        "revision": "a",
+        "reason": "so",
+        "gpus": 3,
+        "pools": [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 2}],
+        "inputs": inputs,
+        "predicted": predicted,
+        "growth": {"workers": 1, "perRate": 0.25, "base": 0.0, "lowestRate": 0.0},
+    }
+
+
+def test_instances_come_at_once_and_go_when_it_has_been_calm() -> None:
+    here, gateways = planned()
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+    gateways.pass_time(90, rate=12)
+    assert ready(here.cluster) == {"prefill": 3, "decode": 6}
+    gateways.pass_time(60, rate=4)
+    assert ready(here.cluster) == {"prefill": 3, "decode": 6}
+    gateways.pass_time(240, rate=4)
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+    assert reasons(here).count("Scaled") <= 4
+    assert "ReplicasSetBack" not in reasons(here)
+
+
+def test_a_wave_as_long_as_the_calm_never_makes_instances_come_and_go() -> None:
+    here, gateways = planned()
+    gateways.pass_time(90, rate=12)
+    told = reasons(here).count("Scaled")
+    for _ in range(6):
+        gateways.pass_time(45, rate=2)
+        gateways.pass_time(60, rate=11)
+    assert ready(here.cluster) == {"prefill": 3, "decode": 6}
+    assert reasons(here).count("Scaled") == told
