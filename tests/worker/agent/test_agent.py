@@ -242,3 +242,13 @@ def test_malformed_arguments_end_with_exit_code_2() -> None:
         assert ended.returncode == 2, ended.stderr
         assert ended.stderr.count("\n") == 1
         assert "Traceback" not in ended.stderr
+
+
+def test_roles_that_change_have_proven_the_other_way_already(pair) -> None:
+    prefill, decode = pair
+    for agent, role in ((prefill, agent_pb2.ROLE_DECODE), (decode, agent_pb2.ROLE_PREFILL)):
+        agent.stub.SetRole(agent_pb2.SetRoleRequest(role=role, epoch=2), timeout=20)
+        told = agent.health().registration
+        assert (told.role, told.epoch) == (role, 2)
+        assert told.kv_path.verified
+        assert told.kv_path.detail == "d-0 -> p-0"

@@ -29,11 +29,14 @@ class Leader:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self.instance = Instance(config)
-        self.server = AgentServer(self.instance, self._drain, config.address)
+        self.server = AgentServer(self.instance, self._drain, self._prove, config.address)
         self.num_drains = 0
 
     def boots(self, boot_id: str) -> None:
         self.instance.boot(boot_id, "http://127.0.0.1:1", None)
+
+    async def _prove(self, role: int) -> None:
+        """Nobody asks."""
 
     async def _drain(self, seconds: float | None) -> Drained:
         self.num_drains += 1

@@ -8,9 +8,9 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import EngineFacts, Instance
+from cleave_worker.agent.instance import EngineFacts, Flow, Instance, flow_of
 from cleave_worker.agent.peers import Sight, suits
-from cleave_worker.agent.proof import direction, prove, pursue
+from cleave_worker.agent.proof import prove, prove_role, pursue
 from cleave_worker.agent.verify import TransferError
 
 PROVEN = agent_pb2.KvPath(verified=True, transport="emulated")
@@ -33,14 +33,19 @@ class Scene:
         self.sights = sights
         self.results = results
         self.states: list[tuple[int, str]] = []
+        self.tested: list[Flow] = []
+        self.other_way = ""
+        """Why hand-offs the other way fail."""
 
     async def look(self) -> Sight:
         told = self.instance.registration()
         self.states.append((told.state, told.reason or told.kv_path.detail))
         return self.sights.pop(0) if len(self.sights) > 1 else self.sights[0]
 
-    async def test(self, peer: agent_pb2.Registration) -> agent_pb2.KvPath:
-        if wrong := self.results.pop(0):
+    async def test(self, peer: agent_pb2.Registration, flow: Flow) -> agent_pb2.KvPath:
+        self.tested.append(flow)
+        own_way = flow is flow_of(self.instance.registration().role)
+        if wrong := self.results.pop(0) if own_way else self.other_way:
             raise TransferError(wrong)
         return PROVEN
 
@@ -57,6 +62,71 @@ async def test_a_passed_test_makes_the_worker_ready(
     await pursue(config, instance, scene.look, scene.test)
     assert instance.state == agent_pb2.STATE_READY
     assert instance.registration().kv_path.verified
+
+
+@pytest.mark.parametrize("other_way", ["", "wrong tokens"])
+async def test_the_other_way_is_tested_before_ready_and_not_needed_for_it(
+    config: AgentConfig, instance: Instance, other_way: str
+) -> None:
+    scene = Scene(instance, [PEER], [""])
+    scene.other_way = other_way
+    await pursue(config, instance, scene.look, scene.test)
+    assert scene.tested == [Flow.OUT, Flow.IN]
+    assert instance.state == agent_pb2.STATE_READY
+    assert instance.is_proven(Flow.IN) is not bool(other_way)
+    instance.set_role(agent_pb2.ROLE_DECODE, 2)
+    assert instance.registration().kv_path.verified is not bool(other_way)
+    instance.set_role(agent_pb2.ROLE_PREFILL, 3)
+    assert instance.registration().kv_path.verified
+
+
+async def test_a_role_that_changes_during_a_test_is_tested_for_next(
+    config: AgentConfig, instance: Instance
+) -> None:
+    scene = Scene(instance, [PEER], ["", ""])
+
+    async def test(peer: agent_pb2.Registration, flow: Flow) -> agent_pb2.KvPath:
+        if not scene.tested:
+            instance.set_role(agent_pb2.ROLE_DECODE, 2)
+            scene.tested.append(flow)
+            return PROVEN
+        if len(scene.tested) == 1:
+            scene.tested.append(flow)
+            raise TransferError("wrong tokens")
+        return await scene.test(peer, flow)
+
+    await pursue(config, instance, scene.look, test)
+    assert scene.tested[2] is Flow.IN
+    assert instance.registration().kv_path.verified
+
+
+async def test_what_a_role_needs_is_tested_before_it_is_taken_unless_it_is_proven(
+    config: AgentConfig, instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(instance, [PEER], [])
+    monkeypatch.setattr("cleave_worker.agent.proof._looker", lambda *_: scene.look)
+    monkeypatch.setattr("cleave_worker.agent.proof._tester", lambda *_: scene.test)
+    known = replace(config, peers="static:")
+    # Not ready yet: the test that leads there will go the new way.
+    await prove_role(known, instance, agent_pb2.ROLE_DECODE)
+    instance.verified(PROVEN, Flow.OUT)
+    scene.other_way = "wrong tokens"
+    with pytest.raises(TransferError):
+        await prove_role(known, instance, agent_pb2.ROLE_MIXED)
+    assert scene.tested == [Flow.IN]
+    scene.other_way = ""
+    for role in (agent_pb2.ROLE_MIXED, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_PREFILL):
+        await prove_role(known, instance, role)
+    assert scene.tested == [Flow.IN, Flow.IN]
+    assert instance.is_proven(Flow.IN)
+
+
+async def test_without_a_source_of_peers_a_role_needs_no_test(
+    config: AgentConfig, instance: Instance
+) -> None:
+    await prove(config, instance)
+    await prove_role(config, instance, agent_pb2.ROLE_DECODE)
+    assert not instance.is_proven(Flow.IN)
 
 
 @pytest.mark.usefixtures("fast")
@@ -126,26 +196,12 @@ P, D, M = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED
 
 
 @pytest.mark.parametrize(
-    ("own", "peer", "expected"),
-    [
-        (P, D, "own to peer"),
-        (P, M, "own to peer"),
-        (D, P, "peer to own"),
-        (D, M, "peer to own"),
-        (M, P, "peer to own"),
-        (M, D, "own to peer"),
-        (M, M, "own to peer"),
-        (P, P, None),
-        (D, D, None),
-    ],
+    ("own", "suiting", "flow"),
+    [(P, {D, M}, Flow.OUT), (D, {P, M}, Flow.IN), (M, {P, D, M}, Flow.IN)],
 )
-def test_a_test_goes_the_way_that_requests_will_go(
-    own: int, peer: int, expected: str | None
-) -> None:
-    a, b = worker("a", own), worker("b", peer)
-    assert suits(a, b) == (expected is not None)
-    if expected:
-        assert direction(a, b) == ((a, b) if expected == "own to peer" else (b, a))
+def test_a_test_goes_the_way_that_requests_will_go(own: int, suiting: set[int], flow: Flow) -> None:
+    assert {role for role in (P, D, M) if suits(worker("a", own), worker("b", role))} == suiting
+    assert flow_of(own) is flow
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import Drained
 from cleave_worker.agent.instance import EngineFacts, Instance
 from cleave_worker.agent.service import AgentServer
+from cleave_worker.agent.verify import TransferError
 
 SECONDS = 20
 
@@ -22,13 +23,21 @@ class Served:
     def __init__(self, config: AgentConfig, address: str) -> None:
         self.instance = Instance(config)
         self.drains: list[float | None] = []
-        self.server = AgentServer(self.instance, self._drain, address)
+        self.broken = ""
+        """Why no KV path can be proven."""
+        self.proven: list[int] = []
+        self.server = AgentServer(self.instance, self._drain, self._prove, address)
         self.channel = grpc.aio.insecure_channel(address)
         self.stub = agent_pb2_grpc.AgentStub(self.channel)
 
     async def _drain(self, seconds: float | None) -> Drained:
         self.drains.append(seconds)
         return Drained(empty=False, num_left=4)
+
+    async def _prove(self, role: int) -> None:
+        if self.broken:
+            raise TransferError(self.broken)
+        self.proven.append(role)
 
     async def probe(self, service: str) -> int:
         answer = await health_pb2_grpc.HealthStub(self.channel).Check(
@@ -124,6 +133,19 @@ async def test_a_lasting_order_changes_the_home_and_another_one_does_not(served:
     assert await served.code_of_set_role(role=lent, epoch=6) == grpc.StatusCode.OK
     told = (await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)).registration
     assert (told.role, told.home) == (lent, home)
+
+
+async def test_a_role_whose_kv_path_cannot_be_proven_is_not_taken(served: Served) -> None:
+    served.broken = "wrong tokens"
+    order = {"role": agent_pb2.ROLE_DECODE, "epoch": 5}
+    assert await served.code_of_set_role(**order) == grpc.StatusCode.UNAVAILABLE
+    told = served.instance.registration()
+    assert (told.role, told.epoch) == (agent_pb2.ROLE_PREFILL, 1)
+    served.broken = ""
+    assert await served.code_of_set_role(**order) == grpc.StatusCode.OK
+    # What is refused anyway needs no proof.
+    assert await served.code_of_set_role(**order) == grpc.StatusCode.FAILED_PRECONDITION
+    assert served.proven == [agent_pb2.ROLE_DECODE]
 
 
 async def test_a_drain_call_tells_what_is_left(served: Served) -> None:

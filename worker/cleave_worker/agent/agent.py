@@ -7,11 +7,13 @@ when it is empty, and the answer to the Drain call that asked for it still gets 
 import asyncio
 import logging
 import signal
+from functools import partial
 
 from cleave_worker.agent import drain as draining
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import Drained
 from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.proof import prove_role
 from cleave_worker.agent.service import AgentServer
 from cleave_worker.agent.supervisor import Supervisor
 
@@ -26,7 +28,8 @@ class Agent:
         self._config = config
         self._instance = Instance(config)
         self._supervisor = Supervisor(config, self._instance, cores, gpu)
-        self._server = AgentServer(self._instance, self._drain_call, config.address)
+        prove = partial(prove_role, config, self._instance)
+        self._server = AgentServer(self._instance, self._drain_call, prove, config.address)
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[Drained] | None = None
 

@@ -7,6 +7,7 @@ an event that they wait on.
 
 import asyncio
 from dataclasses import dataclass
+from enum import Enum
 
 from cleave.metrics.load_page import Load, LoadPage
 from cleave.rpc.v1 import agent_pb2
@@ -26,6 +27,26 @@ class StaleEpoch(RoleRefused):
 
 class OtherBoot(RoleRefused):
     """The order was meant for an earlier life of the engine."""
+
+
+class Flow(Enum):
+    """Which way the KV of an engine goes."""
+
+    OUT = "out"
+    IN = "in"
+
+    @property
+    def other(self) -> "Flow":
+        """The other way."""
+        return Flow.IN if self is Flow.OUT else Flow.OUT
+
+
+def flow_of(role: "agent_pb2.Role.ValueType") -> Flow:
+    """Which way it goes for requests that are split over an instance of this role and another.
+
+    Mixed instances serve whole requests, and decode those whose prompt a prefill instance computed.
+    """
+    return Flow.OUT if role == agent_pb2.ROLE_PREFILL else Flow.IN
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,8 @@ class Instance:
         self._scheduling = config.scheduling
         self._page: LoadPage | None = None
         self._terms: TermsPage | None = None
+        self._proven: dict[Flow, agent_pb2.KvPath] = {}
+        """By this life of the engine."""
         self._changed = asyncio.Event()
         self.ended = False
         """Whether followers should leave."""
@@ -126,6 +149,7 @@ class Instance:
         state.boot_id = boot_id
         state.engine_url = engine_url
         state.ClearField("kv_path")
+        self._proven.clear()
         self._enter(agent_pb2.STATE_STARTING, "engine starts")
 
     def answered(self, facts: EngineFacts) -> None:
@@ -138,17 +162,22 @@ class Instance:
         state.adapters[:] = facts.adapters
         self._enter(agent_pb2.STATE_VERIFYING, "KV path is being tested")
 
-    def verified(self, kv_path: agent_pb2.KvPath) -> None:
-        """The KV test passed."""
-        self._registration.kv_path.CopyFrom(kv_path)
-        self._enter(agent_pb2.STATE_READY, "")
+    def is_proven(self, flow: Flow) -> bool:
+        """Whether a KV test passed that way, in this life of the engine."""
+        return flow in self._proven
+
+    def verified(self, kv_path: agent_pb2.KvPath, flow: Flow | None = None) -> None:
+        """The KV test passed, that way or the way of the role: ready once it is the role's."""
+        self._proven[flow or flow_of(self._registration.role)] = kv_path
+        if shown := self._proven.get(flow_of(self._registration.role)):
+            self._show(shown)
 
     def unverified(self, detail: str) -> None:
         """There is nobody to test with: ready, but for whole requests only."""
         kv_path = agent_pb2.KvPath(verified=False, detail=detail)
         if self.state == agent_pb2.STATE_READY and self._registration.kv_path == kv_path:
             return
-        self.verified(kv_path)
+        self._show(kv_path)
 
     def verification_failed(self, reason: str) -> None:
         """The KV test failed. An instance that serves whole requests already goes on doing so."""
@@ -168,6 +197,16 @@ class Instance:
         """No new requests from now on; there is no way back."""
         self._enter(agent_pb2.STATE_DRAINING, "drains")
 
+    def check_order(self, epoch: int, boot_id: str = "") -> None:
+        """Whether an order to change the role may be followed. Raises StaleEpoch, OtherBoot."""
+        state = self._registration
+        if boot_id and boot_id != state.boot_id:
+            raise OtherBoot(f"the engine's boot is {state.boot_id or 'yet to come'}, not {boot_id}")
+        if epoch <= state.epoch:
+            raise StaleEpoch(f"epoch {epoch} is not newer than {state.epoch}")
+        if self.draining:
+            raise StaleEpoch("the instance drains")
+
     def set_role(
         self,
         role: "agent_pb2.Role.ValueType",
@@ -177,17 +216,16 @@ class Instance:
         lasting: bool = False,
     ) -> None:
         """Take another role; `lasting`: as the instance's own. Raises StaleEpoch, OtherBoot."""
+        self.check_order(epoch, boot_id)
         state = self._registration
-        if boot_id and boot_id != state.boot_id:
-            raise OtherBoot(f"the engine's boot is {state.boot_id or 'yet to come'}, not {boot_id}")
-        if epoch <= state.epoch:
-            raise StaleEpoch(f"epoch {epoch} is not newer than {state.epoch}")
-        if self.draining:
-            raise StaleEpoch("the instance drains")
         state.role = role
         if lasting:
             state.home = role
         state.epoch = epoch
+        if kv_path := self._proven.get(flow_of(role)):
+            state.kv_path.CopyFrom(kv_path)
+        elif state.kv_path.verified:
+            state.kv_path.CopyFrom(agent_pb2.KvPath(detail=f"not tested {flow_of(role).value}"))
         self._tell_engine()
         self._notify()
 
@@ -199,6 +237,10 @@ class Instance:
         """The agent ends: let followers leave."""
         self.ended = True
         self._notify()
+
+    def _show(self, kv_path: agent_pb2.KvPath) -> None:
+        self._registration.kv_path.CopyFrom(kv_path)
+        self._enter(agent_pb2.STATE_READY, "")
 
     def _tell_engine(self) -> None:
         if self._terms:

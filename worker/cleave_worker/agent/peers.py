@@ -8,7 +8,7 @@ where it is what knows the addresses, is asked every few seconds only.
 import asyncio
 import math
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -43,15 +43,22 @@ class Sight:
     """A suitable one whose engine will answer soon."""
 
 
-def suits(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
-    """Whether hand-offs between the two can occur: same deployment and revision, matching roles."""
+Matches = Callable[[agent_pb2.Registration, agent_pb2.Registration], bool]
+
+
+def is_akin(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
+    """Whether the engines of the two can hand over to each other: same deployment and revision."""
     return (
         other.instance != own.instance
         and other.deployment == own.deployment
         and other.revision == own.revision
         and other.model == own.model
-        and other.role in _COUNTERPARTS[own.role]
     )
+
+
+def suits(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
+    """Whether hand-offs between the two can occur: akin, with matching roles."""
+    return is_akin(own, other) and other.role in _COUNTERPARTS[own.role]
 
 
 class Addresses:
@@ -74,13 +81,15 @@ class Addresses:
         return self._known
 
 
-async def look(addresses: Collection[str], own: agent_pb2.Registration) -> Sight:
+async def look(
+    addresses: Collection[str], own: agent_pb2.Registration, matches: Matches = suits
+) -> Sight:
     """Find a peer of `own` among the agents at these addresses."""
     shuffled = random.sample(tuple(addresses), len(addresses))
     starting = False
     for some in _batches(shuffled, _ASKED_AT_ONCE):
         found = await asyncio.gather(*(ask(address) for address in some))
-        suiting = [other for other in found if other and suits(own, other)]
+        suiting = [other for other in found if other and matches(own, other)]
         for other in suiting:
             if other.state in _ANSWERING:
                 return Sight(peer=other)

@@ -6,6 +6,9 @@ Run by the supervisor beside the health checks, once for every boot. The cases:
   ready without proof already stays so: it serves whole requests, and the fault may be the peer's;
 - a peer is in sight but its engine still starts: wait, as long as an engine may take to start;
 - no peer is in sight: after a while ready without proof, and the search goes on.
+
+Once the way of the role is proven the other way is tried, too, for the role may change. What that
+left unproven is tested before a change of role that needs it is told to anybody.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from cleave.rpc.discovery import DiscoveryError
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent import peers
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.instance import Flow, Instance, flow_of
 from cleave_worker.agent.launch import has_gpu
 from cleave_worker.agent.verify import Endpoint, TransferError, verify_transfer
 
@@ -27,7 +30,7 @@ _NO_PEER = "no peer yet"
 _FIRST_DELAY = 1.0
 
 Look = Callable[[], Awaitable[peers.Sight]]
-Test = Callable[[agent_pb2.Registration], Awaitable[agent_pb2.KvPath]]
+Test = Callable[[agent_pb2.Registration, Flow], Awaitable[agent_pb2.KvPath]]
 
 
 async def prove(config: AgentConfig, instance: Instance) -> None:
@@ -35,7 +38,8 @@ async def prove(config: AgentConfig, instance: Instance) -> None:
     if not config.peers:
         instance.unverified(_NO_PEER)
         return
-    await pursue(config, instance, _looker(config, instance), _tester(config, instance))
+    look = _looker(config, instance, peers.suits)
+    await pursue(config, instance, look, _tester(config, instance))
 
 
 async def pursue(config: AgentConfig, instance: Instance, look: Look, test: Test) -> None:
@@ -61,26 +65,50 @@ async def pursue(config: AgentConfig, instance: Instance, look: Look, test: Test
         await asyncio.sleep(timing.peer_search if ready else timing.peer_poll)
 
 
+async def prove_role(
+    config: AgentConfig, instance: Instance, role: "agent_pb2.Role.ValueType"
+) -> None:
+    """Before a ready instance takes a role: test the way of its KV. Raises TransferError.
+
+    Any engine of the kind will do, whatever its role; when there is none, nothing is tested.
+    """
+    flow = flow_of(role)
+    ready = instance.state == agent_pb2.STATE_READY
+    if instance.is_proven(flow) or not ready or not config.peers:
+        return
+    look = _looker(config, instance, peers.is_akin)
+    boot_id = instance.registration().boot_id
+    if peer := (await look()).peer:
+        kv_path = await _tester(config, instance)(peer, flow)
+        if instance.registration().boot_id == boot_id:
+            instance.verified(kv_path, flow)
+
+
 async def _attempt(instance: Instance, peer: agent_pb2.Registration, test: Test) -> bool:
+    flow = flow_of(instance.registration().role)
     try:
-        kv_path = await test(peer)
+        kv_path = await test(peer, flow)
     except TransferError as error:
         reason = f"KV test with {peer.instance} failed: {error}"
         _log.warning(reason)
         instance.verification_failed(reason)
         return False
-    _log.info(
-        "KV path verified: %s, %s, %.1f ms, %.3f GB/s",
-        kv_path.detail,
-        kv_path.transport,
-        kv_path.transfer_ms,
-        kv_path.bytes_per_s / 1e9,
-    )
-    instance.verified(kv_path)
-    return True
+    await _try_other_way(instance, peer, test, flow.other)
+    instance.verified(kv_path, flow)
+    # The role may have changed meanwhile.
+    return instance.is_proven(flow_of(instance.registration().role))
 
 
-def _looker(config: AgentConfig, instance: Instance) -> Look:
+async def _try_other_way(
+    instance: Instance, peer: agent_pb2.Registration, test: Test, flow: Flow
+) -> None:
+    try:
+        instance.verified(await test(peer, flow), flow)
+    except TransferError as error:
+        _log.warning("KV test with %s failed the other way: %s", peer.instance, error)
+
+
+def _looker(config: AgentConfig, instance: Instance, matches: peers.Matches) -> Look:
     addresses = peers.Addresses(config.peers, config.address)
 
     async def look() -> peers.Sight:
@@ -89,7 +117,7 @@ def _looker(config: AgentConfig, instance: Instance) -> Look:
         except (DiscoveryError, OSError) as error:
             _log.error("cannot look for peers: %s", error)
             return peers.Sight()
-        return await peers.look(known, instance.registration())
+        return await peers.look(known, instance.registration(), matches)
 
     return look
 
@@ -99,8 +127,9 @@ def _tester(config: AgentConfig, instance: Instance) -> Test:
     words = random.SystemRandom()
     transport = _name_transport(config)
 
-    async def test(peer: agent_pb2.Registration) -> agent_pb2.KvPath:
-        prefill, decode = direction(instance.registration(), peer)
+    async def test(peer: agent_pb2.Registration, flow: Flow) -> agent_pb2.KvPath:
+        own = instance.registration()
+        prefill, decode = (own, peer) if flow is Flow.OUT else (peer, own)
         transfer = await verify_transfer(
             _endpoint(prefill),
             _endpoint(decode),
@@ -108,13 +137,21 @@ def _tester(config: AgentConfig, instance: Instance) -> Test:
             seconds=config.timing.verify_timeout,
             random_words=words,
         )
-        return agent_pb2.KvPath(
+        kv_path = agent_pb2.KvPath(
             verified=True,
             transport=transport,
             transfer_ms=transfer.first_token_ms,
             bytes_per_s=transfer.bytes_per_s,
             detail=f"{prefill.instance} -> {decode.instance}",
         )
+        _log.info(
+            "KV path verified: %s, %s, %.1f ms, %.3f GB/s",
+            kv_path.detail,
+            kv_path.transport,
+            kv_path.transfer_ms,
+            kv_path.bytes_per_s / 1e9,
+        )
+        return kv_path
 
     return test
 
@@ -130,15 +167,6 @@ def _name_transport(config: AgentConfig) -> str:
     if any(Path("/dev/infiniband").glob("uverbs*")):
         return "nixl over rdma"
     return "nixl" if has_gpu() else "nixl over tcp"
-
-
-def direction(
-    own: agent_pb2.Registration, peer: agent_pb2.Registration
-) -> tuple[agent_pb2.Registration, agent_pb2.Registration]:
-    """(prefill, decode) of a test between the two: the way requests will go."""
-    if own.role == agent_pb2.ROLE_DECODE or peer.role == agent_pb2.ROLE_PREFILL:
-        return peer, own
-    return own, peer
 
 
 def _endpoint(of: agent_pb2.Registration) -> Endpoint:

@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent.drain import Drained
 from cleave_worker.agent.instance import Instance, OtherBoot, StaleEpoch
+from cleave_worker.agent.verify import TransferError
 
 READY_SERVICE = "ready"
 """Name under which the health protocol tells whether the instance takes requests."""
@@ -24,14 +25,17 @@ _SHORTEST_INTERVAL_MS = 10
 _Context = grpc.aio.ServicerContext[object, object]
 DrainCall = Callable[[float | None], Awaitable[Drained]]
 """Drains within some seconds (None: the agent's own time-out)."""
+ProveCall = Callable[["agent_pb2.Role.ValueType"], Awaitable[None]]
+"""Proves the KV path that a role needs, where it is not proven yet. Raises TransferError."""
 
 
 class AgentService(agent_pb2_grpc.AgentServicer):
     """Answers for one instance."""
 
-    def __init__(self, instance: Instance, drain: DrainCall) -> None:
+    def __init__(self, instance: Instance, drain: DrainCall, prove: ProveCall) -> None:
         self._instance = instance
         self._drain = drain
+        self._prove = prove
         self._routers: Counter[str] = Counter()
 
     async def Watch(  # noqa: N802
@@ -67,10 +71,12 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def SetRole(  # noqa: N802
         self, request: agent_pb2.SetRoleRequest, context: _Context
     ) -> agent_pb2.SetRoleResponse:
-        """Take a role; every watcher hears of it at once."""
+        """Take a role once its KV path is proven; every watcher hears of it at once."""
         if request.role == agent_pb2.ROLE_UNSPECIFIED:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "role is not set")
         try:
+            self._instance.check_order(request.epoch, request.boot_id)
+            await self._prove(request.role)
             self._instance.set_role(
                 request.role, request.epoch, request.boot_id, lasting=request.lasting
             )
@@ -78,6 +84,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         except StaleEpoch as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except TransferError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"KV path not verified: {error}")
         return agent_pb2.SetRoleResponse(
             role=request.role, epoch=request.epoch, num_running=self._instance.load.num_running
         )
@@ -105,14 +113,18 @@ class AgentService(agent_pb2_grpc.AgentServicer):
 class AgentServer:
     """The service on its port, until it is stopped."""
 
-    def __init__(self, instance: Instance, drain: DrainCall, address: str) -> None:
+    def __init__(
+        self, instance: Instance, drain: DrainCall, prove: ProveCall, address: str
+    ) -> None:
         self._instance = instance
         self._address = address
         # Two agents on one port would both seem to work.
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._health = health.aio.HealthServicer()
         self._follower: asyncio.Task[None] | None = None
-        agent_pb2_grpc.add_AgentServicer_to_server(AgentService(instance, drain), self._server)
+        agent_pb2_grpc.add_AgentServicer_to_server(
+            AgentService(instance, drain, prove), self._server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     async def start(self) -> None:

@@ -18,7 +18,7 @@ from cleave.metrics.load_page import Load, LoadPage
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.config import AgentConfig, Timing
 from cleave_worker.agent.http import HttpError
-from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.instance import Instance, flow_of
 from cleave_worker.agent.launch import Boot, block_size, free_port, launch
 from cleave_worker.agent.process import EngineProcess, find_sink
 from cleave_worker.agent.proof import prove
@@ -160,9 +160,11 @@ class Supervisor:
 
 
 async def prove_then_idle(config: AgentConfig, instance: Instance) -> None:
-    """Prove the KV path, then wait for ever: the health checks decide how this life ends."""
-    await prove(config, instance)
-    await asyncio.Event().wait()
+    """Prove the KV path, and the other way when a role asks for it; health checks end this life."""
+    while True:
+        await prove(config, instance)
+        while not config.peers or instance.is_proven(flow_of(instance.registration().role)):
+            await instance.change()
 
 
 async def _answering(url: str, timing: Timing) -> None:

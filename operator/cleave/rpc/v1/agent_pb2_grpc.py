@@ -69,8 +69,10 @@ class AgentServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Set what the instance serves now. FAILED_PRECONDITION when the epoch is not
-        newer than the agent's own; ABORTED when boot_id names an earlier engine.
+        """Set what the instance serves now. It is told to everybody once a hand-off the
+        way that the role needs was seen to work. FAILED_PRECONDITION when the epoch is
+        not newer than the agent's own; ABORTED when boot_id names an earlier engine;
+        UNAVAILABLE when that hand-off failed: the role stays what it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
