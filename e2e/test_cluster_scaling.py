@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from test_cluster_operator import CHAT, READY_S, Chat, installation, placement, told
+from test_cluster_operator import (
+    CHAT,
+    READY_S,
+    Chat,
+    condition,
+    installation,
+    placement,
+    told,
+)
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -78,3 +86,26 @@ def registration(pod: dict) -> agent_pb2.Registration:
     with grpc.insecure_channel(f"{pod['status']['podIP']}:9000") as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         return stub.Health(agent_pb2.HealthRequest(), timeout=10).registration
+
+
+def test_all_instances_go_without_requests_and_the_first_one_brings_them_back(chat: Chat) -> None:
+    chat.edit({"scaling": {"idleS": 10, "wakeTimeoutS": 120}})
+    try:
+        wait_until(lambda: not chat.workers() and chat.is_ready(), 180, "all are gone")
+        wait_until(lambda: gateways_ready(chat) == 2, 60, "gateways that hold requests are ready")
+        assert condition(chat.deployment, "Ready") == "True"
+        assert chat.ask() == "", "the first request is answered"
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+    assert counts(chat) == [1, 2]
+    events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
+    assert "prefill 1 -> 0, decode 2 -> 0" in events
+    assert "prefill 0 -> 1, decode 0 -> 2" in events
+
+
+def gateways_ready(chat: Chat) -> int:
+    """Gateways that are ready, as they should be now."""
+    found = chat.cluster.get("deployment", "chat-gateway", chat.namespace) or {}
+    status = found.get("status", {})
+    is_told = status.get("observedGeneration") == found["metadata"]["generation"]
+    return min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if is_told else 0
