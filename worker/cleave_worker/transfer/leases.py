@@ -1,6 +1,7 @@
 """How long the blocks of a finished prefill are kept for the instance that will pull them.
 
-Owned by the KV door of the prefill side; time is passed in (seconds of any monotonic clock).
+Owned by the prefill side of a hand-off, emulated or real; time is passed in, in seconds of any
+monotonic clock.
 """
 
 

@@ -1,6 +1,6 @@
 """Leases of held blocks."""
 
-from cleave_worker.emulator.leases import Leases
+from cleave_worker.transfer.leases import Leases
 
 
 def test_a_lease_ends_when_its_time_is_over() -> None:

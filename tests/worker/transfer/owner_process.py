@@ -1,0 +1,107 @@
+"""An owner in a process of its own: holds prompts as told on stdin, says on stdout what it did."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from cleave_worker.transfer import owner as owner_module
+from cleave_worker.transfer.holds import Held, Holds
+from cleave_worker.transfer.identity import HandOff, Layout, prompt_digest
+from cleave_worker.transfer.memory import register
+from cleave_worker.transfer.owner import Kept, Owner
+from cleave_worker.transfer.shared import share
+
+BLOCKS, LAYERS = 16, 3
+LAYOUT = Layout("tiny@main", "float32", 16, 1, 1, LAYERS, 2, 32, "LBHNC")
+
+
+def caches(fill: int) -> list[torch.Tensor]:
+    """KV whose values tell who wrote them: engine, layer and block."""
+    layers = [torch.empty(BLOCKS, 2, 16, 64) for _ in range(LAYERS)]
+    for number, layer in enumerate(layers):
+        for block in range(BLOCKS):
+            layer[block] = fill + number * 100 + block
+    return layers
+
+
+def kept_as(boot_id: str, tensors: list[torch.Tensor]) -> Kept:
+    memory, planes = register(tensors, BLOCKS)
+    return Kept(boot_id, LAYOUT, memory, tuple(planes), "127.0.0.1")
+
+
+class OwnerProcess:
+    """One owner; `tell` waits for its answer."""
+
+    def __init__(self, **told: object) -> None:
+        self.boot_id = str(told.setdefault("boot_id", "boot-p"))
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.port = self._answer()["port"]
+
+    def tell(self, do: str, **order: object) -> dict[str, Any]:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
+        self.process.stdin.flush()
+        return {} if do == "die" else self._answer()
+
+    def hold(
+        self, request_id: str, tokens: list[int], blocks: list[int], epoch: int = 1
+    ) -> HandOff:
+        """A finished prefill of this prompt, and the hand-off that it gives."""
+        digest = prompt_digest(tokens)
+        self.tell("hold", id=request_id, epoch=epoch, digest=digest, blocks=blocks)
+        return HandOff(
+            self.boot_id, request_id, epoch, digest, len(tokens), "127.0.0.1", (self.port,)
+        )
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    owner_module._APPEAR_S = 0.5
+    tensors = caches(1000)
+    kept = kept_as(told["boot_id"], tensors)
+    shared = share(kept.memory) if told.get("shared", True) else ()
+    holds = Holds(told.get("lease_s", 60.0), told.get("reading_s", 60.0))
+    owner = Owner(kept, holds, shared, 0, told.get("transfer_s", 30.0))
+    say({"port": owner.port})
+    for line in sys.stdin:
+        order = json.loads(line)
+        match order["do"]:
+            case "hold":
+                blocks = tuple(order["blocks"])
+                holds.hold(order["id"], Held(order["epoch"], order["digest"], blocks))
+                say({})
+            case "freed":
+                say({"freed": sorted(holds.take_freed()), "held": holds.num_held})
+            case "overwrite":
+                for layer in tensors:
+                    layer[order["block"]] = -1
+                say({})
+            case "die":
+                os._exit(9)
+
+
+def say(message: dict[str, object]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The prefill side of hand-offs: serves held blocks to readers on a port of its own.
+
+One thread accepts, one serves each reader; the engine never waits for any of them. What is hard is
+told in holds.py; what is refused, and why, in identity.py.
+"""
+
+import logging
+import socket
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cleave_worker.transfer import group, wire
+from cleave_worker.transfer.holds import Holds
+from cleave_worker.transfer.identity import Layout, Reason, RefusedError
+from cleave_worker.transfer.link import LinkError, TwoSided, Way
+from cleave_worker.transfer.memory import Memory, Plane, spans_of
+from cleave_worker.transfer.shared import SharedRegion
+
+_log = logging.getLogger(__name__)
+_ANSWER_S = 10.0
+_IDLE_S = 120.0
+"""Readers come again when they need to."""
+_APPEAR_S = 10.0
+"""From a hand-off in an answer to the engine's next step, which says that it is held."""
+_MAX_READERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An engine's KV as it is registered for transfers."""
+
+    boot_id: str
+    layout: Layout
+    memory: Memory
+    planes: tuple[Plane, ...]
+    host: str
+    """Own address, which peers can reach."""
+
+
+class Owner:
+    """Serves until it is closed."""
+
+    def __init__(
+        self,
+        kept: Kept,
+        holds: Holds,
+        shared: Sequence[SharedRegion],
+        port: int,
+        transfer_s: float,
+    ) -> None:
+        """Listen on `port`, 0 for a free one. Raises OSError when it is taken."""
+        self._kept = kept
+        self._holds = holds
+        self._shared = tuple(shared)
+        self._transfer_s = transfer_s
+        self._listening = socket.create_server((kept.host, port), backlog=128)
+        self.port: int = self._listening.getsockname()[1]
+        self._wires: set[wire.Wire] = set()
+        self._closed = False
+        threading.Thread(target=self._accept, name="kv-owner", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving; readers find the connection closed."""
+        self._closed = True
+        try:
+            self._listening.shutdown(socket.SHUT_RDWR)
+        finally:
+            self._listening.close()
+        for one in list(self._wires):
+            one.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connected, _ = self._listening.accept()
+            except OSError:
+                return
+            if len(self._wires) >= _MAX_READERS:
+                connected.close()
+                continue
+            one = wire.Wire(connected)
+            self._wires.add(one)
+            threading.Thread(target=self._serve, args=(one,), name="kv-serve", daemon=True).start()
+
+    def _serve(self, one: wire.Wire) -> None:
+        session = _Session(self._kept, self._holds, one, self._transfer_s)
+        try:
+            session.greet(self._shared)
+            while True:
+                session.answer(one.receive(_IDLE_S))
+        except RefusedError as refused:
+            # After a refused greeting there is nothing to talk about.
+            _log.info("a reader was refused: %s", refused)
+        except (wire.WireError, TimeoutError):
+            pass  # It has left, or has nothing to ask.
+        finally:
+            session.close()
+            one.close()
+            self._wires.discard(one)
+
+
+class _Session:
+    """One reader's connection."""
+
+    def __init__(self, kept: Kept, holds: Holds, connection: wire.Wire, transfer_s: float) -> None:
+        self._kept = kept
+        self._holds = holds
+        self._wire = connection
+        self._transfer_s = transfer_s
+        self._link: TwoSided | None = None
+        self._read: tuple[str, int] | None = None
+
+    def greet(self, shared: tuple[SharedRegion, ...]) -> None:
+        """Compare boot and layout. Raises RefusedError, after the reader has been told."""
+        hello = self._wire.receive(_ANSWER_S)
+        if not isinstance(hello, wire.Hello):
+            raise wire.WireError("no greeting")
+        kept = self._kept
+        if hello.boot_id != kept.boot_id:
+            self._refuse(RefusedError(Reason.BOOT, f"this is boot {kept.boot_id}"), fatal=True)
+        elif difference := hello.layout.difference(kept.layout):
+            self._refuse(RefusedError(Reason.LAYOUT, difference), fatal=True)
+        self._wire.send(wire.Welcome(kept.planes, shared), _ANSWER_S)
+
+    def answer(self, message: wire.Message) -> None:
+        """Do what a reader asks. Raises WireError when that makes no sense."""
+        match message:
+            case wire.Pull():
+                self._pull(message)
+            case wire.Release():
+                self._read = None
+                held = self._holds.release(message.request_id, message.epoch)
+                self._wire.send(wire.Released(held), _ANSWER_S)
+            case wire.Beat():
+                self._holds.extend(message.request_ids)
+            case wire.Meet():
+                self._meet(Way(message.way))
+            case _:
+                raise wire.WireError(f"unexpected {type(message).__name__}")
+
+    def close(self) -> None:
+        """A reader that left in the middle will not come back for its blocks."""
+        if self._link:
+            self._link.close()
+        if self._read:
+            self._holds.release(*self._read)
+
+    def _pull(self, pull: wire.Pull) -> None:
+        wanted = slice(pull.first_block, pull.first_block + pull.num_blocks)
+        try:
+            blocks = self._holds.take(
+                pull.request_id, pull.epoch, pull.prompt_digest, wanted, _APPEAR_S
+            )
+        except RefusedError as refused:
+            self._refuse(refused)
+            return
+        self._read = (pull.request_id, pull.epoch)
+        kept = self._kept
+        sums = checksums(kept.memory, kept.planes, blocks) if pull.checksums else ()
+        self._wire.send(wire.Grant(blocks, sums), _ANSWER_S)
+        if pull.send:
+            self._send(blocks)
+
+    def _send(self, blocks: Sequence[int]) -> None:
+        if self._link is None:
+            raise wire.WireError("no link to send over")
+        try:
+            self._link.send(spans_of(self._kept.planes, blocks), self._transfer_s)
+        except LinkError as error:
+            raise wire.WireError(str(error)) from error
+
+    def _meet(self, way: Way) -> None:
+        host = self._kept.host
+        try:
+            meeting = group.Meeting(host, _ANSWER_S)
+            self._wire.send(wire.Met(meeting.port), _ANSWER_S)
+            self._link = meeting.enter(self._kept.memory, way, host, _ANSWER_S)
+        except (LinkError, RuntimeError) as error:
+            raise wire.WireError(str(error)) from error
+
+    def _refuse(self, refused: RefusedError, *, fatal: bool = False) -> None:
+        self._wire.send(wire.Refusal(refused.reason, str(refused)), _ANSWER_S)
+        if fatal:
+            raise refused
+
+
+def checksums(memory: Memory, planes: Sequence[Plane], blocks: Sequence[int]) -> tuple[int, ...]:
+    """One per block, over what it holds in every plane."""
+    return tuple(_checksum(memory, planes, block) for block in blocks)
+
+
+def _checksum(memory: Memory, planes: Sequence[Plane], block: int) -> int:
+    value = 0
+    for plane in planes:
+        value = zlib.crc32(_host_bytes(memory.view(plane.span(block))), value)
+    return value
+
+
+def _host_bytes(view: torch.Tensor) -> memoryview:
+    return memoryview(view.cpu().numpy())

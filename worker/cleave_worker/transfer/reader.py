@@ -1,0 +1,293 @@
+"""The decode side of hand-offs: pulls held blocks into own ones, and says truly whether it did.
+
+Called from worker threads, for different owners side by side, for one owner one after the other.
+A pull that returns has moved the very KV that was handed off; any other end is a RefusedError with
+its reason, and whatever lies in the own blocks then must not be attended to.
+"""
+
+import logging
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from cleave_worker.transfer import group, wire
+from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
+from cleave_worker.transfer.link import LinkError, Meter, OneSided, TwoSided, Way
+from cleave_worker.transfer.memory import moves, spans_of
+from cleave_worker.transfer.owner import Kept, checksums
+from cleave_worker.transfer.shared import SharedMemory
+
+_log = logging.getLogger(__name__)
+_CONNECT_S = 5.0
+_ANSWER_S = 20.0
+"""The owner may first wait for its engine's word, see owner.py."""
+_MAX_OWNERS = 64
+_BROKEN = (Reason.LOST, Reason.TIME_OUT, Reason.LAYOUT, Reason.MALFORMED)
+"""After these nobody knows what the owner does; closing the connection makes it free the blocks."""
+
+_Answer = TypeVar("_Answer", wire.Welcome, wire.Met, wire.Grant, wire.Released)
+
+
+class Reader:
+    """Pulls from any owner."""
+
+    def __init__(
+        self,
+        kept: Kept,
+        rank: int,
+        ways: Sequence[Way],
+        transfer_s: float,
+        *,
+        check_bytes: bool = False,
+    ) -> None:
+        """`ways`: which to use, best first; the first that works with an owner serves."""
+        self._kept = kept
+        self._rank = rank
+        self._ways = tuple(ways)
+        self._transfer_s = transfer_s
+        self._check_bytes = check_bytes
+        self._pairs: OrderedDict[tuple[str, str, int], _Pair] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def pull(self, hand_off: HandOff, prompt_digest: str, first: int, blocks: Sequence[int]) -> Way:
+        """Fill own `blocks` with the owner's, from its block number `first` of this prompt.
+
+        Returns the way that the bytes took. Raises RefusedError.
+        """
+        if hand_off.prompt_digest != prompt_digest:
+            raise RefusedError(Reason.PROMPT, "handed off for other tokens")
+        if hand_off.boot_id == self._kept.boot_id:
+            raise RefusedError(Reason.BOOT, "an engine cannot pull from itself")
+        pair = self._pair(hand_off)
+        try:
+            return pair.pull(hand_off, first, blocks)
+        except RefusedError as refused:
+            if refused.reason in _BROKEN:
+                self._forget(hand_off, pair)
+            raise
+
+    def decline(self, hand_off: HandOff) -> None:
+        """Tell the owner that nobody will pull; if it cannot be reached its lease ends anyway."""
+        with suppress(RefusedError, wire.WireError, TimeoutError):
+            connection, _ = self._connect(hand_off)
+            try:
+                connection.send(wire.Release(hand_off.request_id, hand_off.epoch), _CONNECT_S)
+                connection.receive(_CONNECT_S)
+            finally:
+                connection.close()
+
+    def beat(self, hand_offs: Iterable[HandOff]) -> int:
+        """Extend the leases of what will be pulled later; the number of owners not reached."""
+        lost = 0
+        for group_of_one in _by_owner(hand_offs):
+            try:
+                connection, _ = self._connect(group_of_one[0])
+            except RefusedError:
+                lost += 1
+                continue
+            with suppress(wire.WireError):
+                connection.send(
+                    wire.Beat(tuple(one.request_id for one in group_of_one)), _CONNECT_S
+                )
+            connection.close()
+        return lost
+
+    def rates(self) -> dict[str, float]:
+        """Measured bytes per second by owner's boot id and way."""
+        with self._lock:
+            pairs = list(self._pairs.items())
+        return {f"{key[0]} {pair.way}": pair.meter.bytes_per_s for key, pair in pairs}
+
+    def close(self) -> None:
+        """Break all connections."""
+        with self._lock:
+            pairs = list(self._pairs.values())
+            self._pairs.clear()
+        for pair in pairs:
+            pair.close()
+
+    def _pair(self, hand_off: HandOff) -> "_Pair":
+        key = (hand_off.boot_id, hand_off.host, self._port(hand_off))
+        with self._lock:
+            pair = self._pairs.pop(key, None) or _Pair(self)
+            self._pairs[key] = pair
+            old = self._pairs.popitem(last=False)[1] if len(self._pairs) > _MAX_OWNERS else None
+        if old:
+            old.close()
+        return pair
+
+    def _forget(self, hand_off: HandOff, pair: "_Pair") -> None:
+        key = (hand_off.boot_id, hand_off.host, self._port(hand_off))
+        with self._lock:
+            if self._pairs.get(key) is pair:
+                del self._pairs[key]
+        pair.close()
+
+    def _port(self, hand_off: HandOff) -> int:
+        if not self._rank < len(hand_off.ports):
+            raise RefusedError(Reason.LAYOUT, f"rank {self._rank} has no counterpart there")
+        return hand_off.ports[self._rank]
+
+    def _connect(self, hand_off: HandOff) -> tuple[wire.Wire, wire.Welcome]:
+        """A greeted connection. Raises RefusedError."""
+        address = (hand_off.host, self._port(hand_off))
+        try:
+            connection = wire.Wire(socket.create_connection(address, _CONNECT_S))
+        except (OSError, UnicodeError, OverflowError) as error:
+            raise RefusedError(Reason.LOST, f"{address[0]}:{address[1]}: {error}") from error
+        try:
+            connection.send(wire.Hello(hand_off.boot_id, self._kept.layout), _CONNECT_S)
+            return connection, _expect(connection, wire.Welcome, _ANSWER_S)
+        except BaseException:
+            connection.close()
+            raise
+
+
+class _Pair:
+    """The connection with one owner, and the link over which its bytes come."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._lock = threading.Lock()
+        self._connection: wire.Wire | None = None
+        self._planes = reader._kept.planes
+        self._one_sided: OneSided | None = None
+        self._two_sided: TwoSided | None = None
+        self.way: Way | None = None
+        self.meter = Meter()
+
+    def pull(self, hand_off: HandOff, first: int, blocks: Sequence[int]) -> Way:
+        """See Reader.pull."""
+        with self._lock:
+            try:
+                grant = self._ask(hand_off, first, blocks)
+                self._move(grant, blocks)
+                self._settle(hand_off, grant, blocks)
+            except LinkError as error:
+                raise RefusedError(Reason.LOST, str(error)) from error
+            assert self.way
+            return self.way
+
+    def close(self) -> None:
+        """Break the connection; a pull that runs ends with an error."""
+        connection = self._connection
+        if connection:
+            connection.close()
+        for link in (self._one_sided, self._two_sided):
+            if link:
+                link.close()
+
+    def _ask(self, hand_off: HandOff, first: int, blocks: Sequence[int]) -> wire.Grant:
+        fresh = self._connection is None
+        if fresh:
+            self._open(hand_off)
+        try:
+            return self._request(hand_off, first, blocks)
+        except RefusedError as refused:
+            if fresh or refused.reason is not Reason.LOST:
+                raise
+        # The owner closes connections that are idle for long, or was lost: one more try tells.
+        self.close()
+        self._open(hand_off)
+        return self._request(hand_off, first, blocks)
+
+    def _request(self, hand_off: HandOff, first: int, blocks: Sequence[int]) -> wire.Grant:
+        pull = wire.Pull(
+            hand_off.request_id,
+            hand_off.epoch,
+            hand_off.prompt_digest,
+            first,
+            len(blocks),
+            send=self._two_sided is not None,
+            checksums=self._reader._check_bytes,
+        )
+        grant = self._exchange(pull, wire.Grant)
+        if len(grant.blocks) != len(blocks):
+            raise RefusedError(Reason.MALFORMED, "another number of blocks was granted")
+        return grant
+
+    def _move(self, grant: wire.Grant, blocks: Sequence[int]) -> None:
+        kept = self._reader._kept
+        seconds = self._reader._transfer_s
+        size = sum(plane.block_bytes for plane in kept.planes) * len(blocks)
+        with self.meter.measure(size):
+            if self._one_sided:
+                try:
+                    wanted = moves(self._planes, grant.blocks, kept.planes, blocks)
+                except ValueError as error:
+                    raise RefusedError(Reason.LAYOUT, str(error)) from error
+                self._one_sided.read(wanted, seconds)
+            elif self._two_sided:
+                self._two_sided.receive(spans_of(kept.planes, blocks), seconds)
+
+    def _settle(self, hand_off: HandOff, grant: wire.Grant, blocks: Sequence[int]) -> None:
+        """Give the blocks back, learn whether they were held all the time, compare the bytes."""
+        release = wire.Release(hand_off.request_id, hand_off.epoch)
+        released = self._exchange(release, wire.Released)
+        if not released.held:
+            raise RefusedError(Reason.LAPSED, "the owner had given the blocks up")
+        kept = self._reader._kept
+        if self._reader._check_bytes and grant.checksums != checksums(
+            kept.memory, kept.planes, blocks
+        ):
+            raise RefusedError(Reason.CHECKSUM, "other bytes arrived than were sent")
+
+    def _exchange(self, message: wire.Message, kind: type[_Answer]) -> _Answer:
+        assert self._connection
+        try:
+            self._connection.send(message, _ANSWER_S)
+        except wire.WireError as error:
+            raise RefusedError(Reason.LOST, str(error)) from error
+        return _expect(self._connection, kind, _ANSWER_S)
+
+    def _open(self, hand_off: HandOff) -> None:
+        self._connection, welcome = self._reader._connect(hand_off)
+        self._planes = welcome.planes
+        self._one_sided = self._two_sided = None
+        for way in self._reader._ways:
+            if self._use(way, welcome, hand_off):
+                self.way = way
+                _log.info("KV of %s comes over %s", hand_off.boot_id, way)
+                return
+        raise RefusedError(Reason.LOST, "no way to move KV works with this owner")
+
+    def _use(self, way: Way, welcome: wire.Welcome, hand_off: HandOff) -> bool:
+        kept = self._reader._kept
+        try:
+            if way is Way.SHARED_MEMORY:
+                if not welcome.shared:
+                    return False
+                self._one_sided = SharedMemory(kept.memory, welcome.shared)
+            else:
+                met = self._exchange(wire.Meet(way), wire.Met)
+                peer = (hand_off.host, met.port)
+                self._two_sided = group.join(kept.memory, way, peer, kept.host, _CONNECT_S)
+        except LinkError as error:
+            _log.info("%s does not reach %s: %s", way, hand_off.boot_id, error)
+            return False
+        return True
+
+
+def _expect(connection: wire.Wire, kind: type[_Answer], seconds: float) -> _Answer:
+    """The next message, which must be of this kind. Raises RefusedError."""
+    try:
+        message = connection.receive(seconds)
+    except TimeoutError as error:
+        raise RefusedError(Reason.TIME_OUT, str(error)) from error
+    except wire.WireError as error:
+        raise RefusedError(Reason.LOST, str(error)) from error
+    if isinstance(message, wire.Refusal):
+        raise RefusedError(message.reason, message.text)
+    if not isinstance(message, kind):
+        raise RefusedError(Reason.LOST, f"{type(message).__name__} in place of {kind.__name__}")
+    return message
+
+
+def _by_owner(hand_offs: Iterable[HandOff]) -> list[list[HandOff]]:
+    found: dict[tuple[str, str, tuple[int, ...]], list[HandOff]] = {}
+    for one in hand_offs:
+        found.setdefault((one.boot_id, one.host, one.ports), []).append(one)
+    return list(found.values())
