@@ -1,0 +1,91 @@
+"""The simulator as the real world, whose passes may be other than the planner's model says."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from cleave.perf.corrected import NONE, Correction, correct
+from cleave.planner import search
+from cleave.planner.bench import to_draft
+from cleave.planner.draft import cell_fleet
+from cleave.planner.guard import Running
+from cleave.planner.problem import Problem
+from cleave.planner.revision import Left, Revision, Terms, Verdict, revise
+from cleave.simulator.run import simulate
+from cleave.traffic.window import Window
+from cleave.traffic.workload import Demand
+
+from chats import chat
+from windows import observe
+
+NUM_REQUESTS = 3_000
+
+
+def ask(disaggregation: str = "Auto", rate: float = 12.0, **spec) -> Problem:
+    """Twice as slow, the SLO can still be met."""
+    workload = {
+        "rate": rate,
+        "promptTokens": {"mean": 600, "p90": 1200},
+        "outputTokens": {"mean": 150, "p90": 300},
+    }
+    stated = {
+        "slo": {"ttftMs": 800, "tpotMs": 90},
+        "planning": {"disaggregation": disaggregation},
+        "workload": workload,
+    }
+    return chat(**(stated | spec))
+
+
+@dataclass
+class Play:
+    """One deployment through virtual time."""
+
+    problem: Problem
+    """As it is asked: the model without a correction."""
+    truth: Correction = NONE
+    """What passes really take, by the model's."""
+    terms: Terms = Terms(cooldown_s=60)  # noqa: RUF009 - a frozen value
+    running: Running | None = None
+    correction: Correction = NONE
+    now_s: float = 0.0
+    left: list[Left] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.running is None:
+            self.running = plan(self.problem)
+
+    def serve(self, demand: Demand | None = None, num_requests: int = NUM_REQUESTS) -> list[Window]:
+        """Windows of some traffic."""
+        real = replace(self.problem, estimator=correct(self.problem.estimator, self.truth))
+        fleet = cell_fleet(real, to_draft(real, self.running.pools, self.running.algorithm))
+        drawn = (demand or self.problem.demand).draw(num_requests, seed=int(self.now_s) + 1)
+        windows = observe(drawn, simulate(fleet, drawn), self.problem.slo, self.now_s)
+        self.now_s = windows[-1].end_s
+        return windows
+
+    def look(self, demand: Demand | None = None) -> Revision:
+        """Serve for a while, look at it, and do what was decided."""
+        windows = self.serve(demand)
+        found = revise(self.problem, self.running, windows, self.correction, self.terms, self.left)
+        self.correction = found.judgement.correction
+        if found.decision.verdict is Verdict.APPLY:
+            self.left.append(Left(self.running.pools, self.now_s))
+            self.running = Running(found.proposed.pools, found.proposed.algorithm)
+        return found
+
+    def look_often(self, times: int, demand: Demand | None = None) -> Iterator[Revision]:
+        """Again and again."""
+        for _ in range(times):
+            yield self.look(demand)
+
+
+def plan(problem: Problem, correction: Correction = NONE) -> Running:
+    """What the planner makes of it with passes so much longer."""
+    mended = replace(problem, estimator=correct(problem.estimator, correction))
+    selected = search.plan(mended).selected
+    assert selected is not None
+    return Running(selected.pools, selected.algorithm)
+
+
+def count(running: Running) -> dict[str, int]:
+    """Instances by role."""
+    return {str(pool.role): pool.replicas for pool in running.pools}
