@@ -53,6 +53,8 @@ class ObservedPod:
     deleting: bool = False
     created_s: float = 0.0
     """Seconds since the epoch, as all times here."""
+    ready_s: float | None = None
+    """Since when it has been ready, or not; None: not known."""
     node: str = ""
     ip: str = ""
     """Where its agent is; empty: not known yet."""
@@ -146,6 +148,7 @@ def pod(manifest: Manifest) -> ObservedPod | None:
         deleting="deletionTimestamp" in meta,
         deleted_s=seconds(meta.get("deletionTimestamp")),
         created_s=seconds(meta.get("creationTimestamp")) or 0.0,
+        ready_s=seconds(conditions.get("Ready", {}).get("lastTransitionTime")),
         node=node,
         ip=status.get("podIP", ""),
         cell=int(labels[CELL]) if labels.get(CELL, "").isdigit() else None,

@@ -185,8 +185,15 @@ def _terms(view: "DeploymentView") -> Terms:
         min_gain=replan.min_gain,
         threshold=replan.drift_threshold,
         horizon_s=float(_HORIZON * replan.interval_s),
+        start_s=_start_s(view),
         cooldown_s=float(replan.interval_s),
     )
+
+
+def _start_s(view: "DeploymentView") -> float:
+    """How long the quickest of those that run took to start; one may have been unready since."""
+    took = (pod.ready_s - pod.created_s for pod in view.pods if pod.ready and pod.ready_s)
+    return min(took, default=Terms().start_s)
 
 
 def _left(plans: Iterable[Manifest]) -> Iterator[Left]:

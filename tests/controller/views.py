@@ -1,0 +1,88 @@
+"""Deployments that are planned, run and watched, as reconciles see them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.observed import LatencyCorrection, SeenPrediction
+from cleave.api.workload import Lengths, Workload
+from cleave.controller.actions import PlanOutcome, Reviewed
+from cleave.controller.deployment import DeploymentView
+from cleave.controller.inventory import inventory
+from cleave.controller.loop.basis import model_digest
+from cleave.controller.observed import timestamp
+from cleave.controller.placing import inputs, placed
+from cleave.planner.revision import Verdict
+from cleave.pods.labels import Manifest
+from cleave.pods.pool import pools as make_pools
+from cleave.traffic.window import Window
+from cleave.traffic.workload import from_spec
+
+from small_cluster import chat
+from windows import PERIOD_S, draw
+
+NOW_S = 1_700_000_000.0
+THERE = inventory([])
+STATED = {"rate": 4, "promptTokens": {"mean": 300}, "outputTokens": {"mean": 30}}
+POOLS = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 1}]
+MORE = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 3}]
+INTERVAL_S = 300
+
+
+def deployment(replan: Manifest | None = None, **spec: Any) -> LLMDeployment:
+    planning = {**spec.pop("planning", {}), "replan": replan or {}}
+    made = chat(**{"workload": STATED, "planning": planning, **spec})
+    meta = {**made["metadata"], "uid": "u1", "resourceVersion": "7", "generation": 2}
+    meta["finalizers"] = ["cleave.dev/drain"]
+    return LLMDeployment.model_validate({**made, "metadata": meta})
+
+
+def plan(digest: str, pools: list[Manifest] = POOLS) -> Manifest:
+    base = {"revision": "a", "reason": "it is enough", "gpus": 2}
+    return {**base, "pools": pools, "inputs": digest}
+
+
+def status(asked: LLMDeployment, settled_s: float = NOW_S - 1000, **more: Any) -> Manifest:
+    """Of a deployment whose plan has been in force for a while."""
+    settled = {
+        "type": "Progressing",
+        "status": "False",
+        "reason": "Settled",
+        "message": "",
+        "lastTransitionTime": timestamp(settled_s),
+    }
+    return {"plan": plan(inputs(asked, THERE)), "conditions": [settled], **more}
+
+
+def traffic(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[Window, ...]:
+    """The stated lengths at some rate, until `end_s`."""
+    workload = Workload(
+        rate=rate, prompt_tokens=Lengths(mean=300, p90=400), output_tokens=Lengths(mean=30, p90=40)
+    )
+    periods = round(seconds / PERIOD_S)
+    return tuple(draw(from_spec(workload, Path()), periods, end_s - seconds))
+
+
+def view(asked: LLMDeployment, told: Manifest, **fields: Any) -> DeploymentView:
+    pools = make_pools(asked, placed(told["plan"]))
+    return DeploymentView(asked, THERE, NOW_S, status=told, pools=tuple(pools), **fields)
+
+
+def reviewed(
+    question: PlanOutcome,
+    verdict: Verdict,
+    asked: LLMDeployment,
+    *,
+    holds: bool = True,
+    decode: float = 1.0,
+    pools: list[Manifest] | None = None,
+) -> PlanOutcome:
+    """The planner's answer to a review."""
+    assert question.review is not None
+    at = timestamp(question.review.at_s)
+    prediction = SeenPrediction.model_validate({"at": at, "attainment": 0.9, "error": 0.1})
+    of = model_digest(asked, THERE)
+    correction = None if decode == 1 else LatencyCorrection(decode=decode, of=of)
+    told = Reviewed(verdict, "because", holds, "it holds", prediction, correction)
+    return replace(question, reviewed=told, plan=plan("", pools) if pools else None)
