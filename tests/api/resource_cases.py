@@ -52,7 +52,7 @@ def said(value: Any) -> Any:
     if isinstance(value, dict):
         parts = {name: said(part) for name, part in value.items()}
         for amounts in (parts.get("requests"), parts.get("limits")):
-            if amounts:
+            if isinstance(amounts, dict):
                 amounts.update({name: str(amount) for name, amount in amounts.items()})
         return {name: part for name, part in parts.items() if part not in ({}, [], None)}
     return [said(part) for part in value] if isinstance(value, list) else value

@@ -43,6 +43,30 @@ def test_a_pool_survives_the_way_through_json(deployment) -> None:
     assert InstancePool.model_validate_json(mixed.model_dump_json()) == mixed
 
 
+def test_engines_with_scheduling_know_every_roles_limits_and_can_follow_them(deployment) -> None:
+    chat = deployment(
+        placement={
+            "manual": [
+                {"role": "prefill", "maxNumBatchedTokens": 2048},
+                {"role": "decode", "maxNumSeqs": 512, "maxNumBatchedTokens": 512},
+            ]
+        },
+        engine={"scheduling": {"limits": [{"role": "mixed", "maxNumBatchedTokens": 1024}]}},
+    )
+    prefill, decode = (pool.spec.engine for pool in pools(chat, plan(chat)))
+    assert prefill.args == ["--max-num-batched-tokens", "2048"]
+    assert decode.args == ["--max-num-seqs", "512", "--max-num-batched-tokens", "2048"]
+    assert prefill.scheduling == decode.scheduling
+    assert {
+        each.role: (each.max_num_seqs, each.max_num_batched_tokens)
+        for each in prefill.scheduling.limits
+    } == {Role.PREFILL: (None, 2048), Role.DECODE: (512, 512), Role.MIXED: (None, 1024)}
+
+
+def test_scheduling_is_part_of_the_revision(deployment) -> None:
+    assert revision(deployment(engine={"scheduling": {}})) != revision(deployment())
+
+
 def test_all_pools_of_a_deployment_share_one_revision(deployment) -> None:
     chat = deployment(
         placement={

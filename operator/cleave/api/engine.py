@@ -7,6 +7,7 @@ from pydantic import Field
 
 from cleave.api.quantity import Quantity
 from cleave.api.resource import DNS_NAME
+from cleave.api.scheduling import Scheduling
 from cleave.api.shape import Rule, Shape, keyed_by
 
 Text = Annotated[str, Field(max_length=4096)]
@@ -34,6 +35,7 @@ RESERVED_ENV = (
     "CLEAVE_POD_NAME",
     "CLEAVE_LEADER",
     "CLEAVE_LOAD_PAGE",
+    "CLEAVE_TERMS_PAGE",
     "VLLM_NIXL_SIDE_CHANNEL_HOST",
     "VLLM_NIXL_SIDE_CHANNEL_PORT",
 )
@@ -116,6 +118,9 @@ class Engine(Shape):
     """Environment variables of the workers."""
     emulated: Emulation | None = None
     """Settings of the emulated engine."""
+    scheduling: Scheduling | None = None
+    """Order, admission and limits by the role that an instance has; absent: the engine's own. With
+    vLLM it takes the place of `--scheduler-cls`."""
 
     rules = (
         Rule(
@@ -123,6 +128,17 @@ class Engine(Shape):
             holds=lambda e: e.emulated is None or e.type is EngineType.EMULATED,
             message="has no effect with type vLLM; set type: Emulated or remove it",
             field="emulated",
+        ),
+        Rule(
+            cel="!has(self.scheduling) || !has(self.args) || "
+            "!self.args.exists(a, a.split('=')[0].replace('_', '-') in "
+            "['--scheduler-cls', '--scheduling-policy'])",
+            holds=lambda e: (
+                e.scheduling is None
+                or not (e.states("--scheduler-cls") or e.states("--scheduling-policy"))
+            ),
+            message="excludes --scheduler-cls and --scheduling-policy in args; remove one of them",
+            field="scheduling",
         ),
         Rule(
             cel="!has(self.args) || self.args.all(a, "

@@ -4,12 +4,16 @@ Pure; called by `cleave.local` and the controller.
 """
 
 import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Engine, EngineType
 from cleave.api.planned import PlanGrowth, SelectedPlan
 from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
+from cleave.api.role import Role
+from cleave.api.scheduling import RoleLimits, Scheduling
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
 from cleave.planner.summary import instances, option, predicted
@@ -68,8 +72,10 @@ def selected_plan(
     )
 
 
-def _with_limits(engine: Engine, planned: PlannedPool) -> Engine:
+def _with_limits(engine: Engine, planned: PlannedPool, all_pools: Iterable[PlannedPool]) -> Engine:
     """The engine with the limits of a pass that the plan assumes; stated arguments come first."""
+    if engine.scheduling:
+        engine, planned = _with_all_limits(engine, engine.scheduling, planned, all_pools)
     limits = (
         ("--max-num-seqs", planned.max_num_seqs),
         ("--max-num-batched-tokens", planned.max_num_batched_tokens),
@@ -81,6 +87,37 @@ def _with_limits(engine: Engine, planned: PlannedPool) -> Engine:
         for part in (flag, str(value))
     ]
     return engine.model_copy(update={"args": [*added, *engine.args]}) if added else engine
+
+
+def _with_all_limits(
+    engine: Engine, scheduling: Scheduling, planned: PlannedPool, all_pools: Iterable[PlannedPool]
+) -> tuple[Engine, PlannedPool]:
+    """The engine told each role's limits, and started so that it can follow all of them."""
+    by_role = {pool.role: pool for pool in all_pools}
+    limits = [_limits(scheduling.limits_of(role), by_role.get(role)) for role in Role]
+    own = next(each for each in limits if each.role == planned.role)
+    seqs = max((each.max_num_seqs or 0 for each in limits), default=0)
+    tokens = max((each.max_num_batched_tokens or 0 for each in limits), default=0)
+    limits = [each for each in limits if each.max_num_seqs or each.max_num_batched_tokens]
+    return (
+        engine.model_copy(update={"scheduling": scheduling.model_copy(update={"limits": limits})}),
+        replace(
+            planned,
+            # Without a limit of its own the role is served by what the engine does.
+            max_num_seqs=own.max_num_seqs and seqs,
+            max_num_batched_tokens=own.max_num_batched_tokens and tokens,
+        ),
+    )
+
+
+def _limits(stated: RoleLimits, planned: PlannedPool | None) -> RoleLimits:
+    if planned is None:
+        return stated
+    return RoleLimits(
+        role=stated.role,
+        max_num_seqs=stated.max_num_seqs or planned.max_num_seqs,
+        max_num_batched_tokens=stated.max_num_batched_tokens or planned.max_num_batched_tokens,
+    )
 
 
 def _pool(
@@ -113,7 +150,7 @@ def _pool(
             gpu=None if is_emulated else planned.gpu,
             revision=stamp,
             model=spec.model,
-            engine=_with_limits(spec.engine, planned),
+            engine=_with_limits(spec.engine, planned, placement.pools),
             template=spec.template,
             pending_timeout_s=spec.rollout.pending_timeout_s,
             deletion_policy=spec.deletion_policy,

@@ -4,6 +4,8 @@ Called by `cleave.local` and the controller. An instance that is spread over nod
 without an agent of their own: see `cleave.pods.gang`.
 """
 
+import json
+
 from cleave.api.engine import EngineType, EnvVar
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.pods.container import addresses, container_security, image, pod_defaults
@@ -20,6 +22,7 @@ from cleave.pods.labels import (
 from cleave.pods.resources import Device, has_rdma, resources
 from cleave.pods.scheduling import scheduling, segment
 from cleave.pods.storage import hub_cache, loaded_path, storage
+from cleave.pods.terms import terms
 
 _ROLE_VARIABLE = "CLEAVE_ROLE"
 GRACE_SLACK_S = 15
@@ -104,6 +107,8 @@ def command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]
     line += ["--engine", spec.engine.type.lower()]
     line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT)]
     line += ["--drain-timeout", str(spec.template.drain_timeout_s)]
+    if spec.engine.scheduling:
+        line += ["--scheduling", json.dumps(terms(spec.engine.scheduling))]
     extra = [*multi_node_args(spec, "0", "$(POD_IP)"), *engine_args(spec)]
     return [*line, "--", *extra] if extra else line
 

@@ -132,7 +132,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         max_model_len=options.max_model_len,
-        scheduling=options.scheduling,
+        scheduling=options.scheduling or {},
         drain_timeout=options.drain_timeout,
         log_format=options.log_format,
         engine_args=engine_args,
@@ -176,7 +176,9 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--pipeline-parallel-size", type=_count, default=1)
     parser.add_argument("--max-model-len", type=_count, default=0, metavar="TOKENS")
-    parser.add_argument("--scheduling", type=_terms, default={}, metavar="JSON", help="by role")
+    parser.add_argument(
+        "--scheduling", type=_terms, metavar="JSON", help="terms of the engine, by role"
+    )
     parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
     parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")
     parser.add_argument("--peer-wait", type=_seconds, default=20.0, metavar="SECONDS")

@@ -1,0 +1,40 @@
+"""What a worker is told of scheduling, by role (`--scheduling` of the agent). Pure."""
+
+from cleave.api.role import Role
+from cleave.api.scheduling import DecodeAdmission, PromptOrder, Scheduling
+
+_ORDERS = {
+    PromptOrder.ARRIVAL: "fcfs",
+    PromptOrder.SHORTEST_FIRST: "sjf",
+    PromptOrder.LONGEST_FIRST: "ljf",
+}
+_ADMISSIONS = {
+    DecodeAdmission.GREEDY: "greedy",
+    DecodeAdmission.RESERVE_STATIC: "reserve-static",
+    DecodeAdmission.RESERVE_DYNAMIC: "reserve-dynamic",
+}
+
+Terms = dict[str, str | int]
+
+
+def terms(scheduling: Scheduling) -> dict[str, Terms]:
+    """The terms of each role: what belongs to the phases that it serves."""
+    prompts: Terms = {
+        "order": _ORDERS[scheduling.order],
+        "prefill_sched_batch": scheduling.sorted_prompts,
+        "long_prefill_token_threshold": scheduling.long_prompt_tokens or 0,
+    }
+    decodes: Terms = {
+        "admission": _ADMISSIONS[scheduling.admission],
+        "preemption_limit": scheduling.preemption_limit or 0,
+    }
+    phases = {Role.PREFILL: prompts, Role.DECODE: decodes, Role.MIXED: prompts | decodes}
+    return {str(role): phases[role] | _limits(scheduling, role) for role in Role}
+
+
+def _limits(scheduling: Scheduling, role: Role) -> Terms:
+    stated = scheduling.limits_of(role)
+    return {
+        "max_num_seqs": stated.max_num_seqs or 0,
+        "max_num_batched_tokens": stated.max_num_batched_tokens or 0,
+    }
