@@ -280,6 +280,7 @@ def control() -> Dashboard:
         Graph("Leaders", "short", (Line("operators that write", "sum(cleave_operator_leading)"),)),
         Graph("Objects", "short", (Line("{{kind}}", "max by (kind) (cleave_operator_objects)"),)),
     )
+    add(board, "Plans", *_plans())
     add(
         board,
         "Gateways",
@@ -319,6 +320,61 @@ def control() -> Dashboard:
         ),
     )
     return board
+
+
+def _plans() -> tuple[Graph, ...]:
+    """What was predicted of what runs, and what was seen of it."""
+    of = "deployment, source"
+
+    def compare(latency: str) -> Graph:
+        wanted = f'{{latency="{latency}",quantile="0.9",{MODEL}}}'
+        query = f"max by ({of}) (cleave_operator_latency_seconds{wanted})"
+        line = Line("{{deployment}} {{source}}", query)
+        text = "What the planner says of what runs, at the traffic that is seen, and what it does."
+        return Graph(f"P90 {latency.upper()}, predicted and observed", "s", (line,), text)
+
+    return (
+        compare("ttft"),
+        compare("tpot"),
+        Graph(
+            "Attainment, predicted and observed",
+            "percentunit",
+            (
+                Line(
+                    "{{deployment}} {{source}}",
+                    f"max by ({of}) (cleave_operator_attainment{{{MODEL}}})",
+                ),
+            ),
+        ),
+        Graph(
+            "Prediction error",
+            "percentunit",
+            (
+                Line(
+                    "{{deployment}}",
+                    f"max by (deployment) (cleave_operator_prediction_error{{{MODEL}}})",
+                ),
+            ),
+            "Above planning.replan.driftThreshold plans wait until the latency model is corrected.",
+        ),
+        Graph(
+            "Correction of the latency model",
+            "none",
+            (
+                Line(
+                    "{{deployment}} {{phase}}",
+                    f"max by (deployment, phase) (cleave_operator_correction{{{MODEL}}})",
+                ),
+            ),
+            "What passes take, by what its profile says. 1: it is right.",
+        ),
+        Graph(
+            "Answers of the planner in an hour",
+            "short",
+            (Line("{{result}}", "sum by (result) (increase(cleave_operator_plans_total[1h]))"),),
+            "planned, infeasible, failed; of looks at what runs: keep, correct, propose, apply.",
+        ),
+    )
 
 
 DASHBOARDS = (serving, pools, control)

@@ -117,7 +117,7 @@ def metrics() -> Lines:
     yield ""
     yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
     operated = operator_metrics.Collector(
-        operator_metrics.Metrics(), queued=int, objects=dict, is_leading=bool
+        operator_metrics.Metrics(), queued=int, objects=dict, is_leading=bool, statuses=dict
     )
     yield from _families(operated.collect(), texts=True)
     yield ""

@@ -69,7 +69,13 @@ async def test_the_pages_say_what_is_wrong_and_what_was_counted() -> None:
     metrics.actions["Create", "done"] += 3
     registry = CollectorRegistry()
     registry.register(
-        Collector(metrics, queued=lambda: 4, objects=lambda: {"Pod": 2}, is_leading=lambda: True)
+        Collector(
+            metrics,
+            queued=lambda: 4,
+            objects=lambda: {"Pod": 2},
+            is_leading=lambda: True,
+            statuses=dict,
+        )
     )
     pages = Pages(alive=lambda: faults, ready=lambda: ["not listed yet"], registry=registry)
     await pages.start("127.0.0.1", 0)

@@ -27,6 +27,8 @@ WELL: Series = {
     '=cleave_gateway_instances{model="m",role="prefill",state="ready"}': 2,
     "=cleave_operator_leading": 1,
     "=cleave_operator_queue_depth": 3,
+    '=cleave_operator_plan_drifted{deployment="default/chat",model="m"}': 0,
+    '=cleave_operator_prediction_holds{deployment="default/chat",model="m"}': 1,
 }
 ILL: dict[str, Series] = {
     "CleaveSloBurnsFast": {'cleave_gateway_slo_total{model="m",missed="ttft"}': 400},
@@ -40,6 +42,10 @@ ILL: dict[str, Series] = {
     "CleaveGatewayProcessesDie": {"cleave_gateway_process_restarts_total": 1},
     "CleaveOperatorDoesNotLead": {"=cleave_operator_leading": 0},
     "CleaveOperatorFallsBehind": {"=cleave_operator_queue_depth": 500},
+    "CleavePlanDrifts": {'=cleave_operator_plan_drifted{deployment="default/chat",model="m"}': 1},
+    "CleavePredictionIsWrong": {
+        '=cleave_operator_prediction_holds{deployment="default/chat",model="m"}': 0
+    },
 }
 TOGETHER = {"CleaveSloBurnsFast": {"CleaveSloBurns"}}
 """Alerts that come with another."""

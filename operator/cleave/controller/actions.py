@@ -146,6 +146,15 @@ class PlanOutcome:
     reviewed: Reviewed | None = None
     """The answer to `review`."""
 
+    @property
+    def result(self) -> str:
+        """The answer in a word."""
+        if self.faults:
+            return "failed"
+        if self.reviewed is not None:
+            return str(self.reviewed.verdict).lower()
+        return "planned" if self.plan is not None else "infeasible"
+
     def with_plan(self, plan: Manifest) -> "PlanOutcome":
         """The question answered by a plan."""
         return replace(self, plan=plan)

@@ -69,7 +69,7 @@ class Controller:
         self._settle_s = settle_s
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(clock)
-        self.desk: Desk[Key] = Desk(self.queue.add)
+        self.desk: Desk[Key] = Desk(self._planned)
         self._fleets: Fleets[Key] = fleets or Fleets(clock)
         self._counting: Counting[Key] = counting or Counting(now)
         self._sleepers: Sleepers[Key] = Sleepers()
@@ -140,6 +140,15 @@ class Controller:
             if now - self._calm.get(key, -CALM_S) >= CALM_S:
                 yield key
 
+    def statuses(self) -> dict[str, Manifest]:
+        """Of all deployments, by NAMESPACE/NAME."""
+        known = ((key, self.store.seen(key)) for key in self.store.resources())
+        return {
+            f"{key.namespace}/{key.name}": seen.status
+            for key, seen in known
+            if seen is not None and key.kind == DEPLOYMENTS
+        }
+
     def inventory(self) -> Inventory:
         """What nodes offer."""
         nodes = tuple(sorted(self.store.nodes.values(), key=lambda node: node.name))
@@ -156,7 +165,8 @@ class Controller:
         if not (follows or replanning.watches(resource)):
             return
         has_come = await self._counting.look(key, gateways)
-        if has_come and (follows or self._counting.is_news(key)):
+        # Known peaks come whether or not the gateways answer.
+        if follows or (has_come and self._counting.is_news(key)):
             self.queue.add(key)
 
     async def _watch_sleeper(self, key: Key) -> None:
@@ -169,6 +179,12 @@ class Controller:
         elif await self._sleepers.look(key, gateways):
             self._counting.stir(key)
             self.queue.add(key)
+
+    def _planned(self, key: Key) -> None:
+        """The planner has answered."""
+        if (answer := self.desk.last(key)) is not None:
+            self._metrics.plans[answer.result,] += 1
+        self.queue.add(key)
 
     def _look_at(self, keys: set[Key]) -> None:
         for key in keys:

@@ -12,6 +12,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
+from cleave.controller.loop.metrics import Statuses, collect
+
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -19,12 +21,15 @@ class Metrics:
     """Everything one operator has counted since its start."""
 
     def __init__(self) -> None:
-        self.reconciles: dict[tuple[str, str], int] = defaultdict(int)
+        self.reconciles: dict[tuple[str, ...], int] = defaultdict(int)
         """By kind and outcome: idle (nothing to do), changed, stale, failed, gone."""
-        self.actions: dict[tuple[str, str], int] = defaultdict(int)
+        self.actions: dict[tuple[str, ...], int] = defaultdict(int)
         """Writes by action and outcome: done, failed."""
-        self.events: dict[tuple[str, str], int] = defaultdict(int)
+        self.events: dict[tuple[str, ...], int] = defaultdict(int)
         """Of the watches, by kind and type."""
+        self.plans: dict[tuple[str, ...], int] = defaultdict(int)
+        """Answers of the planner: planned, infeasible, failed; of looks at what runs: keep,
+        correct, propose, apply."""
         self._seconds: dict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_S) + 1))
         self._sums: dict[str, float] = defaultdict(float)
 
@@ -56,8 +61,9 @@ class Collector:
         queued: Callable[[], int],
         objects: Callable[[], Mapping[str, int]],
         is_leading: Callable[[], bool],
+        statuses: Callable[[], Statuses],
     ) -> None:
-        self._metrics = metrics
+        self._metrics, self._statuses = metrics, statuses
         self._queued, self._objects, self._is_leading = queued, objects, is_leading
 
     def collect(self) -> Iterable[Metric]:
@@ -66,6 +72,8 @@ class Collector:
         yield _count("reconciles", "Reconciles", ("kind", "outcome"), counted.reconciles)
         yield _count("actions", "Writes", ("action", "outcome"), counted.actions)
         yield _count("events", "Events of watches", ("kind", "type"), counted.events)
+        yield _count("plans", "Answers of the planner", ("result",), counted.plans)
+        yield from collect(self._statuses())
         yield counted.durations()
         yield GaugeMetricFamily(
             "cleave_operator_queue_depth", "Objects that wait to be looked at", self._queued()
@@ -80,7 +88,7 @@ class Collector:
 
 
 def _count(
-    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, str], int]
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(f"cleave_operator_{name}", text, labels=labels)
     for key, value in values.items():

@@ -90,6 +90,7 @@ class Operator:
                 queued=lambda: len(self._controller.queue),
                 objects=self._controller.store.count,
                 is_leading=lambda: self._leader.is_leading,
+                statuses=self._controller.statuses,
             )
         )
         ProcessCollector(registry=registry)
