@@ -1,6 +1,7 @@
 """How many instances run while the plan stays the same: the law, hysteresis, zero and back."""
 
 import math
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from cleave.api.planned import SelectedPlan
 from cleave.api.role import Role
-from cleave.api.scaling import Scaling
-from cleave.controller.scaling import Demand, measure, scale, sized
+from cleave.api.scaling import Peak, Scaling
+from cleave.controller.scaling import Demand, find_peak, measure, scale, sized
 from cleave.traffic.window import Window
 
 P, D = Role.PREFILL, Role.DECODE
@@ -171,3 +172,32 @@ def test_a_calm_that_was_not_watched_from_its_beginning_is_none() -> None:
     assert found is not None
     assert found.peak is None
     assert measure([], calm_s=300, in_flight=0, quiet_s=0) is None
+
+
+@pytest.mark.parametrize(
+    ("moment", "rate"),
+    [
+        ("2026-11-20T08:59:59Z", 0),
+        ("2026-11-20T09:00:00Z", 7),
+        ("2026-11-20T09:59:59Z", 7),
+        ("2026-11-20T10:00:00Z", 0),
+        ("2026-11-21T09:00:00Z", 0),
+        ("2026-11-23T09:30:00Z", 9),
+    ],
+)
+def test_a_known_peak_lasts_from_its_beginning_for_so_long(moment: str, rate: float) -> None:
+    schedule = [
+        Peak(cron="0 9 * * 1-5", duration_s=3600, rate=7),
+        Peak(cron="15 9 * * mon", duration_s=3600, rate=9),
+    ]
+    now_s = datetime.fromisoformat(moment).timestamp()
+    assert find_peak(schedule, now_s) == rate
+
+
+def test_a_known_peak_has_what_it_needs_before_the_traffic_comes() -> None:
+    asked = terms(**IDLE)
+    quiet = demand(0, 0, in_flight=0, quiet_s=999)
+    assert scale(asked, plan(), NONE, quiet, at_least=7.9) == NOW
+    assert scale(asked, plan(), NONE, None, at_least=7.9) == NOW
+    assert scale(asked, plan(), {P: 1, D: 2}, demand(12.0), at_least=7.9) == {P: 3, D: 6}
+    assert scale(asked, plan(), NOW, demand(1.0, 1.0), at_least=7.9) == NOW

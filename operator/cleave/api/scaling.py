@@ -1,8 +1,11 @@
 """How many instances run while the plan stays the same: part of the LLMDeployment."""
 
+from datetime import UTC, datetime
 from typing import Annotated
 
-from pydantic import Field
+from cronsim import CronSim, CronSimError
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from cleave.api.role import Role
 from cleave.api.shape import Rule, Shape, keyed_by
@@ -28,6 +31,35 @@ class RoleScaling(Shape):
     )
 
 
+_CRON = r"^[0-9A-Za-z*,/#-]+( [0-9A-Za-z*,/#-]+){4}$"
+"""Five fields; what they may say is for the parser to judge, which the API server has none of."""
+
+
+def _checked(text: str) -> str:
+    try:
+        CronSim(text, datetime.now(UTC))
+    except CronSimError as error:
+        reason = f"must be a cron expression such as '50 8 * * 1-5' ({error})"
+        raise PydanticCustomError("cron", "{reason}", {"reason": reason}) from error
+    return text
+
+
+class Peak(Shape):
+    """More traffic than usual, at times that are known."""
+
+    cron: Annotated[
+        str,
+        Field(min_length=9, max_length=128, pattern=_CRON),
+        AfterValidator(_checked),
+    ]
+    """When it begins, in UTC: minute, hour, day of the month, month, day of the week. Earlier than
+    the traffic by what instances take to start."""
+    duration_s: Annotated[int, Field(ge=60, le=604_800)]
+    """How long it lasts."""
+    rate: Annotated[float, Field(gt=0, le=1_000_000)]
+    """Requests per second to be ready for, at least."""
+
+
 class Scaling(Shape):
     """How instances follow the rate between two plans, in a cluster."""
 
@@ -46,6 +78,10 @@ class Scaling(Shape):
     wake_timeout_s: Annotated[int, Field(ge=1, le=3_600)] = 600
     """How long a request waits for an instance where idleS is stated: as long as the slowest start
     takes. routing.queueLimit bounds how many wait in one gateway."""
+
+    schedule: Annotated[list[Peak], Field(max_length=32)] = Field(default_factory=list)
+    """Known peaks. While one lasts, instances do not go to zero, and roles that scale have what its
+    rate needs."""
 
     rules = (
         Rule(

@@ -120,7 +120,9 @@ def _scaled(
     """The pools with as many instances as there should be now."""
     if not scaling.watches(view.deployment) or decision.plan is None:
         return list(asked)
-    counts = scaling.find_counts(view.deployment, decision.plan, view.pools, view.demand)
+    counts = scaling.find_counts(
+        view.deployment, decision.plan, view.pools, view.demand, view.now_s
+    )
     return [
         pool.model_copy(
             update={"spec": pool.spec.model_copy(update={"replicas": counts[pool.spec.role]})}

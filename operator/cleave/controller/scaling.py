@@ -8,13 +8,16 @@ starts anew lets instances come at once, and go only when it has watched long en
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from cronsim import CronSim
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.planned import SelectedPlan
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
-from cleave.api.scaling import Scaling
+from cleave.api.scaling import Peak, Scaling
 from cleave.planner.growth import HEARTBEAT_S
 from cleave.pods.labels import Manifest
 from cleave.traffic.window import Window
@@ -77,6 +80,7 @@ def find_counts(
     written: Manifest,
     pools: Collection[InstancePool],
     demand: Demand | None,
+    now_s: float,
 ) -> Counts:
     """Instances of each role now, by the plan that `status.plan` tells of.
 
@@ -87,7 +91,21 @@ def find_counts(
     if any(pool.spec.owner is not ReplicasOwner.PLAN for pool in pools):
         # A part of the deployment would sleep, and the rest wait for it.
         terms = terms.model_copy(update={"idle_s": None})
-    return scale(terms, plan, now, demand, max_gpus=deployment.spec.planning.max_gpus)
+    at_least = find_peak(terms.schedule, now_s)
+    max_gpus = deployment.spec.planning.max_gpus
+    return scale(terms, plan, now, demand, at_least=at_least, max_gpus=max_gpus)
+
+
+def find_peak(schedule: Iterable[Peak], now_s: float) -> float:
+    """The highest rate of the known peaks that last now; 0: none does."""
+    # Back from the next second on: what is looked for is at or before now.
+    now = datetime.fromtimestamp(int(now_s) + 1, UTC)
+    return max((peak.rate for peak in schedule if _lasts(peak, now)), default=0.0)
+
+
+def _lasts(peak: Peak, now: datetime) -> bool:
+    begun = next(CronSim(peak.cron, now, reverse=True))
+    return (now - begun).total_seconds() <= peak.duration_s
 
 
 def scale(
@@ -96,12 +114,19 @@ def scale(
     now: Counts,
     demand: Demand | None,
     *,
+    at_least: float = 0.0,
     max_gpus: int | None = None,
 ) -> Counts:
     """Instances of each role of the plan.
 
-    `now`: those that its pools have; empty: there are no pools yet.
+    `now`: those that its pools have; empty: there are no pools yet. `at_least`: the rate that a
+    known peak may have now, in req/s.
     """
+    if at_least:
+        terms = terms.model_copy(update={"idle_s": None})
+        seen = demand or Demand(0.0, None, 0.0, 0.0)
+        peak = None if seen.peak is None else max(seen.peak, at_least)
+        demand = replace(seen, rate=max(seen.rate, at_least), peak=peak)
     planned = {pool.role: pool.replicas for pool in plan.pools}
     is_asleep = bool(now) and not any(now.get(role, 0) for role in planned)
     if _sleeps(terms, demand, is_asleep):
