@@ -2,7 +2,7 @@
 ARGS ?=
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: run test check tools e2e lint scan generate bench bench-planner bench-papers clean setup
+.PHONY: run test check check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup
 
 run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
@@ -14,6 +14,11 @@ check: lint ## what CI runs: lint, types, layers, generated files, every test
 	$(if $(ARGS),,@$(MAKE) --no-print-directory tools)
 	.venv/bin/pytest $(ARGS)
 	$(if $(ARGS),,@$(MAKE) e2e)
+
+check-compiled: setup ## gateway and router as images carry them pass their tests, too
+	rm -rf build/compiled && mkdir -p build/compiled && cp -r operator/cleave build/compiled
+	.venv/bin/python scripts/compile.py build/compiled
+	PYTHONPATH=build/compiled .venv/bin/pytest -m 'not interpreted' tests/gateway tests/router $(ARGS)
 
 tools: # Kubernetes, helm and Prometheus' query engine, built once
 	@scripts/bootstrap --cluster && scripts/cluster-tools >/dev/null && scripts/promql >/dev/null

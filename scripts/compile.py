@@ -4,13 +4,16 @@
 an image, a copy of the sources), where Python prefers them; nothing is left in the repository,
 whose sources stay what runs there. Needs a C compiler and the development tools.
 
-What is hard: a compiled class keeps its attributes where C finds them. So modules stay Python whose
-classes get properties in place of attributes (books that processes share), whose objects are looked
-through by `vars`, and whose structs msgspec decodes: of a union mypyc 1 keeps nothing for it.
+What is hard: compiled code is not quite Python. Classes keep their attributes where C finds them,
+so nothing interpreted inherits from them or looks through them by `vars`; what msgspec decodes
+stays Python, for of a union nothing is left for it; values must be of the very types that are
+stated (a `numpy.bool` is no bool, a set no frozenset); and `not x` of something that may be None
+asks for None only. `make check-compiled` finds such things: the same tests with what is compiled.
 """
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,17 +23,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MODULES = {
-    "gateway": "context head request",
-    "gateway.admission": "door lateness",
-    "gateway.counts": "tally",
-    "gateway.engines": "engine",
+    "gateway": "completion context head request",
+    "gateway.admission": "door fairness keys lateness limits shared_limits",
+    "gateway.counts": "metrics tally",
+    "gateway.engines": "engine handoff health opening",
     "gateway.exchanges": "attempt exchange relay",
     "gateway.front": "client pages",
     "gateway.recovery": "recovery",
     "gateway.stories": "watched",
-    "router": "board boards chooser directory router shared_board shared_router",
+    "policy": "books lengths",
+    "router": (
+        "board boards chooser directory instance router shared_board shared_books shared_router"
+    ),
 }
 """Modules by package. They are compiled together, so that they call each other directly."""
+_NAME = re.compile(r"^(_?[a-z][a-z0-9_]*|_?[A-Z][A-Z0-9_]+) = (?!\(\n)", re.MULTILINE)
 _SETUP = """
 from mypyc.build import mypycify
 from setuptools import setup
@@ -52,6 +59,8 @@ def compile_into(folder: Path) -> None:
         for source in ("operator", "worker", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
             copy(ROOT / source, work / source)
+        for path in paths:
+            (work / path).write_text(settle((work / path).read_text()))
         (work / "setup.py").write_text(_SETUP.format(paths=paths))
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--parallel"]
         environment = os.environ | {"MYPYPATH": "operator:worker", "PYTHONWARNINGS": "ignore"}
@@ -66,6 +75,19 @@ def compile_into(folder: Path) -> None:
         built = work / "operator"
         for library in built.rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
             shutil.copy(library, folder / library.relative_to(built))
+
+
+def settle(source: str) -> str:
+    """Say of a module's names that they stay what they are: no dictionary is asked for them then.
+
+    Those of types are left alone, which begin with one capital.
+    """
+    settled = _NAME.sub(r"\1: Final = ", source)
+    if settled == source:
+        return source
+    # Behind the docstring, which is the first statement.
+    end = source.index('"""', source.index('"""') + 3) + 3
+    return f"{settled[:end]}\nfrom typing import Final{settled[end:]}"
 
 
 def main() -> None:

@@ -20,6 +20,16 @@ COMPILED = {
 }
 
 
+def test_names_of_modules_are_settled_and_types_are_not() -> None:
+    source = (
+        '"""What it is."""\n\nimport math\n\nMOST = 4\n_find = math.sin\nFields = dict[str, int]\n'
+    )
+    assert compile_script.settle(source) == (
+        '"""What it is."""\nfrom typing import Final\n\nimport math\n\n'
+        "MOST: Final = 4\n_find: Final = math.sin\nFields = dict[str, int]\n"
+    )
+
+
 def find_path(module: str) -> Path:
     return ROOT / "operator" / f"{module.replace('.', '/')}.py"
 

@@ -132,6 +132,7 @@ def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -
     assert [fleet.ledger(picked, process).prompt.pending for process in range(3)] == [1700] * 3
 
 
+@pytest.mark.interpreted
 def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monkeypatch) -> None:
     """The second one has read the scores before the first one has entered its choice."""
     fleet = together()

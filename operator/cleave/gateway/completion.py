@@ -84,20 +84,42 @@ _UNBOUND: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
 """Values with which they do not."""
 
 
-class Completion(msgspec.Struct, frozen=True, gc=False):
+class Completion:
     """What the gateway needs to know of a request."""
 
-    model: str
-    fields: Fields
-    stream: bool
-    splittable: bool
-    """False: one instance must do both phases."""
-    prompt_tokens: int
-    """Estimate."""
-    output_tokens: int
-    """The request's own limit; 0: none stated."""
-    numbered: bool = False
-    """Its stream carries token ids, because the gateway asks for them: it can go on elsewhere."""
+    __slots__ = (
+        "fields",
+        "model",
+        "numbered",
+        "output_tokens",
+        "prompt_tokens",
+        "splittable",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        fields: Fields,
+        stream: bool,
+        splittable: bool,
+        prompt_tokens: int,
+        output_tokens: int,
+        numbered: bool = False,
+    ) -> None:
+        self.model = model
+        self.fields = fields
+        self.stream = stream
+        self.splittable = splittable
+        """False: one instance must do both phases."""
+        self.prompt_tokens = prompt_tokens
+        """Estimate."""
+        self.output_tokens = output_tokens
+        """The request's own limit; 0: none stated."""
+        self.numbered = numbered
+        """Its stream carries token ids, because the gateway asks for them: it can go on
+        elsewhere."""
 
 
 def find_text(completion: Completion) -> bytes | memoryview:
@@ -251,7 +273,7 @@ def _measure_prompts(raw: msgspec.Raw) -> tuple[int, int]:
 
 
 def _is_splittable(fields: Fields, stream: bool, limit: int) -> bool:
-    values = {key: decode_any(fields[key]) for key in _TELLING & fields.keys()}
+    values = {key: decode_any(fields[key]) for key in _TELLING.intersection(fields)}
     least = values.get("min_tokens") or 0
     return (
         values.get("n") in (None, 1)
@@ -272,7 +294,7 @@ def _is_bound(fields: Fields) -> bool:
     Penalties count what was generated, a seed's draws are used up one by one, grammars and stop
     strings have got somewhere, several choices have; all that ends with the engine.
     """
-    values = {key: decode_any(fields[key]) for key in _UNUSUAL & fields.keys()}
+    values = {key: decode_any(fields[key]) for key in _UNUSUAL.intersection(fields)}
     for key in ("stream_options", "min_tokens"):
         values.pop(key, None)
     several = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)

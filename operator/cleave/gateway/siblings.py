@@ -20,8 +20,6 @@ from cleave.router.shared_books import SharedBooks, make_table
 
 log = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
 MAX_TENANTS = 4_096
 """Further ones have an account in each process."""
 MISSING_S = 10.0

@@ -87,6 +87,7 @@ async def test_a_request_that_is_cut_off_frees_its_place(make_stage, tmp_path) -
     assert (await stage.ask(ASK, **bearer("a"))).status == 200
 
 
+@pytest.mark.interpreted
 async def test_tenants_take_turns_once_engines_have_enough_to_do(
     make_stage, tmp_path, monkeypatch
 ) -> None:
@@ -121,6 +122,7 @@ async def test_tenants_take_turns_once_engines_have_enough_to_do(
     await stage.until_idle()
 
 
+@pytest.mark.interpreted
 async def test_a_client_that_leaves_the_queue_is_forgotten(
     make_stage, tmp_path, monkeypatch
 ) -> None:
@@ -144,6 +146,7 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(
     await stage.until_idle()
 
 
+@pytest.mark.interpreted
 async def test_nobody_waits_for_ever(make_stage, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(door, "HOLD_TOKENS", 1.0)
     keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})

@@ -50,6 +50,7 @@ def test_a_plain_list_is_one_tenant_without_limits(tmp_path) -> None:
     assert keys.find(b"Bearer two") is None
 
 
+@pytest.mark.interpreted
 def test_no_key_is_to_be_found_in_what_is_kept(tmp_path) -> None:
     keys = read(tmp_path, "plain-key\n")
     assert "plain-key" not in repr(keys.__dict__)

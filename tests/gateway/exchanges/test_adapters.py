@@ -38,6 +38,7 @@ async def test_an_adapter_is_no_second_model_that_must_be_named(single) -> None:
     assert single.engines["x"].requests[0].body["model"] == "m"
 
 
+@pytest.mark.interpreted
 async def test_adapters_and_their_model_take_turns_in_one_queue(
     make_stage, tmp_path, monkeypatch
 ) -> None:

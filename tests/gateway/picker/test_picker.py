@@ -303,6 +303,7 @@ async def test_a_request_of_which_nothing_more_is_heard_leaves_the_books(asked) 
     assert stage.is_idle()
 
 
+@pytest.mark.interpreted
 async def test_a_request_that_waits_past_its_deadline_is_answered(
     asked, tmp_path, monkeypatch
 ) -> None:
@@ -341,6 +342,7 @@ async def test_a_proxy_that_does_not_tell_of_answers_ends_them_with_its_stream(a
     assert stage.context.metrics.requests["m", "ok"] == 1
 
 
+@pytest.mark.interpreted
 async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
     stage = await asked({"x": "mixed"})
     lengths = stage.context.router.lengths
@@ -357,6 +359,7 @@ async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
     assert learnt == [41, 2, 7]
 
 
+@pytest.mark.interpreted
 async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(asked) -> None:
     stage = await asked({"x": "mixed"})
     stage.context.router.lengths.learn = lambda *_: pytest.fail("learnt from an error")

@@ -194,6 +194,7 @@ async def test_a_hand_off_of_another_request_is_thrown_away(pair) -> None:
     assert pair.context.metrics.handoffs == {"used": 1, "refused": 1}
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
 async def test_kv_of_which_the_lease_may_have_ended_is_not_used(pair, body, monkeypatch) -> None:
     """Its decode engine stood still in between: vLLM would go on from what lies there now."""

@@ -126,7 +126,7 @@ class Door:
             raise self._shed(tenant, refusal.reason, refusal.message, refusal.retry_after_s)
         visit.ahead = backlog
         least_hold = min(LEAST_HOLD_TOKENS, HOLD_TOKENS)
-        if queue or (backlog >= least_hold and backlog >= self._find_hold(model)):
+        if len(queue) or (backlog >= least_hold and backlog >= self._find_hold(model)):
             visit.place = queue.push(
                 (entrant, visit),
                 tenant.name,
@@ -157,7 +157,8 @@ class Door:
     def pump(self, model: str, now: float) -> None:
         """Let in who waits, as long as an instance has room."""
         queue = self._queues.get(model)
-        if not queue or self._pumping:
+        # By its length: compiled, `not queue` asks for None only.
+        if queue is None or not len(queue) or self._pumping:
             # One that ends as soon as it is let in would let the next one in, and so on.
             return
         self._pumping = True
@@ -181,13 +182,13 @@ class Door:
                 message = f"it has waited {now - visit.arrived_at:.1f} s"
                 entrant.turn_away(self._shed(visit.tenant, reason, message, 1.0))
             self.pump(model, now)
-            if not queue:
+            if not len(queue):
                 # Clients name models, so what nobody waits for is not kept.
                 del self._queues[model]
 
     def count_waiting(self) -> dict[str, int]:
         """Requests that wait here, by model."""
-        return {model: len(queue) for model, queue in self._queues.items() if queue}
+        return {model: len(queue) for model, queue in self._queues.items() if len(queue)}
 
     def _open_account(self, tenant: Tenant, now: float) -> Account:
         if self._siblings is not None:

@@ -53,9 +53,9 @@ class FairQueue(Generic[Item]):
         tenant: str,
         cost: float,
         *,
+        until: float,
         weight: float = 1.0,
         priority: int = 0,
-        until: float,
     ) -> Place[Item]:
         """Let a request wait; higher priorities go before all others."""
         place = Place(item, tenant, cost, until)

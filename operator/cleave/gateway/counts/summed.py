@@ -117,5 +117,5 @@ def _add(counted: object, more: Plain) -> None:
 
 
 def _list_names(counted: object) -> Iterable[str]:
-    names: Iterable[str] = getattr(type(counted), "__slots__", None) or vars(counted)
-    return names
+    """What objects without methods hold; compiled ones cannot be looked through by `vars`."""
+    return [name for name in dir(type(counted)) if not name.startswith("_")]

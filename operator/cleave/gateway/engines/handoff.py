@@ -10,46 +10,18 @@ import re
 import msgspec
 
 from cleave.gateway.completion import KV_KEY
+from cleave.gateway.engines.answers import (
+    Usage,
+    decode_blocks,
+    decode_counted,
+    decode_fields,
+    decode_origin,
+    decode_prefill,
+)
 
 _KEY = b'"kv_transfer_params"'
 _KEY_WITH_VALUE = re.compile(rb'"kv_transfer_params"\s*:')
 _USUAL_END = b',"kv_transfer_params":null}'
-
-
-class Usage(msgspec.Struct):
-    """Tokens as the engine counts them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-
-
-class _Blocks(msgspec.Struct):
-    remote_block_ids: list[list[int]] | None = None
-
-
-class _BlocksAnswer(msgspec.Struct):
-    kv_transfer_params: _Blocks | None = None
-
-
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    usage: Usage | None = None
-
-
-class _Origin(msgspec.Struct):
-    remote_engine_id: str | None = None
-    remote_request_id: str = ""
-
-
-class _Counted(msgspec.Struct):
-    usage: Usage | None = None
-
-
-_decode_blocks = msgspec.json.Decoder(_BlocksAnswer).decode
-_decode_prefill = msgspec.json.Decoder(_PrefillAnswer).decode
-_decode_origin = msgspec.json.Decoder(_Origin | None).decode
-_decode_counted = msgspec.json.Decoder(_Counted).decode
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class HandoffError(Exception):
@@ -64,8 +36,8 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     Raises HandoffError when it is not of this boot and request, or cannot be read.
     """
     try:
-        answer = _decode_prefill(body)
-        origin = _decode_origin(answer.kv_transfer_params)
+        answer = decode_prefill(body)
+        origin = decode_origin(answer.kv_transfer_params)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HandoffError(f"cannot be read: {error}") from None
     tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
@@ -82,7 +54,7 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
 def count_blocks(body: bytes) -> int:
     """Blocks of KV that a prefill answer hands over; 0 when it does not tell."""
     try:
-        handed = _decode_blocks(body).kv_transfer_params
+        handed = decode_blocks(body).kv_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return 0
     return sum(map(len, handed.remote_block_ids or ())) if handed is not None else 0
@@ -100,7 +72,7 @@ def strip_handoff(body: bytes) -> bytes:
         # As vLLM writes it: the last member of the outermost object. A tenth of the way below.
         return body[: -len(_USUAL_END)] + b"}"
     try:
-        fields = _decode_fields(body)
+        fields = decode_fields(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise HandoffError("cannot be taken out of the answer") from None
     fields.pop(KV_KEY, None)
@@ -113,7 +85,7 @@ def strip_handoff(body: bytes) -> bytes:
 def read_usage(body: bytes) -> Usage:
     """Token counts of a whole answer; zeros when it states none."""
     try:
-        return _decode_counted(body).usage or Usage()
+        return decode_counted(body).usage or Usage()
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return Usage()
 

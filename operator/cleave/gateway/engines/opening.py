@@ -10,6 +10,8 @@ import enum
 
 import msgspec
 
+from cleave.gateway.engines.answers import decode_error
+
 MAX_HELD_BYTES = 8 << 20
 """What is longer is no opening; it passes as it is. An opening may name every token of a prompt."""
 
@@ -31,18 +33,8 @@ class Opening(enum.Enum):
     FAIL = "fail"
 
 
-class _Error(msgspec.Struct):
-    code: int | str | None = None
-
-
-class _ErrorEvent(msgspec.Struct):
-    error: _Error
-
-
 _BEGIN = Opening.BEGIN
 """Found for every stream, and looking a member up takes an enum a while."""
-
-_decode_error = msgspec.json.Decoder(_ErrorEvent).decode
 
 
 def judge_opening(opening: bytes) -> Opening:
@@ -66,7 +58,7 @@ def judge_opening(opening: bytes) -> Opening:
 def is_failure(event: bytes) -> bool:
     """Whether an error event is the engine's fault; one that is the client's is an answer."""
     try:
-        code = _decode_error(event[_DATA:]).error.code
+        code = decode_error(event[_DATA:]).error.code
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return True
     return not (isinstance(code, int) and 400 <= code < 500)
