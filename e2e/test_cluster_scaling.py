@@ -16,6 +16,7 @@ from test_cluster_operator import (
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
+from cluster import tools
 from cluster.cluster import Cluster, wait_until
 from cluster.load import Load
 
@@ -109,3 +110,18 @@ def gateways_ready(chat: Chat) -> int:
     status = found.get("status", {})
     is_told = status.get("observedGeneration") == found["metadata"]["generation"]
     return min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if is_told else 0
+
+
+def test_a_horizontal_pod_autoscaler_owns_a_pool_that_is_given_to_it(chat: Chat) -> None:
+    pool = ("ipool/chat-decode", "-n", chat.namespace)
+    chat.cluster.kubectl("patch", *pool, "--type=merge", "-p", '{"spec":{"owner":"Autoscaler"}}')
+    chat.cluster.kubectl("scale", *pool, "--replicas=1")
+    wait_until(lambda: counts(chat) == [1, 1], 60, "it is scaled by hand")
+    example = tools.REPOSITORY / "examples" / "autoscaling" / "hpa.yaml"
+    chat.cluster.kubectl("apply", "-n", chat.namespace, "-f", str(example))
+    # Without a metrics adapter an autoscaler keeps its bounds, by way of the pool's /scale.
+    wait_until(lambda: counts(chat) == [1, 2] and chat.is_ready(), 120, "it has its least number")
+    found = chat.cluster.get("hpa", "chat-decode", chat.namespace) or {}
+    assert condition(found, "AbleToScale") == "True"
+    events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
+    assert "ReplicasSetBack" not in events
