@@ -78,6 +78,37 @@ def find_programs(*, build: bool) -> Path | None:
     return None if done.returncode else Path(done.stdout.strip())
 
 
+def pod_jobs(kubeconfig: Path) -> list[dict[str, object]]:
+    """Scrapes of operators and gateways in a cluster, found as the chart's PodMonitors have it."""
+
+    def keep(value: str, label: str) -> dict[str, object]:
+        return {"source_labels": [f"__meta_kubernetes_{label}"], "regex": value, "action": "keep"}
+
+    def copy(label: str, to: str) -> dict[str, object]:
+        return {"source_labels": [f"__meta_kubernetes_{label}"], "target_label": to}
+
+    which = {
+        "operator": (
+            keep("operator", "pod_label_app_kubernetes_io_component"),
+            keep("http", "pod_container_port_name"),
+        ),
+        "gateways": (
+            keep("gateway", "pod_label_cleave_dev_component"),
+            keep("internal", "pod_container_port_name"),
+        ),
+    }
+    found = [{"role": "pod", "kubeconfig_file": str(kubeconfig)}]
+    names = [copy("namespace", "namespace"), copy("pod_name", "pod")]
+    return [
+        {
+            "job_name": name,
+            "kubernetes_sd_configs": found,
+            "relabel_configs": [*kept, *names],
+        }
+        for name, kept in which.items()
+    ]
+
+
 @contextmanager
 def running(
     programs: Path,

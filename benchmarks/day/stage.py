@@ -19,7 +19,7 @@ from deployment import (
     NODE_ROLE,
     WORKER_NODE,
 )
-from prometheus import Prometheus, find_programs, running
+from prometheus import Prometheus, find_programs, pod_jobs, running
 
 from cleave.pods.labels import GATEWAY_PORT
 
@@ -128,7 +128,10 @@ def opened_stage(folder: Path) -> Iterator[Stage]:
     with opened(folder) as cluster:
         assert cluster.nodes is not None
         cluster.nodes.add(_OTHERS, *_worker_nodes())
-        with _operator(cluster), running(programs, folder / "prometheus", _jobs(cluster)) as found:
+        with (
+            _operator(cluster),
+            running(programs, folder / "prometheus", pod_jobs(cluster.kubeconfig)) as found,
+        ):
             yield Stage(cluster, cluster.nodes, found, folder)
 
 
@@ -153,38 +156,6 @@ def _worker_nodes() -> list[Shape]:
             taints=[taint],
         )
         for index in range(INSTANCES // PER_NODE)
-    ]
-
-
-def _jobs(cluster: Cluster) -> list[dict[str, Any]]:
-    """Scrapes of every pod that has metrics, found as in any cluster."""
-
-    def relabel(source: str, target: str) -> dict[str, Any]:
-        return {"source_labels": [f"__meta_kubernetes_{source}"], "target_label": target}
-
-    def keep(regex: str, *sources: str) -> dict[str, Any]:
-        labels = [f"__meta_kubernetes_{source}" for source in sources]
-        return {"source_labels": labels, "regex": regex, "action": "keep"}
-
-    kinds = {
-        "operator": keep("cleave-system;http", "namespace", "pod_container_port_name"),
-        "gateways": keep(
-            "gateway;internal", "pod_label_cleave_dev_component", "pod_container_port_name"
-        ),
-    }
-    return [
-        {
-            "job_name": name,
-            "kubernetes_sd_configs": [
-                {"role": "pod", "kubeconfig_file": str(cluster.kubeconfig)},
-            ],
-            "relabel_configs": [
-                kept,
-                relabel("namespace", "namespace"),
-                relabel("pod_name", "pod"),
-            ],
-        }
-        for name, kept in kinds.items()
     ]
 
 

@@ -34,11 +34,11 @@ class Phase:
 
 
 PHASES = (
-    Phase("code", "code", 6.0),
+    Phase("code", "code", 5.5),
     Phase("conversation", "conversation", 5.0),
     Phase("doubled", "conversation", 10.0),
     Phase("bursts", "conversation", 7.0, burstiness=2.5),
-    Phase("a node lost", "conversation", 7.0, loses_node=True),
+    Phase("a node lost", "conversation", 6.0, loses_node=True),
 )
 
 

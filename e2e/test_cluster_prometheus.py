@@ -1,0 +1,251 @@
+"""A real Prometheus beside a deployment: every panel and query finds data that real processes
+counted, no alert fires while all is well, and those for a calamity fire in one.
+
+tests/install and tests/gateway ask the same queries of pages made up for each alert; what they
+cannot tell is whether the pages are really found, scraped and labelled as the queries expect.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+import yaml
+from prometheus import ROOT, Prometheus, find_programs, pod_jobs, running
+from test_cluster_operator import CHART, SYSTEM, Chat, installed
+
+from cleave.pods.labels import AGENT_PORT, GATEWAY_PORT
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+from cluster.cluster import Cluster, wait_until
+from cluster.load import Load
+from cluster.nodes import Nodes, gpu_node
+
+__all__ = ["installed"]
+
+pytestmark = pytest.mark.timeout(300)
+
+WAIT_S = 60
+WORKERS = "node-c"
+PAGES = 7
+"""Two operators, two gateways and three engines."""
+PATIENT = """
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: {source: facebook/opt-13b, servedName: chat, maxModelLen: 8192}
+  slo: {ttftMs: 60000, tpotMs: 10000}
+  engine: {type: Emulated, emulated: {timeScale: 0.2}}
+  pools: {flipping: "Off"}
+  template: {nodeSelector: {kubernetes.io/hostname: node-c}}
+  placement:
+    manual:
+      - {role: prefill, replicas: 1}
+      - {role: decode, replicas: 2}
+"""
+"""Targets that a busy machine meets, too; all workers on a node that can be lost."""
+GRAFANA = {"$model": ".*", "$__rate_interval": "10s"}
+"""What Grafana puts in for its variables, at a scrape a second."""
+SELDOM = {
+    "What was missed": "all is well",
+    "Not taken": "nobody is shed",
+    "Failures that clients did not see": "no engine fails",
+    "Not ready": "every instance is ready",
+    "Flips in an hour": "pools keep to themselves",
+    "P90 TTFT, predicted and observed": "nothing is planned",
+    "P90 TPOT, predicted and observed": "nothing is planned",
+    "Attainment, predicted and observed": "nothing is planned",
+    "Prediction error": "nothing is planned",
+    "Correction of the latency model": "nothing is planned",
+    "Answers of the planner in an hour": "nothing is planned",
+}
+"""Panels without data in a fleet that is well, and why."""
+SELDOM_ASKED = {
+    "Shed, by reason and tenant",
+    "Failed attempts, and streams that outlived an engine",
+}
+"""Queries of the guide without data, for the same reasons."""
+CALAMITY = {
+    "CleaveNoInstanceReady",
+    "CleaveRequestsFail",
+    "CleaveSloBurnsFast",
+    "CleaveSloBurns",
+    "CleaveOperatorDoesNotLead",
+}
+"""What fires when the workers' node and the operator are gone while clients ask on."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A deployment that serves, and the Prometheus that watches it."""
+
+    chat: Chat
+    prometheus: Prometheus
+    load: Load
+    folder: Path
+
+    def ask(self, query: str) -> list[dict[str, Any]]:
+        for name, value in GRAFANA.items():
+            query = query.replace(name, value)
+        return self.prometheus.ask(query)
+
+    def firing(self) -> set[str]:
+        rules = self.prometheus.rules()
+        return {rule["name"] for rule in rules if rule.get("state") == "firing"}
+
+
+@pytest.fixture(scope="module")
+def nodes(installed: Cluster) -> Iterator[Nodes]:
+    """Those of the cluster, one for workers among them."""
+    if installed.nodes is None:
+        pytest.skip("needs nodes that a test may break")
+    installed.nodes.add(gpu_node(WORKERS))
+    yield installed.nodes
+    installed.nodes.lose(WORKERS)
+    installed.kubectl("delete", "node", WORKERS)
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    found = find_programs(build=False)
+    if found is None:
+        pytest.skip("Prometheus is not here; scripts/prometheus builds it")
+    return found
+
+
+@pytest.fixture(scope="module")
+def rules(cluster: Cluster) -> dict[str, Any]:
+    """The chart's, as a file of rules."""
+    told = cluster.helm("template", "cleave", str(CHART), "--set", "metrics.rules.enabled=true")
+    found = [each for each in yaml.safe_load_all(told) if each]
+    (rule,) = [each for each in found if each["kind"] == "PrometheusRule"]
+    return dict(rule["spec"])
+
+
+@pytest.fixture(scope="module")
+def watched(
+    installed: Cluster,
+    nodes: Nodes,
+    programs: Path,
+    rules: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Watched]:
+    """A deployment under load, scraped often enough for every rate; nothing has gone wrong."""
+    namespace = "test-prometheus"
+    folder = tmp_path_factory.mktemp("prometheus")
+    installed.kubectl("create", "namespace", namespace)
+    chat = Chat(installed, namespace)
+    try:
+        installed.kubectl("apply", "-n", namespace, "-f", "-", input=PATIENT)
+        chat.until_ready()
+        jobs = [*pod_jobs(installed.kubeconfig), engine_job(chat)]
+        with (
+            running(programs, folder, jobs, hurried(rules)) as prometheus,
+            Load(gateway(chat), "chat") as load,
+        ):
+            found = Watched(chat, prometheus, load, folder)
+            wait_until(lambda: has_history(found), WAIT_S, "all pages are scraped under load")
+            yield found
+    finally:
+        installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
+        installed.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def test_every_panel_shows_something_of_a_fleet_that_is_well(watched: Watched) -> None:
+    empty = {}
+    for file in sorted((CHART / "files" / "dashboards").glob("*.json")):
+        for panel in json.loads(file.read_text())["panels"]:
+            for target in panel.get("targets", ()):
+                if not watched.ask(target["expr"]) and panel["title"] not in SELDOM:
+                    empty[panel["title"]] = target["expr"]
+    assert not empty
+
+
+def test_every_query_of_the_guide_finds_what_it_is_for(watched: Watched) -> None:
+    guide = (ROOT / "docs" / "observe.md").read_text()
+    empty, alarming = [], []
+    for block in re.findall(r"```promql\n(.*?)```", guide, re.DOTALL):
+        for part in block.strip().split("\n\n"):
+            comment, *queries = part.splitlines()
+            for query in queries:
+                found = watched.ask(query)
+                if "Worth an alert" in comment:
+                    alarming += [query] if found else []
+                elif not found and comment.removeprefix("# ") not in SELDOM_ASKED:
+                    empty.append(query)
+    assert not empty
+    assert not alarming
+
+
+def test_rules_are_taken_and_silent_while_all_is_well(
+    watched: Watched, programs: Path, rules: dict[str, Any]
+) -> None:
+    file = watched.folder / "chart.yaml"
+    file.write_text(yaml.safe_dump(rules))
+    checked = subprocess.run(
+        [programs / "promtool", "check", "rules", file], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    told = watched.prometheus.rules()
+    assert {rule["health"] for rule in told} == {"ok"}
+    records = {rule["name"] for rule in told if rule["type"] == "recording"}
+    assert not {name for name in records if not watched.ask(name)}, "records without a value"
+    assert not watched.firing()
+
+
+def test_a_calamity_sets_off_the_alerts_that_are_for_it(watched: Watched, nodes: Nodes) -> None:
+    chat = watched.chat
+    operator = ("deployment/cleave-operator", "-n", SYSTEM)
+    chat.cluster.kubectl("scale", *operator, "--replicas=0")
+    try:
+        wait_until(lambda: not chat.cluster.list("pods", SYSTEM), WAIT_S, "no operator is left")
+        nodes.lose(WORKERS)
+        with suppress(AssertionError):
+            wait_until(lambda: watched.firing() == CALAMITY, WAIT_S, "alerts fire")
+        assert watched.firing() == CALAMITY, watched.ask("cleave_gateway_instances")
+    finally:
+        chat.cluster.kubectl("delete", "node", WORKERS)
+        nodes.add(gpu_node(WORKERS))
+        chat.cluster.kubectl("scale", *operator, "--replicas=2")
+    chat.until_ready()
+
+
+def hurried(rules: dict[str, Any]) -> dict[str, Any]:
+    """The same rules where a second counts as a minute."""
+
+    def hurry(found: re.Match[str]) -> str:
+        return f"{found[1]}{int(found[2]) * (60 if found[3] == 'h' else 1)}s{found[4]}"
+
+    text = re.sub(r"(\[)(\d+)([mh])(\])", hurry, json.dumps(rules))
+    return dict(json.loads(re.sub(r'("for": ")(\d+)([mh])(")', hurry, text)))
+
+
+def gateway(chat: Chat) -> str:
+    """Address of one by itself: the Service turns clients away while no instance is ready."""
+    pods = chat.cluster.list("pods", chat.namespace, "cleave.dev/component=gateway")
+    return f"{pods[0]['status']['podIP']}:{GATEWAY_PORT}"
+
+
+def engine_job(chat: Chat) -> dict[str, Any]:
+    """Scrapes of engines, whose ports only their agents know."""
+    targets = []
+    for pod in chat.workers():
+        address = f"{pod['status']['podIP']}:{AGENT_PORT}"
+        with grpc.insecure_channel(address) as channel:
+            told = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=10)
+        targets.append(urlsplit(told.registration.engine_url).netloc)
+    return {"job_name": "engines", "static_configs": [{"targets": targets}]}
+
+
+def has_history(watched: Watched) -> bool:
+    """Whether every page has been scraped twice within the panels' window."""
+    counted = watched.ask("count_over_time(up[$__rate_interval]) >= 3")
+    return len(counted) == PAGES and watched.load.answered > 50
