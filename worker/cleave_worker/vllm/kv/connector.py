@@ -1,0 +1,232 @@
+"""Cleave's KV connector, as vLLM loads it: `kv_connector` CleaveConnector of this module.
+
+Beside vLLM's own NixlConnector and in its place where a hand-off must never be of another prompt,
+another boot or memory that somebody else uses now: those are refused, counted and computed anew
+(`kv_load_failure_policy` recompute) or fail clearly. The halves are in scheduler.py and worker.py.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from cleave_worker.transfer.identity import Layout
+from cleave_worker.transfer.link import Way
+from cleave_worker.transfer.memory import register
+from cleave_worker.transfer.owner import Kept
+from cleave_worker.vllm.kv.metrics import TransferMetrics, Transfers
+from cleave_worker.vllm.kv.orders import Orders, Port
+from cleave_worker.vllm.kv.scheduler import SchedulerSide
+from cleave_worker.vllm.kv.worker import Settings, WorkerSide
+
+
+class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
+    """One half: the scheduler's or a worker's, as `role` says."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: Any,  # noqa: ANN401
+    ) -> None:
+        """Raises ValueError for models whose KV is of several kinds: they need NixlConnector."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(
+                f"the model keeps KV of {len(kv_cache_config.kv_cache_groups)} kinds and "
+                "CleaveConnector moves one: use NixlConnector"
+            )
+        self._worker: WorkerSide | None = None
+        self._scheduler = self._scheduler_side() if role is KVConnectorRole.SCHEDULER else None
+
+    # vLLM's questions about the class
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Layer by layer, blocks in one piece."""
+        return None if vllm_config.model_config.use_mla else "LBHNC"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Transfers:
+        """Statistics as they come from another process."""
+        return Transfers(data)
+
+    @classmethod
+    def build_prom_metrics(cls, *told: Any) -> TransferMetrics:  # noqa: ANN401
+        """Prometheus series."""
+        return TransferMetrics(*told)
+
+    # The scheduler's half
+
+    def on_new_request(self, request: Any) -> None:  # noqa: ANN401
+        """A request has arrived."""
+        self._told_scheduler().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self,
+        request: Any,  # noqa: ANN401
+        num_computed_tokens: int,
+    ) -> tuple[int, bool]:
+        """Tokens to pull, between steps."""
+        count = self._told_scheduler().tokens_to_pull(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(
+        self,
+        request: Any,  # noqa: ANN401
+        blocks: Any,  # noqa: ANN401
+        num_external_tokens: int,
+    ) -> None:
+        """A request has blocks."""
+        self._told_scheduler().allocated(request, blocks.blocks[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:  # noqa: ANN401, ARG002
+        """What workers are to do with this step."""
+        return self._told_scheduler().take_orders()
+
+    def request_finished(
+        self,
+        request: Any,  # noqa: ANN401
+        block_ids: list[int],
+    ) -> tuple[bool, dict[str, object] | None]:
+        """A request has ended: whether its blocks are kept, and the hand-off."""
+        return self._told_scheduler().finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self,
+        request: Any,  # noqa: ANN401
+        block_ids: tuple[list[int], ...],
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The same where vLLM could keep KV of several kinds."""
+        return self._told_scheduler().finished(request, block_ids[0])
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Port]) -> None:
+        """Where the ranks serve, by (pipeline, tensor) rank."""
+        ports = tuple(port.number for _, port in sorted(metadata.items()))
+        self._told_scheduler().ports = ports
+
+    # The workers' half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV is allocated: move it into shared memory if that serves, and start to serve."""
+        config = self._vllm_config
+        memory, planes = register(kv_caches.values(), self._kv_cache_config.num_blocks)
+        kept = Kept(
+            self._boot_id, self._layout(kv_caches.values()), memory, tuple(planes), self._host
+        )
+        rank = get_pp_group().rank_in_group * config.parallel_config.tensor_parallel_size
+        rank += get_tp_group().rank_in_group
+        self._worker = WorkerSide(kept, rank, self._settings(memory.regions[0].device))
+
+    def get_handshake_metadata(self) -> Port | None:
+        """Where this rank serves."""
+        return Port(self._told_worker().port)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker and isinstance(connector_metadata, Orders):
+            self._worker.note(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        """Begin to pull."""
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        self._told_worker().start(orders.pull, orders.decline)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests wait for their KV outside of steps."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Readers take it from where it is."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved elsewhere."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """What has ended since the last step."""
+        worker = self._told_worker()
+        received, failed = worker.take_received()
+        return KVConnectorTransferResults(worker.take_sent(), received, failed)
+
+    def get_kv_connector_stats(self) -> Transfers | None:
+        """What has happened since the last step."""
+        side = self._worker or self._scheduler
+        transfers = side.take_transfers() if side else None
+        return transfers if transfers and not transfers.is_empty() else None
+
+    def shutdown(self) -> None:
+        """Stop serving and pulling."""
+        if self._worker:
+            self._worker.close()
+
+    # What the configuration says
+
+    @property
+    def _boot_id(self) -> str:
+        return str(self._kv_transfer_config.engine_id)
+
+    @property
+    def _host(self) -> str:
+        return str(self._kv_transfer_config.get_from_extra_config("host", "127.0.0.1"))
+
+    def _scheduler_side(self) -> SchedulerSide:
+        parallel = self._vllm_config.parallel_config
+        return SchedulerSide(
+            self._boot_id,
+            self._host,
+            self._vllm_config.cache_config.block_size,
+            (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+        )
+
+    def _settings(self, device: torch.device) -> Settings:
+        extra = self._kv_transfer_config.get_from_extra_config
+        usual = (Way.SHARED_MEMORY, Way.GLOO) if device.type == "cpu" else (Way.NCCL,)
+        return Settings(
+            port=int(extra("port", 0)),
+            ways=tuple(Way(way) for way in extra("ways", usual)),
+            lease_s=float(extra("kv_lease_duration", 30)),
+            transfer_s=float(extra("transfer_timeout", 30)),
+            check_bytes=bool(extra("checksums", False)),
+        )
+
+    def _layout(self, caches: Iterable[torch.Tensor]) -> Layout:
+        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        first = next(iter(caches))
+        return Layout(
+            model=f"{model.model}@{model.revision or ''}",
+            dtype=str(first.dtype),
+            block_size=self._vllm_config.cache_config.block_size,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            num_layers=model.get_total_num_hidden_layers(),
+            num_kv_heads=model.get_total_num_kv_heads(),
+            head_size=model.get_head_size(),
+            arrangement=f"{tuple(first.shape[1:])} {first.stride()[1:]}",
+        )
+
+    def _told_scheduler(self) -> SchedulerSide:
+        assert self._scheduler, "a worker was asked what its scheduler knows"
+        return self._scheduler
+
+    def _told_worker(self) -> WorkerSide:
+        assert self._worker, "the KV is not registered yet"
+        return self._worker

@@ -1,0 +1,43 @@
+"""What the scheduler's half of the connector tells the workers' half with each step."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from cleave_worker.transfer.holds import Held
+from cleave_worker.transfer.identity import HandOff
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """KV to pull for a request that waits for it."""
+
+    hand_off: HandOff
+    prompt_digest: str
+    """Of the prompt as this engine has it."""
+    first_block: int
+    """Blocks before it are in the prefix cache."""
+    blocks: tuple[int, ...]
+    """Own blocks to fill."""
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """By request id of this engine."""
+
+    hold: dict[str, Held] = field(default_factory=dict)
+    expect: dict[str, HandOff] = field(default_factory=dict)
+    """Will be pulled when it is their turn; their leases are to be extended until then."""
+    pull: dict[str, Wanted] = field(default_factory=dict)
+    decline: dict[str, HandOff] = field(default_factory=dict)
+    """Will not be pulled: their owners may free them."""
+
+
+@dataclass(frozen=True)
+class Port(KVConnectorHandshakeMetadata):
+    """Where one rank serves what it holds."""
+
+    number: int
