@@ -15,6 +15,7 @@ from cleave.controller.settings import Settings
 from cleave.controller.sweep import WATCHED
 from cleave.controller.wanted import FINALIZER
 from cleave.pods.container import UID
+from cleave.pods.labels import AGENT_PORT, INTERNAL_PORT
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -26,7 +27,7 @@ RIGHTS = {
     ("cleave.dev", "instancepools"): {*APPLIED, "delete"},
     ("cleave.dev", "instancepools/status"): {"patch"},
     ("cleave.dev", "instancepools/finalizers"): {"update"},
-    ("", "pods"): {"get", "list", "watch", "create", "delete"},
+    ("", "pods"): {"get", *APPLIED, "delete"},
     ("", "services"): {"get", *APPLIED},
     ("apps", "deployments"): APPLIED,
     ("policy", "poddisruptionbudgets"): APPLIED,
@@ -186,6 +187,18 @@ def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder) -> None:
 
 def test_removing_the_operators_manifest_keeps_the_crds(plain) -> None:
     assert not [each for each in plain if each["kind"] == "CustomResourceDefinition"]
+
+
+def test_the_operator_reaches_agents_and_what_gateways_know(plain) -> None:
+    egress = one(plain, "NetworkPolicy", "cleave-operator")["spec"]["egress"]
+    open_to = {
+        rule["to"][0]["podSelector"]["matchLabels"]["cleave.dev/component"]: rule["ports"][0][
+            "port"
+        ]
+        for rule in egress
+        if "to" in rule
+    }
+    assert open_to == {"gateway": INTERNAL_PORT, "worker": AGENT_PORT}
 
 
 def test_isolated_workers_get_a_policy_and_others_none() -> None:

@@ -20,7 +20,7 @@ def selects(term: dict, labels: dict) -> bool:
 
 
 def test_workers_and_followers_are_closed_and_gateways_are_not() -> None:
-    spec = workers_policy(DEPLOYMENT)["spec"]
+    spec = workers_policy(DEPLOYMENT, "cleave-system")["spec"]
     for component in ("worker", "follower"):
         assert selects(spec["podSelector"], component_labels("chat", component))
     assert not selects(spec["podSelector"], component_labels("chat", "gateway"))
@@ -30,7 +30,7 @@ def test_workers_and_followers_are_closed_and_gateways_are_not() -> None:
 
 
 def test_the_deployments_own_pods_are_let_in_on_every_port() -> None:
-    (rule,) = workers_policy(DEPLOYMENT)["spec"]["ingress"]
+    rule, _ = workers_policy(DEPLOYMENT, "cleave-system")["spec"]["ingress"]
     (source,) = rule["from"]
     assert "ports" not in rule
     assert "namespaceSelector" not in source
@@ -40,6 +40,14 @@ def test_the_deployments_own_pods_are_let_in_on_every_port() -> None:
     assert not selects(source["podSelector"], component_labels("other", "gateway"))
 
 
+def test_the_operators_namespace_is_let_in_to_agents_only() -> None:
+    _, rule = workers_policy(DEPLOYMENT, "cleave-system")["spec"]["ingress"]
+    (source,) = rule["from"]
+    home = {"kubernetes.io/metadata.name": "cleave-system"}
+    assert source == {"namespaceSelector": {"matchLabels": home}}
+    assert [port["port"] for port in rule["ports"]] == [9000]
+
+
 def test_it_is_named_after_the_workers() -> None:
-    metadata = workers_policy(DEPLOYMENT)["metadata"]
+    metadata = workers_policy(DEPLOYMENT, "cleave-system")["metadata"]
     assert (metadata["name"], metadata["namespace"]) == ("chat-workers", "team")

@@ -155,7 +155,7 @@ def _fixed(view: DeploymentView) -> list[Manifest]:
         gateway_service(deployment),
         gateway_deployment(deployment, image_prefix=settings.image_prefix),
         gateway_budget(deployment),
-        *([workers_policy(deployment)] if settings.isolates else ()),
+        *([workers_policy(deployment, settings.namespace)] if settings.isolates else ()),
     ]
 
 

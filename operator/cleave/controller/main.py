@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             namespaces=tuple(stated.namespace),
             webhook=webhook,
             settings=Settings(
+                namespace=stated.own_namespace,
                 image_prefix=stated.image_prefix,
                 discovery_role=stated.discovery_role,
                 device=stated.device,
@@ -114,7 +115,7 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add(
         "--isolate-workers",
         action="store_true",
-        help="let only a deployment's own pods reach its workers (NetworkPolicy)",
+        help="let only a deployment's pods and the operator reach its workers (NetworkPolicy)",
     )
     add(
         "--watch-interval",

@@ -10,6 +10,8 @@ from cleave.pods.resources import Device
 class Settings:
     """Of one operator."""
 
+    namespace: str = "cleave-system"
+    """Where the operator itself is."""
     image_prefix: str = ""
     """Where Cleave's own images are pulled from."""
     discovery_role: str = "cleave-discovery"

@@ -1,17 +1,33 @@
-"""Who may speak to workers: the pods of their own deployment, and nobody else. Pure.
+"""Who may speak to workers: the pods of their own deployment, the operator, and nobody else. Pure.
 
 Called by the controller where it is told to. Engines ask nobody for a key: the gateway does, and
 whoever reaches an engine past it is not asked. Their ports are chosen when they start, hence all.
-What is hard: Kubernetes lets the node itself in always, which probes and port-forwarding need.
+The operator speaks to agents only. What is hard: Kubernetes lets the node itself in always, which
+probes and port-forwarding need.
 """
 
 from cleave.pods.discovery import Owner, deployment_of
-from cleave.pods.labels import COMPONENT, DEPLOYMENT, FOLLOWER, WORKER, Manifest, workers_name
+from cleave.pods.labels import (
+    AGENT_PORT,
+    COMPONENT,
+    DEPLOYMENT,
+    FOLLOWER,
+    WORKER,
+    Manifest,
+    workers_name,
+)
+
+_NAMESPACE = "kubernetes.io/metadata.name"
+"""Label that Kubernetes gives every namespace."""
 
 
-def workers_policy(owner: Owner) -> Manifest:
+def workers_policy(owner: Owner, operator_namespace: str) -> Manifest:
     """The NetworkPolicy over the workers of a deployment, followers included."""
     deployment = deployment_of(owner)
+    operator = {
+        "from": [{"namespaceSelector": {"matchLabels": {_NAMESPACE: operator_namespace}}}],
+        "ports": [{"protocol": "TCP", "port": AGENT_PORT}],
+    }
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -28,6 +44,9 @@ def workers_policy(owner: Owner) -> Manifest:
                 ],
             },
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": {"matchLabels": {DEPLOYMENT: deployment}}}]}],
+            "ingress": [
+                {"from": [{"podSelector": {"matchLabels": {DEPLOYMENT: deployment}}}]},
+                operator,
+            ],
         },
     }
