@@ -106,12 +106,17 @@ class Relay:
         if piece:
             if not self.events and self.hides_ids:
                 piece = self._hide_prompt_ids(piece)
-            if _KEY in piece and leaks_handoff(piece):
+            # Looking through a piece costs more than all else here. `find`, for `in` first takes
+            # the bytes for a number, which costs as much again; and one byte is found at once.
+            if piece.find(_KEY) >= 0 and leaks_handoff(piece):
                 raise HandoffError("lies in the stream")
-            events = piece.count(_EVENT_END)
-            # A search through a piece costs as much as all else here: most hold one event.
-            failed = _FAILURE in piece if events > 1 else piece.startswith(_FAILURE)
-            if (failed or (events and _GIVEN_UP in piece)) and not self._opaque:
+            if piece.find(b"\n") == len(piece) - len(BORDER):
+                events = int(piece.endswith(_EVENT_END))
+                failed = piece.startswith(_FAILURE)
+            else:
+                events = piece.count(_EVENT_END)
+                failed = piece.find(_FAILURE) >= 0
+            if (failed or (events and piece.find(_GIVEN_UP) >= 0)) and not self._opaque:
                 piece, lost = _cut_at_failure(piece)
                 events = piece.count(_EVENT_END)
         if piece:
