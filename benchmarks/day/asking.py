@@ -9,17 +9,19 @@ import asyncio
 import itertools
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "fidelity"))
+import judging
 import load
+from deployment import NAME
 
 from cleave.profiling.client import Answer, Client
 from cleave.simulator.trace import Trace
 
-MODEL = "day"
 PATIENCE_S = 20.0
 """From the last request to the end of the day."""
 
@@ -28,7 +30,7 @@ class InTurns:
     """Spreads requests over gateways, as a Service does."""
 
     def __init__(self, urls: list[str], span_s: float) -> None:
-        self._clients = itertools.cycle([Client(url, MODEL, 2 * span_s) for url in urls])
+        self._clients = itertools.cycle([Client(url, NAME, 2 * span_s) for url in urls])
         self._end_s = asyncio.get_running_loop().time() + span_s
 
     async def complete(self, prompt: list[int], output_tokens: int) -> Answer:
@@ -53,14 +55,7 @@ def main(trace_file: Path, seen_file: Path, time_scale: float, urls: list[str]) 
     trace = Trace(arrays["arrival_ms"], arrays["prompt_tokens"], arrays["output_tokens"])
     print("begins", flush=True)
     seen = asyncio.run(ask(trace, time_scale, urls))
-    np.savez(
-        seen_file,
-        first_token_ms=seen.first_token_ms,
-        end_ms=seen.end_ms,
-        lag_ms=seen.lag_ms,
-        faults=np.array(seen.faults),
-        busy_share=seen.busy_share,
-    )
+    judging.write_seen(seen_file, judging.Seen(**asdict(seen)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """What clients saw of a day, judged against the targets: per phase and in all."""
 
+import json
+import os
+import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +31,9 @@ class Seen:
 
     def tpot_ms(self, trace: Trace) -> np.ndarray:
         """(end - first token) / (output tokens - 1)."""
-        took_ms = np.where(np.isinf(self.end_ms), np.inf, self.end_ms - self.first_token_ms)
-        return np.asarray(took_ms / np.maximum(trace.output_tokens - 1, 1))
+        # Who went home unanswered has waited endlessly for the first token already.
+        first_ms = np.where(np.isinf(self.end_ms), 0.0, self.first_token_ms)
+        return np.asarray((self.end_ms - first_ms) / np.maximum(trace.output_tokens - 1, 1))
 
     def attained(self, trace: Trace) -> np.ndarray:
         """Who met both targets; what failed did not."""
@@ -69,6 +73,7 @@ class Result:
     """Of the wall's clock: by which the load itself came late."""
     busy_share: float
     faults: tuple[str, ...]
+    machine: str
 
     @property
     def attainment(self) -> float:
@@ -85,6 +90,18 @@ def read_seen(file: Path) -> Seen:
         tuple(map(str, arrays["faults"])),
         float(arrays["busy_share"]),
     )
+
+
+def write_seen(file: Path, seen: Seen) -> None:
+    """For `read_seen`."""
+    np.savez(file, **(asdict(seen) | {"faults": np.array(seen.faults)}))
+
+
+def read_result(file: Path) -> Result:
+    """What an earlier run has written as JSON."""
+    fields = json.loads(file.read_text())
+    phases = tuple(PhaseResult(**each) for each in fields.pop("phases"))
+    return Result(**{**fields, "phases": phases, "faults": tuple(fields["faults"])})
 
 
 def join(parts: Sequence[Seen]) -> Seen:
@@ -130,6 +147,7 @@ def judge(mode: str, day: Day, seen: Seen, time_scale: float, told: "Told") -> R
         late_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)) * time_scale,
         busy_share=seen.busy_share,
         faults=seen.faults[:5],
+        machine=describe_machine(),
     )
 
 
@@ -140,6 +158,11 @@ class Told:
     flips: int
     replans: int
     instance_s: float
+
+
+def describe_machine() -> str:
+    """What figures are taken on."""
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
 def _p90(values: np.ndarray) -> float | None:

@@ -1,7 +1,5 @@
 """The day's figures as a table."""
 
-import os
-import platform
 from collections.abc import Sequence
 
 from deployment import ORACLE
@@ -32,8 +30,3 @@ def build_table(results: Sequence[Result]) -> Table:
             f"{each.busy_share:.0%}",
         )
     return table
-
-
-def describe_machine() -> str:
-    """What the figures were taken on."""
-    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"

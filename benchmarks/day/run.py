@@ -3,7 +3,8 @@
     python benchmarks/day/run.py                      # every mode and the oracle
     python benchmarks/day/run.py --modes static,flips --quick
 
-Runs itself in a network of its own (scripts/isolated). README.md explains the figures.
+What each mode gave is kept in --work: a run that was broken off goes on where it was. Runs in a
+network of its own (scripts/isolated). README.md explains the figures.
 """
 
 import argparse
@@ -32,9 +33,9 @@ from deployment import (  # noqa: E402
     planned,
     say,
 )
-from judging import Result, Seen, Told, join, judge, read_seen  # noqa: E402
+from judging import Result, Seen, Told, join, judge, read_result, read_seen, write_seen  # noqa: E402
 from picture import draw  # noqa: E402
-from report import build_table, describe_machine  # noqa: E402
+from report import build_table  # noqa: E402
 from rich.console import Console  # noqa: E402
 from stage import PER_NODE, Stage, opened_stage, tell, write_json  # noqa: E402
 from traffic import PHASES, Day, Lengths, draw_day, read_lengths  # noqa: E402
@@ -63,6 +64,14 @@ class Settings:
         """Of the wall's clock."""
         return self.day.phase_ms / 1e3 * self.time_scale
 
+    def result_file(self, mode: str) -> Path:
+        """A mode's figures."""
+        return self.work / f"{mode}.json"
+
+    def seen_file(self, mode: str) -> Path:
+        """What clients saw in a mode."""
+        return self.work / f"{mode}.npz"
+
     def workload(self, index: int) -> object:
         """What is known of a phase's traffic."""
         return make_workload(self.day.phases[index], self.lengths, self.time_scale)
@@ -73,7 +82,7 @@ class Settings:
         return plan(self.workload(index), self.time_scale, INSTANCES - lost)
 
 
-def run_mode(stage: Stage, mode: Mode, settings: Settings) -> Result:
+def run_mode(stage: Stage, mode: Mode, settings: Settings) -> tuple[Result, Seen]:
     """The whole day in one mode."""
     manifest = (
         planned(settings.workload(0), settings.time_scale, INTERVAL_S, flips=mode.flips)
@@ -90,10 +99,11 @@ def run_mode(stage: Stage, mode: Mode, settings: Settings) -> Result:
         seen = serve(stage, settings, mode.name, settings.day.trace, lost_at_s)
         told = look_back(stage, since_s, time.time())
         (settings.work / f"{mode.name}.events").write_text(stage.events())
-    return judge(mode.name, settings.day, seen, settings.time_scale, told)
+        write_json(settings.work / f"{mode.name}.status.json", stage.status())
+    return judge(mode.name, settings.day, seen, settings.time_scale, told), seen
 
 
-def run_oracle(stage: Stage, settings: Settings) -> Result:
+def run_oracle(stage: Stage, settings: Settings) -> tuple[Result, Seen]:
     """Each phase by itself, on its best plan, which is there before its first request."""
     parts, told = [], []
     with stage.serving(placed(settings.best(0), settings.time_scale, flips=False)):
@@ -108,7 +118,8 @@ def run_oracle(stage: Stage, settings: Settings) -> Result:
             parts.append(serve(stage, settings, name, settings.day.cut(index), []))
             told.append(look_back(stage, since_s, time.time()))
     whole = Told(0, len(parts) - 1, sum(each.instance_s for each in told))
-    return judge(ORACLE, settings.day, join(parts), settings.time_scale, whole)
+    seen = join(parts)
+    return judge(ORACLE, settings.day, seen, settings.time_scale, whole), seen
 
 
 def serve(
@@ -145,11 +156,29 @@ def look_back(stage: Stage, since_s: float, until_s: float) -> Told:
     ready = stage.prometheus.look_back(
         'sum(max by (model, role) (cleave_gateway_instances{state="ready"}))', since_s, until_s, 1
     )
-    changes = max(0, len(stage.status().get("plans", ())) - 1)
+    changes = [each for each in stage.status().get("plans", ()) if each["verdict"] == "Applied"]
     counted = [float(value) for series in flips for _, value in series["values"]]
     instance_s = sum(float(value) for series in ready for _, value in series["values"])
     grown = counted[-1] - counted[0] if counted else 0.0
-    return Told(round(grown), changes, instance_s)
+    return Told(round(grown), len(changes), instance_s)
+
+
+def run_modes(names: Sequence[str], settings: Settings) -> None:
+    """One after the other on one stage; each result is written as soon as it is there."""
+    os.environ.pop("KUBECONFIG", None)
+    with (
+        tempfile.TemporaryDirectory(prefix="cleave-day-") as folder,
+        opened_stage(Path(folder)) as stage,
+    ):
+        for name in names:
+            tell(f"{name}: {len(settings.day.trace):,} requests")
+            found, seen = (
+                run_oracle(stage, settings)
+                if name == ORACLE
+                else run_mode(stage, MODES[name], settings)
+            )
+            write_seen(settings.seen_file(name), seen)
+            write_json(settings.result_file(name), asdict(found))
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -178,37 +207,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(names) - {ORACLE, *MODES}:
         sys.exit(f"--modes: {', '.join(sorted(unknown))}: is none of {ORACLE}, {', '.join(MODES)}")
     isolate()
-    stated.work.mkdir(parents=True, exist_ok=True)
     lengths = read_lengths(stated.data, MAX_MODEL_LEN)
     phase_s = stated.phase or (QUICK_PHASE_S if stated.quick else PHASE_S)
-    phase_ms = phase_s * 1e3 / stated.time_scale
-    day = draw_day(PHASES, lengths, phase_ms, stated.seed)
-    settings = Settings(day, lengths, stated.time_scale, stated.work)
-    results = []
-    os.environ.pop("KUBECONFIG", None)
-    with (
-        tempfile.TemporaryDirectory(prefix="cleave-day-") as folder,
-        opened_stage(Path(folder)) as stage,
-    ):
-        for name in names:
-            tell(f"{name}: {len(day.trace):,} requests in {len(PHASES) * phase_s:.0f} s")
-            found = (
-                run_oracle(stage, settings)
-                if name == ORACLE
-                else run_mode(stage, MODES[name], settings)
-            )
-            write_json(settings.work / f"{name}.json", asdict(found))
-            results.append(found)
+    day = draw_day(PHASES, lengths, phase_s * 1e3 / stated.time_scale, stated.seed)
+    work = stated.work / f"x{stated.time_scale:g}-p{phase_s:g}-s{stated.seed}"
+    work.mkdir(parents=True, exist_ok=True)
+    settings = Settings(day, lengths, stated.time_scale, work)
+    missing = [name for name in names if not settings.result_file(name).exists()]
+    if missing:
+        run_modes(missing, settings)
+    results = [read_result(settings.result_file(name)) for name in names]
+    seen = {name: read_seen(settings.seen_file(name)) for name in names}
     document = {
-        "machine": describe_machine(),
         "time_scale": stated.time_scale,
         "phase_s": phase_s,
         "results": [asdict(each) for each in results],
     }
-    write_json(settings.work / "report.json", document)
-    draw(settings.work / "day.svg", results)
+    write_json(work / "report.json", document)
+    draw(work / "day.html", day, seen)
     if stated.output == "json":
-        print((settings.work / "report.json").read_text())
+        print((work / "report.json").read_text())
     else:
         Console(width=120).print(build_table(results))
     return 0
