@@ -119,6 +119,16 @@ def test_prompts_start_in_the_order_of_the_terms_a_batch_at_a_time(
     assert "".join(run(scheduler)) == names
 
 
+def test_prompts_that_come_while_no_seat_is_free_are_sorted_together(make: Make) -> None:
+    scheduler = make(seqs=1)
+    scheduler.follow(Terms(Order.SJF))
+    add(scheduler, "first", 20, max_tokens=20)
+    for name, length in zip("abc", (50, 10, 30), strict=True):
+        step(scheduler)
+        add(scheduler, name, length)
+    assert run(scheduler) == ["first", "b", "c", "a"]
+
+
 def test_a_pass_keeps_to_the_terms_but_never_above_what_the_engine_was_started_with(
     make: Make,
 ) -> None:

@@ -39,13 +39,15 @@ def make_scheduler(vllm_config: Any, **more: Any) -> SchedulerInterface:  # noqa
 class WaitingQueue(FCFSRequestQueue):
     """Waiting requests in the order of the terms; empty for vLLM while the first may not join."""
 
-    def __init__(self, may_join: Callable[[Request], bool]) -> None:
+    def __init__(self, has_seat: Callable[[], bool], may_join: Callable[[Request], bool]) -> None:
         super().__init__()
+        self._has_seat = has_seat
         self.window: Window[Request] = Window(self, _tokens_to_compute)
         self._may_join = may_join
 
     def __bool__(self) -> bool:
-        if not len(self):
+        # Without a seat nobody is looked at, so that the batch is sorted when somebody can start.
+        if not len(self) or not self._has_seat():
             return False
         self.window.sort()
         return self._may_join(self[0])
@@ -96,7 +98,7 @@ class _Following(Scheduler):
         self._started_tokens: int = self.max_num_scheduled_tokens
         self._started_seqs: int = self.max_num_active_reqs
         self._started_threshold = self.scheduler_config.long_prefill_token_threshold
-        self.waiting = WaitingQueue(self._may_join)
+        self.waiting = WaitingQueue(self._has_seat, self._may_join)
         self.follow(terms.DEFAULT)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -123,6 +125,10 @@ class _Following(Scheduler):
     def _by_claim(self, request: Request) -> tuple[bool, float]:
         spared = is_spared(request.num_preemptions, self._terms.preemption_limit)
         return not spared, request.arrival_time
+
+    def _has_seat(self) -> bool:
+        taken = len(self.running) + self.num_waiting_for_streaming_input
+        return taken < self.max_num_active_reqs
 
     def _may_join(self, request: Request) -> bool:
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
