@@ -9,15 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_convergence import World, ready, world
 
+from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller import repurposing, wanted
 from cleave.controller.actions import Create, Delete, Repurpose
 from cleave.controller.observed import ObservedPod
+from cleave.planner.placement import plan
 from cleave.pods.labels import Manifest
+from cleave.pods.pool import pools as make_pools
 from cleave.rpc.fleet_page import Instance
 
-from small_cluster import by_hand
+from small_cluster import by_hand, chat
 
 
 def pool(role: Role, replicas: int, **spec: Any) -> InstancePool:
@@ -97,6 +100,20 @@ def test_what_is_made_otherwise_does_not_move(spec: dict[str, Any]) -> None:
     there = count(prefill=1, decode=3)
     goals = {Role.PREFILL: pool(Role.PREFILL, 2, **spec), Role.DECODE: pool(Role.DECODE, 2)}
     assert chosen(there, goals) == []
+
+
+@pytest.mark.parametrize(("engine", "alike"), [({}, False), ({"scheduling": {}}, True)])
+def test_engines_that_follow_their_role_are_alike_whatever_limits_the_roles_have(
+    engine: dict[str, Any], alike: bool
+) -> None:
+    limits = [
+        {"role": "prefill", "maxNumSeqs": 256, "maxNumBatchedTokens": 8192},
+        {"role": "decode", "maxNumSeqs": 512, "maxNumBatchedTokens": 2048},
+    ]
+    asked = chat(placement={"manual": limits}, engine={"type": "Emulated", **engine})
+    deployment = LLMDeployment.model_validate(asked)
+    prefill, decode = make_pools(deployment, plan(deployment))
+    assert repurposing.are_alike(prefill, decode) is alike
 
 
 @pytest.mark.parametrize("spec", [{"nodes": 2, "parallelism": {"tensor": 2}},
