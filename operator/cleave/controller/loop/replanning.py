@@ -23,6 +23,7 @@ from cleave.controller.loop.following import follow
 from cleave.controller.loop.turn import APPLIED, CORRECTED, DRIFTED, HOLDS, PROPOSED, Event, Turn
 from cleave.controller.observed import seconds, timestamp
 from cleave.controller.placing import inputs, placed
+from cleave.planner.guard import SETTLE_S
 from cleave.planner.placement import to_planned
 from cleave.planner.plan import PlannedPool
 from cleave.planner.revision import Left, Terms
@@ -132,8 +133,9 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
     if not _is_time(view, kept, change, settled_s):
         return None
     since_s = max(change.since_s, settled_s) if change else settled_s
-    interval_s = view.deployment.spec.planning.replan.interval_s
-    recent = list_recent(view.windows, since_s, interval_s)
+    # The guard leaves the first ones out.
+    enough_s = view.deployment.spec.planning.replan.interval_s + SETTLE_S
+    recent = list_recent(view.windows, since_s, enough_s)
     try:
         workload = refit(recent)
     except RefitError:
