@@ -20,11 +20,12 @@ check-compiled: setup ## gateway and router as images carry them pass their test
 	.venv/bin/python scripts/compile.py build/compiled
 	PYTHONPATH=build/compiled .venv/bin/pytest -m 'not interpreted' tests/gateway tests/router $(ARGS)
 
-tools: # Kubernetes, helm and Prometheus' query engine, built once
+tools: # Kubernetes, helm, Prometheus and its query engine, built once
 	@scripts/bootstrap --cluster && scripts/cluster-tools >/dev/null && scripts/promql >/dev/null
+	@scripts/prometheus >/dev/null
 
 e2e: setup ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
-	$(if $(KUBECONFIG),,@scripts/bootstrap --cluster && scripts/cluster-tools >/dev/null)
+	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest e2e/test_cluster*.py $(ARGS)
 
 lint: setup
