@@ -7,8 +7,8 @@ from cleave.perf.corrected import NONE, Correction, correct
 from cleave.planner import search
 from cleave.planner.bench import to_draft
 from cleave.planner.draft import cell_fleet
-from cleave.planner.guard import Running
 from cleave.planner.problem import Problem
+from cleave.planner.replay import Running
 from cleave.planner.revision import Left, Revision, Terms, Verdict, revise
 from cleave.simulator.run import simulate
 from cleave.traffic.window import Window

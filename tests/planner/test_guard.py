@@ -8,7 +8,6 @@ from cleave.perf.corrected import NONE, Correction
 from cleave.planner.guard import FEWEST, Judgement, judge
 from cleave.planner.revision import to_demand
 from cleave.policy.pooling import make_terms
-from cleave.traffic.window import join
 
 from playing import Play, ask
 
@@ -16,7 +15,7 @@ from playing import Play, ask
 def judged(play: Play, **more) -> Judgement:
     windows = play.serve(**more)
     problem = replace(play.problem, demand=to_demand(windows).limited(2048))
-    return judge(problem, play.running, join(windows), play.correction)
+    return judge(problem, play.running, windows, play.correction)
 
 
 @pytest.mark.parametrize("shape", ["Always", "Never"])
@@ -47,7 +46,7 @@ def test_a_model_that_is_wrong_is_told_and_mended_at_the_first_look(
     assert not found.holds
     assert found.correction.prefill == pytest.approx(truth.prefill, rel=0.12)
     assert found.correction.decode == pytest.approx(truth.decode, rel=0.12)
-    assert found.correction.num_requests == pytest.approx(3_000, rel=0.1)
+    assert 2_000 < found.correction.num_requests < 3_000
 
 
 def test_each_figure_is_told_with_its_error() -> None:
@@ -90,7 +89,7 @@ def test_few_answers_say_nothing() -> None:
     windows = play.serve()[:1]
     assert windows[0].num_requests > FEWEST
     few = replace(windows[0], ttft=replace(windows[0].ttft, counts=(99.0,) * 18))
-    found = judge(play.problem, play.running, few)
+    found = judge(play.problem, play.running, [few])
     assert (found.comparisons, found.error, found.correction) == ((), None, NONE)
     assert found.holds
 
@@ -100,5 +99,5 @@ def test_pools_that_lend_are_foreseen_to_lend() -> None:
     windows = play.serve(play.problem.demand.at(24.0))
     problem = replace(play.problem, demand=play.problem.demand.at(24.0))
     lending = replace(play.running, flipping=make_terms(800))
-    fixed, lent = (judge(problem, each, join(windows)) for each in (play.running, lending))
+    fixed, lent = (judge(problem, each, windows) for each in (play.running, lending))
     assert lent.attainment > fixed.attainment

@@ -10,27 +10,25 @@ time to the first one.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cleave.api.role import Role
 from cleave.perf import corrected
 from cleave.perf.corrected import NONE, Correction
-from cleave.planner.bench import to_draft
-from cleave.planner.draft import cell_fleet
-from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
-from cleave.planner.trials import Targets, Trials
-from cleave.policy.pooling import Terms
+from cleave.planner.replay import Model, Running, Shown
+from cleave.simulator.outcome import Times
 from cleave.traffic.counts import Buckets
-from cleave.traffic.window import Window
+from cleave.traffic.window import Window, join, list_settled
 
 FEWEST = 100
 """Answers below which nothing is said of a prediction."""
+SETTLE_S = 60.0
+"""So long after a change latencies are of before and after it."""
 THRESHOLD = 0.3
 """Relative error beyond which a prediction does not hold."""
 _SLACK = 0.1
@@ -42,32 +40,7 @@ _GENTLE = 0.3
 _CLOSE = 0.02
 """Corrections that differ by less are the same."""
 _HALVINGS = 8
-_MOST_REQUESTS = 20_000
 _ROUNDS = 2
-Times = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """What serves now."""
-
-    pools: tuple[PlannedPool, ...]
-    algorithm: str = ""
-    """How it was found, as in its plan."""
-    flipping: Terms | None = None
-    """What its pool manager goes by; None: there is none."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Foreseen:
-    """A simulation of some fleet at the traffic that was seen."""
-
-    ttft_ms: Times
-    tpot_ms: Times
-    """Of requests with more than one token."""
-    attainment: float
-    is_overloaded: bool
-    """The median request waits past its target: how long depends on since when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +69,7 @@ class Judgement:
     comparisons: tuple[Comparison, ...]
     """TTFT and TPOT, median and 90th percentile; empty: too little was seen."""
     attainment: float
-    """Predicted."""
+    """Predicted for as long as was looked at."""
     correction: Correction
     """To plan with from now on."""
 
@@ -121,52 +94,30 @@ class Judgement:
         return f"the prediction holds within {abs(worst.error):.0%}"
 
 
-def foresee(problem: Problem, running: Running, num_requests: int = FEWEST) -> Foreseen:
-    """What `running` would do at the problem's traffic, by its model. Raises PlanError.
-
-    `num_requests` of it at least, as far as that takes no minute.
-    """
-    draft = to_draft(problem, running.pools, running.algorithm)
-    fleet = replace(cell_fleet(problem, draft), flipping=running.flipping)
-    slo, rate = problem.slo, problem.rate / draft.copies
-    targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
-    trials = Trials(problem.demand, problem.seed)
-    span = trials.span(rate, targets)
-    wanted = min(num_requests // draft.copies, _MOST_REQUESTS)
-    span = replace(span, counted=max(span.counted, wanted))
-    outcome = trials.serve(fleet, rate, span)
-    ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
-    met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
-    waited_ms = (outcome.prefill_start_ms - outcome.arrival_ms)[span.window]
-    waited_ms += (outcome.transfer_start_ms - outcome.prefill_end_ms)[span.window]
-    middle_ms = _median(ttft_ms)
-    return Foreseen(
-        np.where(np.isnan(ttft_ms), np.inf, ttft_ms),
-        tpot_ms[outcome.output_tokens[span.window] > 1],
-        float(np.mean(met)),
-        middle_ms > slo.ttft_ms and _median(waited_ms) > middle_ms / 2,
-    )
-
-
 def judge(
     problem: Problem,
     running: Running,
-    seen: Window,
+    windows: Sequence[Window],
     correction: Correction = NONE,
     threshold: float = THRESHOLD,
 ) -> Judgement:
-    """Compare what `running` did in a window with what the model says, and correct that.
+    """Compare what `running` did in `windows` with what the model says, and correct that.
 
-    `problem` states the traffic of that window and the model as it is without a correction;
-    `correction` is the one in force. Raises PlanError when the pools cannot be simulated.
+    `problem` states their traffic, and the model as it is without a correction; `correction` is
+    the one in force. Raises PlanError when the pools cannot be simulated.
     """
-    model = _Model(problem, running, round(seen.num_requests))
-    expected = model.foresee(correction)
-    if min(seen.ttft.num, seen.tpot.num) < FEWEST:
+    settled = list_settled(windows, SETTLE_S)
+    seen = join(settled) if settled else Window(0.0, 0.0, 0.0)
+    model = Model(problem, running, seen.length_s)
+    expected = model.show(correction)
+    if min(seen.ttft.num, seen.tpot.num, len(expected.tpot_ms)) < FEWEST:
         return Judgement((), expected.attainment, correction)
-    faster = model.foresee(_times(correction, 1 - _SLACK))
-    slower = model.foresee(_times(correction, 1 + _SLACK))
+    faster = model.show(_times(correction, 1 - _SLACK))
+    slower = model.show(_times(correction, 1 + _SLACK))
     comparisons = tuple(_compare(seen, expected, faster, slower, threshold))
+    if expected.is_lending:
+        comparisons = tuple(replace(each, is_beyond=False) for each in comparisons)
+        return Judgement(comparisons, expected.attainment, correction)
     if expected.is_overloaded and _is_late(model, seen):
         comparisons = tuple(
             each if each.name.endswith("TPOT") else replace(each, is_beyond=False)
@@ -177,22 +128,8 @@ def judge(
     return Judgement(comparisons, expected.attainment, _step(correction, wanted, weight, seen))
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """Simulates what runs with passes of any length."""
-
-    problem: Problem
-    running: Running
-    num_requests: int
-
-    def foresee(self, correction: Correction) -> Foreseen:
-        estimator = corrected.correct(self.problem.estimator, correction)
-        asked = replace(self.problem, estimator=estimator)
-        return foresee(asked, self.running, self.num_requests)
-
-
 def _compare(
-    seen: Window, expected: Foreseen, faster: Foreseen, slower: Foreseen, threshold: float
+    seen: Window, expected: Shown, faster: Shown, slower: Shown, threshold: float
 ) -> Iterable[Comparison]:
     """Through the same buckets: the quantiles of both sides are then coarse alike."""
     for name, observed, times in (
@@ -207,7 +144,7 @@ def _compare(
             yield Comparison(f"P{quantile * 100:.0f} {name}", middle, found, is_beyond)
 
 
-def _seek(model: _Model, seen: Window, start: Correction) -> Correction:
+def _seek(model: Model, seen: Window, start: Correction) -> Correction:
     """The correction with which the model shows what was seen, one step from `start` at most."""
     tpot_s, middle = seen.tpot.mean or 0.0, _find_middle(seen.ttft)
     # Where both phases share passes, the time per token says as much of the one as of the other.
@@ -226,15 +163,15 @@ def _seek(model: _Model, seen: Window, start: Correction) -> Correction:
             return replace(start, decode=decode, prefill=factor)
 
         found = _solve(
-            slow_tokens, lambda one: _mean_s(model.foresee(one).tpot_ms), start.decode, tpot_s
+            slow_tokens, lambda one: _mean_s(model.show(one).tpot_ms), start.decode, tpot_s
         )
-        shown = model.foresee(found)
+        shown = model.show(found)
         if shown.is_overloaded and _is_late(model, seen):
             # How long queues are tells since when it is overloaded, and nothing of passes.
             break
         found = _solve(
             partial(slow_prompts, decode=found.decode),
-            lambda one: _middle_of(model.foresee(one), seen),
+            lambda one: _middle_of(model.show(one), seen),
             start.prefill,
             middle,
         )
@@ -242,7 +179,7 @@ def _seek(model: _Model, seen: Window, start: Correction) -> Correction:
     return found
 
 
-def _is_late(model: _Model, seen: Window) -> bool:
+def _is_late(model: Model, seen: Window) -> bool:
     return (seen.ttft_p50_ms or 0.0) > model.problem.slo.ttft_ms
 
 
@@ -286,7 +223,7 @@ def _times(correction: Correction, factor: float) -> Correction:
     return replace(correction, prefill=prefill, decode=decode)
 
 
-def _middle_of(foreseen: Foreseen, seen: Window) -> float:
+def _middle_of(foreseen: Shown, seen: Window) -> float:
     return _find_middle(Buckets.of((foreseen.ttft_ms / 1000).tolist(), seen.ttft.bounds))
 
 
@@ -296,6 +233,8 @@ def _find_middle(buckets: Buckets) -> float:
     A few that wait for ever move it little, and unlike a quantile it moves with every part of the
     distribution, so that it is not stuck inside a bucket.
     """
+    if not buckets.num:
+        return math.inf
     total, below, highest = 0.0, 0.0, buckets.bounds[-2]
     for bound, count in zip(buckets.bounds, buckets.counts, strict=True):
         total += (count - below) * math.log(min(bound, 2 * highest))
@@ -304,8 +243,5 @@ def _find_middle(buckets: Buckets) -> float:
 
 
 def _mean_s(times_ms: Times) -> float:
-    return float(np.nanmean(times_ms)) / 1000 if len(times_ms) else 0.0
-
-
-def _median(times: Times) -> float:
-    return float(np.median(np.where(np.isnan(times), np.inf, times)))
+    # Where nothing ends in time, passes are too long.
+    return float(np.mean(times_ms)) / 1000 if len(times_ms) else math.inf

@@ -17,13 +17,13 @@ from enum import StrEnum
 from cleave.perf import corrected
 from cleave.perf.corrected import NONE, Correction
 from cleave.planner import search
-from cleave.planner.bench import to_draft
-from cleave.planner.guard import FEWEST, THRESHOLD, Judgement, Running, foresee, judge
+from cleave.planner.guard import FEWEST, SETTLE_S, THRESHOLD, Judgement, judge
 from cleave.planner.plan import EMULATED_GPU, Answer, Plan, PlannedPool
 from cleave.planner.problem import Problem
+from cleave.planner.replay import Running, draft_of, find_attainment
 from cleave.planner.words import percent, pool_label
 from cleave.traffic.refit import find_margin, to_demand
-from cleave.traffic.window import Window, join
+from cleave.traffic.window import Window, list_settled
 
 
 class Verdict(StrEnum):
@@ -113,9 +113,9 @@ def revise(
     its model is the one without a correction. `left`: plans that were in force before. Raises
     RefitError when too few requests came, and PlanError.
     """
-    seen, longest = join(windows), problem.demand.max_model_len
-    demand = replace(to_demand(windows), max_model_len=longest)
-    judgement = judge(replace(problem, demand=demand), running, seen, correction, terms.threshold)
+    demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
+    asked = replace(problem, demand=demand)
+    judgement = judge(asked, running, windows, correction, terms.threshold)
     if not judgement.holds:
         return Revision(Decision(Verdict.CORRECT, judgement.reason), judgement)
     estimator = corrected.correct(problem.estimator, judgement.correction)
@@ -127,10 +127,9 @@ def revise(
         return Revision(Decision(Verdict.KEEP, answer.reason), judgement, answer)
     # What runs gets the benefit of the doubt about the traffic, but for what was seen to fail.
     now = _look_at(at_mean, running)
-    if seen.judged >= FEWEST and seen.attainment is not None:
-        now = replace(now, attainment=min(now.attainment, seen.attainment))
+    now = replace(now, attainment=min(now.attainment, _find_seen(windows)))
     then = _look_at(at_most, replace(running, pools=best.pools, algorithm=best.algorithm))
-    decision = decide(at_mean, now, then, terms, seen.end_s, left)
+    decision = decide(at_mean, now, then, terms, windows[-1].end_s, left)
     return Revision(decision, judgement, answer, best)
 
 
@@ -157,9 +156,15 @@ def decide(
 
 
 def _look_at(problem: Problem, running: Running) -> Outlook:
-    draft = to_draft(problem, running.pools, running.algorithm)
-    resources = draft.resources(problem.planning.objective)
-    return Outlook(running.pools, foresee(problem, running).attainment, resources)
+    resources = draft_of(problem, running).resources(problem.planning.objective)
+    return Outlook(running.pools, find_attainment(problem, running), resources)
+
+
+def _find_seen(windows: Sequence[Window]) -> float:
+    """Attainment while no backlog drained; 1 where too little was seen to doubt it."""
+    settled = list_settled(windows, SETTLE_S)
+    judged = sum(each.judged for each in settled)
+    return sum(each.attained for each in settled) / judged if judged >= FEWEST else 1.0
 
 
 def _find_gain(now: Outlook, then: Outlook, goal: float) -> float:

@@ -5,6 +5,7 @@ read it. What is hard: gateways count requests when they end, and under overload
 they came; arrivals are therefore those that ended and what more is under way.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -12,6 +13,8 @@ from functools import reduce
 from cleave.traffic.counts import Buckets, Counts
 
 _NONE = Buckets()
+_CHANCE = 3.0
+"""Standard deviations by which the requests that come and those that end differ by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,24 @@ def join(windows: Sequence[Window]) -> Window:
     if not windows:
         raise ValueError("windows: there are none to join; look at the traffic twice")
     return reduce(_add, windows)
+
+
+def list_settled(windows: Sequence[Window], settle_s: float) -> tuple[Window, ...]:
+    """Those in which latencies tell of the traffic in them, not of that before.
+
+    The first `settle_s` are left out, and what comes before the end of a backlog: as long as more
+    requests end than come.
+    """
+    if not windows:
+        return ()
+    begun_s = windows[0].start_s + settle_s
+    came, drained, highest, first = 0.0, 0.0, 0.0, 0
+    for number, each in enumerate(windows):
+        came += each.num_requests
+        drained += each.prompts.num - each.num_requests
+        if drained > max(highest, _CHANCE * math.sqrt(came)):
+            highest, first = drained, number + 1
+    return tuple(each for each in windows[first:] if each.start_s >= begun_s)
 
 
 def _add(one: Window, other: Window) -> Window:
