@@ -19,10 +19,11 @@ from cleave.perf.corrected import correct
 from cleave.planner import growth
 from cleave.planner.bench import to_draft
 from cleave.planner.draft import planned_pools
-from cleave.planner.guard import Judgement, Running
+from cleave.planner.guard import Judgement
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
+from cleave.planner.replay import Running
 from cleave.planner.revision import Left, Revision, Verdict, revise
 from cleave.pods.pool import selected_plan
 from cleave.policy.pooling import make_terms
