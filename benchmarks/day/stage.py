@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class Stage:
     cluster: Cluster
     nodes: Nodes
     prometheus: Prometheus
-    folder: Path
+    lost: list[Shape] = field(default_factory=list)
+    """Nodes that do not run at the moment."""
 
     @contextmanager
     def serving(self, manifest: dict[str, Any]) -> Iterator[None]:
@@ -54,8 +55,9 @@ class Stage:
             self.until_ready()
             yield
         finally:
+            # First, for what ran on a lost node is gone only when the node says so.
+            self.nodes.add(*(self.lost.pop() for _ in list(self.lost)))
             self.cluster.kubectl("delete", "llmd", NAME, timeout_s=READY_S)
-            self.nodes.add(*_worker_nodes())
 
     def change(self, manifest: dict[str, Any]) -> None:
         """Another placement, ready when this returns."""
@@ -70,7 +72,9 @@ class Stage:
         """The node with the most instances, its processes killed at once."""
         pods = self._workers()
         names = [pod["spec"]["nodeName"] for pod in pods if "nodeName" in pod["spec"]]
-        self.nodes.lose(max(sorted(set(names)), key=names.count))
+        lost = max(sorted(set(names)), key=names.count)
+        self.nodes.lose(lost)
+        self.lost += [shape for shape in _worker_nodes() if shape.name == lost]
 
     def gateways(self) -> list[str]:
         """URLs of the gateways that are ready."""
@@ -132,7 +136,7 @@ def opened_stage(folder: Path) -> Iterator[Stage]:
             _operator(cluster),
             running(programs, folder / "prometheus", pod_jobs(cluster.kubeconfig)) as found,
         ):
-            yield Stage(cluster, cluster.nodes, found, folder)
+            yield Stage(cluster, cluster.nodes, found)
 
 
 @contextmanager
