@@ -1,7 +1,6 @@
 """The operator follows what gateways tell: more, fewer, none and back, in a cluster in memory."""
 
 import asyncio
-from typing import Any
 
 from test_convergence import World, condition, ready, world
 
@@ -119,7 +118,7 @@ def test_a_new_operator_lets_them_sleep() -> None:
     assert ready(here.cluster) == {"prefill": 1, "decode": 2}
 
 
-def planned(**spec: Any) -> tuple[World, Gateways]:
+def planned(**scaling: int) -> tuple[World, Gateways]:
     """A deployment with a plan for 4 req/s that grows by a worker for each 4 req/s."""
     workload = {
         "rate": 4,
@@ -127,7 +126,7 @@ def planned(**spec: Any) -> tuple[World, Gateways]:
         "outputTokens": {"mean": 200, "p90": 400},
     }
     roles = [{"role": role, "maxReplicas": 8} for role in ("prefill", "decode")]
-    here = world(workload=workload, scaling={"roles": roles, "calmS": 120}, **spec)
+    here = world(workload=workload, scaling={"roles": roles, "calmS": 120, **scaling})
     here.deliver()
     here.turn()
     (question,) = here.asked
@@ -151,6 +150,19 @@ def plan(inputs: str) -> Manifest:
         "predicted": predicted,
         "growth": {"workers": 1, "perRate": 0.25, "base": 0.0, "lowestRate": 0.0},
     }
+
+
+def test_a_deployment_wakes_while_the_planner_is_at_work() -> None:
+    here, gateways = planned(idleS=60)
+    gateways.pass_time(180)
+    assert ready(here.cluster) == {"prefill": 0, "decode": 0}
+    # Another question, which nobody answers.
+    here.cluster.edit("LLMDeployment", "chat", slo={"ttftMs": 300, "tpotMs": 40})
+    gateways.pass_time(15)
+    assert condition(here.cluster, "PlanReady")["reason"] == "Planning"
+    gateways.waiting = 1
+    gateways.pass_time(15)
+    assert all(ready(here.cluster).values())
 
 
 def test_instances_come_at_once_and_go_when_it_has_been_calm() -> None:

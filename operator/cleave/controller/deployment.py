@@ -99,15 +99,19 @@ def reconcile(view: DeploymentView) -> list[Action]:
     )
     if (question := decision.question or turn.question) is not None:
         actions.append(Ask(question))
-    goals: Mapping[Role, InstancePool] = there
+    # Without a placement what runs stays; how many of it there are may change all the same.
+    asked = list(view.pools)
     if decision.placement is not None:
         asked = pools(deployment, decision.placement, view.inventory.machines)
-        asked = _scaled(view, decision, asked)
+    asked = _scaled(view, decision, asked)
+    changes = decision.placement is not None or asked != list(view.pools)
+    goals: Mapping[Role, InstancePool] = there
+    if changes:
         goals = {pool.spec.role: _of_owner(pool, there.get(pool.spec.role)) for pool in asked}
     # Told first: whatever cannot be made, people learn what there is.
     actions += told.report(view, decision, goals, turn)
     actions += wanted.changed(_fixed(view), deployment, view.children)
-    if decision.placement is not None:
+    if changes:
         actions += _moved(view, goals)
         if decision.plan == view.status.get("plan"):
             actions += _told_scaled(view, goals)
@@ -123,12 +127,11 @@ def _scaled(
     counts = scaling.find_counts(
         view.deployment, decision.plan, view.pools, view.demand, view.now_s
     )
-    return [
-        pool.model_copy(
-            update={"spec": pool.spec.model_copy(update={"replicas": counts[pool.spec.role]})}
-        )
-        for pool in asked
-    ]
+    return [_counted(pool, counts.get(pool.spec.role, pool.spec.replicas)) for pool in asked]
+
+
+def _counted(pool: InstancePool, replicas: int) -> InstancePool:
+    return pool.model_copy(update={"spec": pool.spec.model_copy(update={"replicas": replicas})})
 
 
 def _told_scaled(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator[Emit]:
