@@ -1,6 +1,7 @@
 """The planner's desk: one question at a time, bounded, in a process of its own."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 
 from cleave.api.manifest import validate
 from cleave.controller import planning
-from cleave.controller.actions import PlanOutcome
+from cleave.controller.actions import PlanOutcome, Review
 from cleave.controller.planning import Desk, answer
+from cleave.planner.revision import Terms
 
 from small_cluster import chat
 
@@ -92,6 +94,24 @@ async def test_the_same_question_is_asked_once_and_another_one_replaces_it() -> 
     assert last.inputs == "two"
     desk.forget("chat")
     assert desk.last("chat") is None
+    await desk.close()
+
+
+async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None:
+    desk: Desk[str] = Desk(lambda _: None)
+    answers = Answers()
+    desk._answer = answers  # type: ignore[method-assign]
+    asked = validate(chat(workload=WORKLOAD))
+    review = Review(0.0, (), "", (), Terms())
+    for number in range(3):
+        look = replace(QUESTION, inputs=f"look {number}", review=review)
+        desk.ask(f"chat-{number}", asked, None, look)
+    await settle()
+    desk.ask("new", asked, None, QUESTION)
+    await settle()
+    answers.release.set()
+    await settle()
+    assert answers.asked[:2] == ["look 0", "digest"]
     await desk.close()
 
 

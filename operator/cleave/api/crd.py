@@ -49,6 +49,14 @@ _DEPLOYMENT_COLUMNS = [
         "Predicted requests per second within the latency targets.",
         wide=True,
     ),
+    _column("Rate", "number", ".status.observed.rate", "Requests per second of late.", wide=True),
+    _column(
+        "Drifted",
+        "string",
+        '.status.conditions[?(@.type=="PlanDrifted")].status',
+        "Whether traffic is not what was planned for.",
+        wide=True,
+    ),
     _column("URL", "string", ".status.url", "Base URL for clients.", wide=True),
     _column("Revision", "string", ".status.plan.revision", "Engine and model.", wide=True),
 ]

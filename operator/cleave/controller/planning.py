@@ -7,9 +7,10 @@ its lease and look after everything else; hence the process. `answer` runs there
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 from typing import Generic, TypeVar
@@ -104,7 +105,7 @@ class Desk(Generic[K]):
         self._answers: dict[K, PlanOutcome] = {}
         self._asked: dict[K, asyncio.Task[None]] = {}
         self._inputs: dict[K, PlanOutcome] = {}
-        self._one = asyncio.Lock()
+        self._one, self._one_review = asyncio.Lock(), asyncio.Lock()
         self._pool: ProcessPoolExecutor | None = None
 
     def last(self, key: K) -> PlanOutcome | None:
@@ -143,12 +144,21 @@ class Desk(Generic[K]):
     async def _work(
         self, key: K, deployment: LLMDeployment, cluster: Cluster | None, question: PlanOutcome
     ) -> None:
-        async with self._one:
+        async with self._turn(question):
             outcome = await self._answer(deployment, cluster, question)
         self._answers[key] = outcome
         if self._asked.get(key) is asyncio.current_task():
             del self._asked[key]
         self._answered(key)
+
+    @asynccontextmanager
+    async def _turn(self, question: PlanOutcome) -> AsyncIterator[None]:
+        """One at a time; of what runs already, only one waits while others wait for a plan."""
+        async with AsyncExitStack() as held:
+            if question.review is not None:
+                await held.enter_async_context(self._one_review)
+            await held.enter_async_context(self._one)
+            yield
 
     async def _answer(
         self, deployment: LLMDeployment, cluster: Cluster | None, question: PlanOutcome

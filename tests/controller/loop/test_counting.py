@@ -99,6 +99,17 @@ async def test_the_last_minute_is_told_and_a_bounded_number_of_windows_kept(
     assert counting.windows("chat") == ()
 
 
+async def test_what_was_counted_long_ago_is_forgotten(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    for _ in range(3):
+        await turn(counting, gateways, 15)
+    gateways.now_s += 3600
+    assert not await turn(counting, gateways, 15)
+    assert counting.windows("chat") == ()
+    assert await turn(counting, gateways, 15)
+
+
 async def test_few_pages_are_under_way_at_a_time(
     counting: Counting[str], gateways: Gateways
 ) -> None:

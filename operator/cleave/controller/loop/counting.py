@@ -26,6 +26,8 @@ MOST_WINDOWS = 128
 LATELY = 4
 """Windows, a minute of them."""
 TIMEOUT_S = 2.0
+_FORGET_S = 900.0
+"""Between two looks that are so far apart anything may have happened."""
 _PATH = "/metrics"
 _PAGE_LIMIT = 4 << 20
 _AT_ONCE = 16
@@ -96,6 +98,10 @@ class Counting(Generic[K]):
         pages = {address: page for address, page in zip(gateways, found, strict=True) if page}
         kept = self._kept.setdefault(key, _Kept())
         before = kept.total.counts
+        if before is not None and self._now() - before.at_s > _FORGET_S:
+            # It was not this operator that led, or nobody answered.
+            before, kept.total = None, Total()
+            kept.windows.clear()
         kept.total = kept.total.add(frozenset(gateways), pages, self._now())
         if kept.stirred_s is None or self.in_flight(key):
             self.stir(key)
