@@ -24,6 +24,11 @@ def engine_args(line: list[str]) -> list[str]:
     return line[line.index("--") + 1 :] if "--" in line else []
 
 
+def test_a_connector_is_named_where_it_is_not_vllms_own(pool) -> None:
+    line = command(pool(engine={"connector": "Cleave"}), "x")
+    assert option(line, "--connector") == "cleave"
+
+
 def test_names_count_up_from_the_pools_name(pool) -> None:
     names = [worker_pod(pool(), ordinal)["metadata"]["name"] for ordinal in range(3)]
     assert names == ["chat-decode-0", "chat-decode-1", "chat-decode-2"]

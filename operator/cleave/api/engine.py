@@ -58,6 +58,13 @@ class EngineType(StrEnum):
     EMULATED = "Emulated"
 
 
+class Connector(StrEnum):
+    """What hands KV from prefill to decode engines."""
+
+    NIXL = "Nixl"
+    CLEAVE = "Cleave"
+
+
 class SecretKey(Shape):
     """One entry of a Secret of the deployment's namespace."""
 
@@ -116,6 +123,9 @@ class Engine(Shape):
     """More command-line arguments for the engine."""
     env: Annotated[list[EnvVar], keyed_by("name")] = Field(default_factory=list, max_length=128)
     """Environment variables of the workers."""
+    connector: Annotated[Connector, Field(strict=False)] = Connector.NIXL
+    """What hands KV over with type vLLM: Nixl is vLLM's own, Cleave checks every hand-off and has
+    the prompt computed anew where anything differs."""
     emulated: Emulation | None = None
     """Settings of the emulated engine."""
     scheduling: Scheduling | None = None
@@ -123,6 +133,13 @@ class Engine(Shape):
     vLLM it takes the place of `--scheduler-cls`."""
 
     rules = (
+        Rule(
+            cel="!has(self.connector) || self.connector != 'Cleave' || "
+            "!has(self.type) || self.type == 'vLLM'",
+            holds=lambda e: e.connector is Connector.NIXL or e.type is EngineType.VLLM,
+            message="Cleave needs type vLLM; remove one of them",
+            field="connector",
+        ),
         Rule(
             cel="!has(self.emulated) || self.type == 'Emulated'",
             holds=lambda e: e.emulated is None or e.type is EngineType.EMULATED,

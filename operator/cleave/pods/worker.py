@@ -6,7 +6,7 @@ without an agent of their own: see `cleave.pods.gang`.
 
 import json
 
-from cleave.api.engine import EngineType, EnvVar
+from cleave.api.engine import Connector, EngineType, EnvVar
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.pods.container import addresses, container_security, image, pod_defaults
 from cleave.pods.labels import (
@@ -121,6 +121,8 @@ def engine_flags(spec: InstancePoolSpec) -> list[str]:
     flags += ["--pipeline-parallel-size", str(size.pipeline)]
     if model.max_model_len is not None:
         flags += ["--max-model-len", str(model.max_model_len)]
+    if spec.engine.connector is not Connector.NIXL:
+        flags += ["--connector", spec.engine.connector.lower()]
     return flags
 
 

@@ -28,6 +28,22 @@ def test_the_boot_id_is_the_engine_id_of_the_kv_transfer(config_of: ConfigOf) ->
     }
 
 
+def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_address(
+    config_of: ConfigOf,
+) -> None:
+    given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"ways": ["gloo"]}}')
+    config = config_of(engine="vllm", connector="cleave", engine_args=given)
+    assert json.loads(option(launch(config, BOOT, {}), "--kv-transfer-config")) == {
+        "kv_connector": "CleaveConnector",
+        "kv_connector_module_path": "cleave_worker.vllm.kv.connector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host": config.host, "port": 5601, "ways": ["gloo"]},
+        "engine_id": "boot1",
+    }
+
+
 def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
     told = launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
     assert told.env["VLLM_CPU_OMP_THREADS_BIND"] == "2"

@@ -59,7 +59,7 @@ class OwnerProcess:
         digest = prompt_digest(tokens)
         self.tell("hold", id=request_id, epoch=epoch, digest=digest, blocks=blocks)
         return HandOff(
-            self.boot_id, request_id, epoch, digest, len(tokens), "127.0.0.1", (self.port,)
+            self.boot_id, request_id, epoch, digest, len(tokens), (("127.0.0.1", self.port),)
         )
 
     def end(self) -> None:

@@ -120,9 +120,9 @@ MISMATCHES: list[tuple[dict[str, object], Reason]] = [
     ({"epoch": 2}, Reason.EPOCH),
     ({"request_id": "other"}, Reason.NOT_HELD),
     ({"prompt_digest": "0" * 32}, Reason.PROMPT),
-    ({"ports": (1,)}, Reason.LOST),
-    ({"ports": ()}, Reason.LAYOUT),
-    ({"host": "no such host"}, Reason.LOST),
+    ({"addresses": (("127.0.0.1", 1),)}, Reason.LOST),
+    ({"addresses": ()}, Reason.LAYOUT),
+    ({"addresses": (("no such host", 1),)}, Reason.LOST),
     ({"boot_id": "boot-d"}, Reason.BOOT),
 ]
 
@@ -289,7 +289,7 @@ def test_an_owner_that_talks_nonsense_is_an_error(engines: Make, answer: bytes) 
 
         threading.Thread(target=serve, daemon=True).start()
         port = listening.getsockname()[1]
-        hand_off = HandOff("boot-p", "r", 1, "d", 4, "127.0.0.1", (port,))
+        hand_off = HandOff("boot-p", "r", 1, "d", 4, (("127.0.0.1", port),))
         assert engines().refused(hand_off, [3]) is Reason.LOST
 
 

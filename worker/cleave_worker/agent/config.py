@@ -22,6 +22,9 @@ ROLES = {
 }
 """Role names of command lines and resources."""
 
+CONNECTORS = ("nixl", "cleave")
+"""Names of KV connectors on command lines."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -88,6 +91,8 @@ class AgentConfig:
     """Tokens; 0: the model's own."""
     scheduling: Mapping[Role, Terms] = field(default_factory=dict)
     """Terms by role, which the engine follows while it has the role; empty: it is as it comes."""
+    connector: str = "nixl"
+    """`nixl`, or `cleave`: what hands KV over, unless the engine's arguments name one."""
     drain_timeout: float = 30.0
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
@@ -133,6 +138,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         pipeline_parallel_size=options.pipeline_parallel_size,
         max_model_len=options.max_model_len,
         scheduling=options.scheduling or {},
+        connector=options.connector,
         drain_timeout=options.drain_timeout,
         log_format=options.log_format,
         engine_args=engine_args,
@@ -179,6 +185,7 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--scheduling", type=_terms, metavar="JSON", help="terms of the engine, by role"
     )
+    parser.add_argument("--connector", choices=CONNECTORS, default="nixl", help="of KV, with vLLM")
     parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
     parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")
     parser.add_argument("--peer-wait", type=_seconds, default=20.0, metavar="SECONDS")

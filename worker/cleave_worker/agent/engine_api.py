@@ -11,8 +11,12 @@ from cleave_worker.agent import http
 from cleave_worker.agent.instance import EngineFacts
 
 _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
-_PULLED_BYTES = re.compile(rb"^vllm:nixl_bytes_transferred_sum\b.* (\S+)$", re.MULTILINE)
-_PULL_SECONDS = re.compile(rb"^vllm:nixl_xfer_time_seconds_sum\b.* (\S+)$", re.MULTILINE)
+_PULLED_BYTES = re.compile(
+    rb"^(?:vllm:nixl_bytes_transferred_sum|cleave_kv_pulled_bytes_total)\b.* (\S+)$", re.MULTILINE
+)
+_PULL_SECONDS = re.compile(
+    rb"^(?:vllm:nixl_xfer_time_seconds_sum|cleave_kv_pull_seconds_sum)\b.* (\S+)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,12 @@ from cleave_worker.agent.cores import omp_binding
 from cleave_worker.scheduling.terms_page import ENV as TERMS_PAGE_ENV
 
 _KV_TRANSFER = "--kv-transfer-config"
+_EXTRA = "kv_connector_extra_config"
+_OWN_CONNECTOR = {
+    "kv_connector": "CleaveConnector",
+    "kv_connector_module_path": "cleave_worker.vllm.kv.connector",
+    "kv_load_failure_policy": "recompute",
+}
 _SCHEDULER = "--scheduler-cls"
 
 
@@ -143,6 +149,11 @@ def _kv_transfer(config: AgentConfig, boot: Boot, given: Mapping[str, object]) -
     settings: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     if config.engine == "vllm" and not boot.gpu:
         settings["kv_buffer_device"] = "cpu"
+    if config.connector == "cleave":
+        settings |= _OWN_CONNECTOR
+        extra = given.get(_EXTRA)
+        address = {"host": config.host, "port": boot.kv_port}
+        given = {**given, _EXTRA: {**address, **(extra if isinstance(extra, dict) else {})}}
     return {**settings, **given, "engine_id": boot.boot_id}
 
 

@@ -164,6 +164,8 @@ def _name_transport(config: AgentConfig) -> str:
     """
     if config.engine != "vllm":
         return "emulated"
+    if config.connector == "cleave":
+        return "cleave"
     if any(Path("/dev/infiniband").glob("uverbs*")):
         return "nixl over rdma"
     return "nixl" if has_gpu() else "nixl over tcp"

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from cleave_worker.emulator import wire
 from cleave_worker.emulator.config import KvTransfer
 from cleave_worker.emulator.faults import Faults
-from cleave_worker.transfer.leases import Leases
 from cleave_worker.emulator.metrics import Metrics
 from cleave_worker.emulator.scheduler import Scheduler
 from cleave_worker.emulator.sequence import HandOff, Sequence
+from cleave_worker.transfer.leases import Leases
 
 _CONNECT_S = 5.0
 _ANSWER_S = 5.0

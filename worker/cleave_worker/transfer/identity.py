@@ -83,9 +83,8 @@ class HandOff(msgspec.Struct, frozen=True):
     """Number of the hold within this boot."""
     prompt_digest: str
     num_tokens: int
-    host: str
-    ports: tuple[int, ...]
-    """One per rank of the owner, in the order of ranks."""
+    addresses: tuple[tuple[str, int], ...]
+    """Host and port of each rank of the owner, in the order of ranks."""
 
 
 def prompt_digest(token_ids: Iterable[int], kind: str = "") -> str:

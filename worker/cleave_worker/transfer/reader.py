@@ -110,7 +110,7 @@ class Reader:
             pair.close()
 
     def _pair(self, hand_off: HandOff) -> "_Pair":
-        key = (hand_off.boot_id, hand_off.host, self._port(hand_off))
+        key = (hand_off.boot_id, *self._address(hand_off))
         with self._lock:
             pair = self._pairs.pop(key, None) or _Pair(self)
             self._pairs[key] = pair
@@ -120,20 +120,20 @@ class Reader:
         return pair
 
     def _forget(self, hand_off: HandOff, pair: "_Pair") -> None:
-        key = (hand_off.boot_id, hand_off.host, self._port(hand_off))
+        key = (hand_off.boot_id, *self._address(hand_off))
         with self._lock:
             if self._pairs.get(key) is pair:
                 del self._pairs[key]
         pair.close()
 
-    def _port(self, hand_off: HandOff) -> int:
-        if not self._rank < len(hand_off.ports):
+    def _address(self, hand_off: HandOff) -> tuple[str, int]:
+        if not self._rank < len(hand_off.addresses):
             raise RefusedError(Reason.LAYOUT, f"rank {self._rank} has no counterpart there")
-        return hand_off.ports[self._rank]
+        return hand_off.addresses[self._rank]
 
     def _connect(self, hand_off: HandOff) -> tuple[wire.Wire, wire.Welcome]:
         """A greeted connection. Raises RefusedError."""
-        address = (hand_off.host, self._port(hand_off))
+        address = self._address(hand_off)
         try:
             connection = wire.Wire(socket.create_connection(address, _CONNECT_S))
         except (OSError, UnicodeError, OverflowError) as error:
@@ -263,7 +263,7 @@ class _Pair:
                 self._one_sided = SharedMemory(kept.memory, welcome.shared)
             else:
                 met = self._exchange(wire.Meet(way), wire.Met)
-                peer = (hand_off.host, met.port)
+                peer = (self._reader._address(hand_off)[0], met.port)
                 self._two_sided = group.join(kept.memory, way, peer, kept.host, _CONNECT_S)
         except LinkError as error:
             _log.info("%s does not reach %s: %s", way, hand_off.boot_id, error)
@@ -287,7 +287,7 @@ def _expect(connection: wire.Wire, kind: type[_Answer], seconds: float) -> _Answ
 
 
 def _by_owner(hand_offs: Iterable[HandOff]) -> list[list[HandOff]]:
-    found: dict[tuple[str, str, tuple[int, ...]], list[HandOff]] = {}
+    found: dict[tuple[object, ...], list[HandOff]] = {}
     for one in hand_offs:
-        found.setdefault((one.boot_id, one.host, one.ports), []).append(one)
+        found.setdefault((one.boot_id, one.addresses), []).append(one)
     return list(found.values())

@@ -25,7 +25,7 @@ from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import register
 from cleave_worker.transfer.owner import Kept
 from cleave_worker.vllm.kv.metrics import TransferMetrics, Transfers
-from cleave_worker.vllm.kv.orders import Orders, Port
+from cleave_worker.vllm.kv.orders import Orders, Place
 from cleave_worker.vllm.kv.scheduler import SchedulerSide
 from cleave_worker.vllm.kv.worker import Settings, WorkerSide
 
@@ -112,10 +112,11 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         """The same where vLLM could keep KV of several kinds."""
         return self._told_scheduler().finished(request, block_ids[0])
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Port]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Place]) -> None:
         """Where the ranks serve, by (pipeline, tensor) rank."""
-        ports = tuple(port.number for _, port in sorted(metadata.items()))
-        self._told_scheduler().ports = ports
+        self._told_scheduler().addresses = tuple(
+            (place.host, place.port) for _, place in sorted(metadata.items())
+        )
 
     # The workers' half
 
@@ -130,9 +131,9 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         rank += get_tp_group().rank_in_group
         self._worker = WorkerSide(kept, rank, self._settings(memory.regions[0].device))
 
-    def get_handshake_metadata(self) -> Port | None:
+    def get_handshake_metadata(self) -> Place | None:
         """Where this rank serves."""
-        return Port(self._told_worker().port)
+        return Place(self._host, self._told_worker().port)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
@@ -192,7 +193,6 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = self._vllm_config.parallel_config
         return SchedulerSide(
             self._boot_id,
-            self._host,
             self._vllm_config.cache_config.block_size,
             (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
         )

@@ -37,7 +37,8 @@ class Orders(KVConnectorMetadata):
 
 
 @dataclass(frozen=True)
-class Port(KVConnectorHandshakeMetadata):
+class Place(KVConnectorHandshakeMetadata):
     """Where one rank serves what it holds."""
 
-    number: int
+    host: str
+    port: int

@@ -27,16 +27,14 @@ class SchedulerSide:
     def __init__(
         self,
         boot_id: str,
-        host: str,
         block_size: int,
         parallelism: tuple[int, int],
     ) -> None:
         """`parallelism`: tensor and pipeline."""
         self._boot_id = boot_id
-        self._host = host
         self._block_size = block_size
         self._parallelism = parallelism
-        self.ports: tuple[int, ...] = ()
+        self.addresses: tuple[tuple[str, int], ...] = ()
         """Where the ranks serve, in their order; known once they have started."""
         self._epochs = itertools.count(1)
         self._coming: dict[str, HandOff] = {}
@@ -126,8 +124,7 @@ class SchedulerSide:
             held.epoch,
             held.prompt_digest,
             request.num_prompt_tokens,
-            self._host,
-            self.ports,
+            self.addresses,
         )
         tensor, pipeline = self._parallelism
         # As vLLM's own connector writes it, for whoever reads hand-offs of any kind.
@@ -137,8 +134,8 @@ class SchedulerSide:
             "remote_block_ids": [list(held.blocks)],
             "remote_engine_id": self._boot_id,
             "remote_request_id": request.request_id,
-            "remote_host": self._host,
-            "remote_port": self.ports[0],
+            "remote_host": self.addresses[0][0],
+            "remote_port": self.addresses[0][1],
             "tp_size": tensor,
             "pp_size": pipeline,
             "remote_num_tokens": request.num_prompt_tokens,
