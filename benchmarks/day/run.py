@@ -44,7 +44,7 @@ from cleave.simulator.trace import Trace  # noqa: E402
 
 from cluster.cluster import has_addresses  # noqa: E402
 
-PHASE_S, QUICK_PHASE_S = 90.0, 20.0
+PHASE_S, QUICK_PHASE_S = 60.0, 20.0
 INTERVAL_S = 10
 """Between two looks whether another plan would be better; the shortest there is."""
 END_TIMEOUT_S = 60.0
@@ -186,7 +186,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--modes", default=",".join([ORACLE, *MODES]), help="some of these")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "day")
-    parser.add_argument("--phase", type=float, metavar="S", help="of the wall's clock; 90")
+    parser.add_argument("--phase", type=float, metavar="S", help="of the wall's clock; 60")
     parser.add_argument("--time-scale", type=float, default=0.5, help="of the trace's clock")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="does everything work? quote nothing")

@@ -32,6 +32,8 @@ NAMESPACE = "default"
 PER_NODE = 2
 """Instances that a node has room for: with four GPUs each, eight GPUs."""
 READY_S = 180.0
+WATCH_S = 2
+"""Between two looks at the gateways' counts; 15 in days of 24 hours."""
 _OTHERS = Shape("others", gpus=0, cpus=32)
 """Where operator and gateways run."""
 _LOAD_START_S = 120.0
@@ -143,7 +145,8 @@ def opened_stage(folder: Path) -> Iterator[Stage]:
 def _operator(cluster: Cluster) -> Iterator[None]:
     cluster.helm(
         *("install", "cleave", str(ROOT / "charts" / "cleave"), "-n", SYSTEM),
-        *("--create-namespace", "--set", "operator.replicas=1", "--wait", "--timeout", "120s"),
+        *("--create-namespace", "--wait", "--timeout", "120s", "--set", "operator.replicas=1"),
+        *("--set", f"operator.args={{--watch-interval,{WATCH_S}}}"),
         timeout_s=150,
     )
     yield
