@@ -146,7 +146,7 @@ def _operator(cluster: Cluster) -> Iterator[None]:
     cluster.helm(
         *("install", "cleave", str(ROOT / "charts" / "cleave"), "-n", SYSTEM),
         *("--create-namespace", "--wait", "--timeout", "120s", "--set", "operator.replicas=1"),
-        *("--set", f"operator.args={{--watch-interval,{WATCH_S}}}"),
+        *("--set", f"operator.args={{--watch-interval={WATCH_S}}}"),
         timeout_s=150,
     )
     yield
