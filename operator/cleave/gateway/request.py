@@ -9,7 +9,6 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 import httptools
-import msgspec
 
 from cleave.gateway.errors import ApiError, refuse, refuse_size
 
@@ -31,16 +30,26 @@ _UNKNOWN_EXPECTATION = ApiError(
 )
 
 
-class Request(msgspec.Struct, gc=False):
+class Request:
     """One request, read completely."""
 
-    method: bytes
-    path: bytes
-    headers: dict[bytes, bytes]
-    """Only those that the gateway reads."""
-    http11: bool
-    keep_alive: bool
-    body: bytes = b""
+    __slots__ = ("body", "headers", "http11", "keep_alive", "method", "path")
+
+    def __init__(
+        self,
+        method: bytes,
+        path: bytes,
+        headers: dict[bytes, bytes],
+        http11: bool,
+        keep_alive: bool,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.headers = headers
+        """Only those that the gateway reads."""
+        self.http11 = http11
+        self.keep_alive = keep_alive
+        self.body = b""
 
 
 class RequestReader:

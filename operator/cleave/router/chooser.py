@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from cleave.policy.affinity import find_kept, to_key
@@ -56,18 +55,28 @@ takes to bring one to another instance."""
 _INF = math.inf
 
 
-class Wish(msgspec.Struct, frozen=True, gc=False):
+class Wish:
     """What is known of a request that is to be placed."""
 
-    prompt_tokens: int
-    output_tokens: float
-    """Predicted."""
-    hashes: Sequence[int] = ()
-    """Of its prompt's blocks, for PrefixAware."""
-    session: int | None = None
-    """Key of the session it belongs to."""
-    adapter: int | None = None
-    """Key of the adapter that it keeps to an instance with."""
+    __slots__ = ("adapter", "hashes", "output_tokens", "prompt_tokens", "session")
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        output_tokens: float,
+        hashes: Sequence[int] = (),
+        session: int | None = None,
+        adapter: int | None = None,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        """Predicted."""
+        self.hashes = hashes
+        """Of its prompt's blocks, for PrefixAware."""
+        self.session = session
+        """Key of the session it belongs to."""
+        self.adapter = adapter
+        """Key of the adapter that it keeps to an instance with."""
 
 
 class Chooser:
