@@ -82,6 +82,10 @@ def draw_case(seed: int) -> tuple[Fleet, Trace]:
         np.array([draw.randint(1, 60) for _ in range(count)]),
         np.array([draw.randint(1, 40) for _ in range(count)]),
     )
+    foretelling = random.Random(f"foretold {seed}")
+    if foretelling.random() < 0.3:
+        predicted = np.array([foretelling.randint(1, 50) for _ in range(count)])
+        trace = replace(trace, predicted_tokens=predicted)
     if fleet.dispatch is not Dispatch.LATE and draw.random() < 0.5:
         terms = Terms(draw.uniform(1.0, 40.0), draw.uniform(0.1, 0.9), 0.0, 900.0, 3_000.0)
         return replace(fleet, flipping=terms), trace

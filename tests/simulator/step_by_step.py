@@ -21,11 +21,11 @@ LOOK, ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(6)
 class Reference:
     def __init__(self, fleet: Fleet, trace: Trace) -> None:
         self.fleet = fleet
+        outputs, predicted = trace.output_tokens, trace.predicted_tokens
+        lengths = trace.prompt_tokens, outputs, outputs if predicted is None else predicted
+        rows = zip(trace.arrival_ms, *lengths, strict=True)
         self.requests = [
-            Request(n, float(a), int(p), int(o))
-            for n, (a, p, o) in enumerate(
-                zip(trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, strict=True)
-            )
+            Request(n, float(a), *(int(each) for each in rest)) for n, (a, *rest) in enumerate(rows)
         ]
         longest = max(r.prompt + r.output for r in self.requests)
         self.instances = [
@@ -100,7 +100,7 @@ class Reference:
                     entry.since = entry.since if entry.prompt_book else self.now
                     entry.prompt_book += request.prompt
                 if second:
-                    second.resident_book += request.prompt + request.output
+                    second.resident_book += request.prompt + request.predicted
         if not request.refused:
             self.at(self.now + self.fleet.dispatch_ms, DELIVER, request)
 
@@ -394,11 +394,12 @@ class Reference:
         if i.engine.batching is Batching.LIGHTLLM:
             others = [(r.todo, r.left) for r in slot.members + slot.prompts]
             return find_peak([*others, (request.todo, request.left)]) <= i.total * i.size
-        free = i.free * i.size
+        free, capacity = i.free * i.size, i.total * i.size
         if i.engine.admission is Admission.RESERVE_STATIC:
-            return request.prompt + request.output - 1 <= free
+            return request.todo + request.foretold(capacity) - 1 <= free
         if i.engine.admission is Admission.RESERVE_DYNAMIC:
-            steps = min([request.left - 1, *(r.left for r in slot.members)])
+            members = [r.foretold(capacity) for r in slot.members]
+            steps = min([request.foretold(capacity) - 1, *members])
             return request.todo + (len(slot.members) + 1) * steps <= free
         return True
 
@@ -464,7 +465,7 @@ class Reference:
     def finish(self, request: Request, now: float) -> None:
         request.end = now
         if request.decode and self.fleet.dispatch is not Dispatch.LATE:
-            request.decode.resident_book -= request.prompt + request.output
+            request.decode.resident_book -= request.prompt + request.predicted
 
     def end_prompt(self, i: Instance, slot: Slot, request: Request) -> None:
         if math.isnan(request.prefill_end):

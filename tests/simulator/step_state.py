@@ -18,6 +18,7 @@ class Request:
     arrival: float
     prompt: int
     output: int
+    predicted: int
     made: int = 0
     computed: int = 0
     blocks: int = 0
@@ -42,6 +43,11 @@ class Request:
     @property
     def left(self) -> int:
         return self.output - self.made
+
+    def foretold(self, capacity: int) -> int:
+        """Output to come as it is predicted, or as much again; never more than there is room."""
+        left = self.predicted - self.made if self.made < self.predicted else self.predicted
+        return min(left, capacity - self.todo + 1)
 
 
 @dataclass(eq=False)

@@ -1,8 +1,13 @@
-"""Whether an instance has room for a waiting request. Compiled."""
+"""Whether an instance has room for a waiting request. Compiled.
+
+What is hard: reserving goes by what requests are predicted to need, and a wrong prediction must not
+make one wait for more room than there is; so none counts for more than the instance can hold.
+"""
 
 from cleave.policy.admission import Admission, find_peak, may_join
+from cleave.policy.lengths import find_left
 from cleave.simulator.fleet import Batching
-from cleave.simulator.layout import NONE, State
+from cleave.simulator.layout import NONE, Record, State
 from cleave.simulator.lists import has_waiting
 from cleave.simulator.memory import count_blocks
 from cleave.simulator.rows import instance_at, key_at, request_at, scratch, slot_at
@@ -21,10 +26,35 @@ def has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
         return _find_future_peak(state, s, held, left) <= inst.blocks * inst.block
     if inst.admission == Admission.GREEDY:
         return True
-    shortest = (key_at(state, s * state.heap_size).value >> 32) - slot.steps if slot.batch else left
     free = inst.free * inst.block
+    left = _foretell(inst, r, state, request.made)
+    shortest = left
+    if inst.admission == Admission.RESERVE_DYNAMIC and slot.batch:
+        shortest = _find_shortest(state, inst, s)
     # The last token is never written.
     return may_join(inst.admission, free, held, left - 1, slot.batch, shortest)
+
+
+def _foretell(inst: Record, r: int, state: State, made: int) -> int:
+    """Output still to come of a request that has made so much, as far as anybody knows."""
+    request = request_at(state, r)
+    most = inst.blocks * inst.block - request.prompt - made + 1
+    return min(int(find_left(request.predicted, made)), most)
+
+
+def _find_shortest(state: State, inst: Record, s: int) -> int:
+    """Output still to come of the member that is foretold to end first."""
+    slot = slot_at(state, s)
+    top = s * state.heap_size
+    if not state.is_foretold:
+        return (key_at(state, top).value >> 32) - slot.steps
+    shortest = 1 << 60
+    for place in range(slot.batch):
+        r = key_at(state, top + place).value & 0xFFFFFFFF
+        request = request_at(state, r)
+        left = request.end_step - slot.steps
+        shortest = min(shortest, _foretell(inst, r, state, request.output - left))
+    return shortest
 
 
 def _find_future_peak(state: State, s: int, held: int, left: int) -> int:

@@ -36,7 +36,8 @@ REQUEST = _dtype(
     # KV is to be computed (again) and is; is_pulled: its KV comes from a prefill instance and has
     # not come; end_step: the slot's step after which it ends; next: in a queue or list of a pass;
     # older, younger: members of the slot.
-    # predicted: output as dispatch takes it; later, earlier: in the list of the decode instance.
+    # predicted: output as dispatch and admission take it; later, earlier: in the list of the
+    # decode instance.
     "predicted later earlier "
     "prompt output made todo computed is_pulled end_step next older younger "
     "prefill decode preemptions fate",
@@ -90,8 +91,9 @@ STATE = _dtype(
     # look: when the pool manager looks next; inf: there is none; wait to idle: its terms.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
     "k1 c1 k2 c2 c3 ttft tpot gamma theta look wait full rise calm idle",
-    "whole_below dispatch overlap_from is_shared first_by_decode has_prefill has_decode random "
-    "turn entry decoder num_pulls pull_order offered events max_events "
+    # is_foretold: outputs are predicted, not known.
+    "whole_below dispatch overlap_from is_shared is_foretold first_by_decode has_prefill "
+    "has_decode random turn entry decoder num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;

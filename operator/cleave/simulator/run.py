@@ -97,6 +97,7 @@ def _run(
     state["max_events"] = _EVENTS_PER_TOKEN * (tokens + len(trace))
     state["random"] = 1 + (seed * 2_654_435_761 + 12_345) % 2_147_483_645
     state["num_requests"] = len(trace)
+    state["is_foretold"] = predicted is not None
     state["heap_size"] = batch
     for name, array in arrays.items():
         state[name] = array.ctypes.data

@@ -17,7 +17,7 @@ class Trace:
     output_tokens: NDArray[np.int64]
     """At least 1 each."""
     predicted_tokens: NDArray[np.int64] | None = None
-    """Outputs as dispatch takes them for; None: it knows them."""
+    """Outputs as dispatch and admission take them for; None: they know them."""
 
     def __len__(self) -> int:
         return len(self.arrival_ms)

@@ -127,7 +127,7 @@ class _Following(Scheduler):
         return not spared, request.arrival_time
 
     def _has_seat(self) -> bool:
-        taken = len(self.running) + self.num_waiting_for_streaming_input
+        taken: int = len(self.running) + self.num_waiting_for_streaming_input
         return taken < self.max_num_active_reqs
 
     def _may_join(self, request: Request) -> bool:
