@@ -25,6 +25,10 @@ from cleave.planner.words import percent, pool_label
 from cleave.traffic.refit import find_margin, to_demand
 from cleave.traffic.window import Window, list_settled
 
+_ROOM = 0.25
+"""Of what the goal leaves, that a plan must have to spare where it takes less: else the next gust
+of traffic would bring the former one back."""
+
 
 class Verdict(StrEnum):
     """What becomes of what runs."""
@@ -51,10 +55,12 @@ class Terms:
     """Prediction error beyond which nothing is acted upon."""
     horizon_s: float = 3600.0
     """For how long the traffic is taken to stay as it is: the time to win back a change's cost."""
+    settle_s: float = SETTLE_S
+    """So long after a change latencies are of before and after it."""
     start_s: float = 120.0
     """From making an instance to its first request."""
     cooldown_s: float = 600.0
-    """Between two changes."""
+    """Between two changes; and less is taken only where traffic was seen for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ def revise(
     """
     demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
     asked = replace(problem, demand=demand)
-    judgement = judge(asked, running, windows, correction, terms.threshold)
+    judgement = judge(asked, running, windows, correction, terms.threshold, terms.settle_s)
     if not judgement.holds:
         return Revision(Decision(Verdict.CORRECT, judgement.reason), judgement)
     estimator = corrected.correct(problem.estimator, judgement.correction)
@@ -125,11 +131,12 @@ def revise(
     best = answer.selected or next(iter(answer.alternatives), None)
     if best is None:
         return Revision(Decision(Verdict.KEEP, answer.reason), judgement, answer)
+    seen_s = sum(each.length_s for each in windows)
     # What runs gets the benefit of the doubt about the traffic, but for what was seen to fail.
     now = _look_at(at_mean, running)
-    now = replace(now, attainment=min(now.attainment, _find_seen(windows)))
+    now = replace(now, attainment=min(now.attainment, _find_seen(windows, terms.settle_s)))
     then = _look_at(at_most, replace(running, pools=best.pools, algorithm=best.algorithm))
-    decision = decide(at_mean, now, then, terms, windows[-1].end_s, left)
+    decision = decide(at_mean, now, then, terms, windows[-1].end_s, left, seen_s)
     return Revision(decision, judgement, answer, best)
 
 
@@ -140,14 +147,17 @@ def decide(
     terms: Terms,
     at_s: float,
     left: Sequence[Left] = (),
+    seen_s: float = math.inf,
 ) -> Decision:
-    """Whether `then` takes the place of `now`."""
+    """Whether `then` takes the place of `now`; `seen_s`: how long traffic was seen for that."""
     if _instances(now.pools) == _instances(then.pools):
         return Decision(Verdict.KEEP, "the plan that runs is still the best")
     goal = problem.slo.attainment
     gain = _find_gain(now, then, goal)
-    keep = _why_wait(now, then, goal, terms, at_s, left) or _why_too_little(
-        problem, now, then, terms, gain
+    keep = (
+        _why_wait(now, goal, terms, at_s, left)
+        or _why_too_little(problem, now, then, terms, gain)
+        or (_why_not_less(then, terms, at_s, left, seen_s) if now.attainment >= goal else None)
     )
     if keep is not None:
         return Decision(Verdict.KEEP, keep, gain)
@@ -160,9 +170,9 @@ def _look_at(problem: Problem, running: Running) -> Outlook:
     return Outlook(running.pools, find_attainment(problem, running), resources)
 
 
-def _find_seen(windows: Sequence[Window]) -> float:
+def _find_seen(windows: Sequence[Window], settle_s: float) -> float:
     """Attainment while no backlog drained; 1 where too little was seen to doubt it."""
-    settled = list_settled(windows, SETTLE_S)
+    settled = list_settled(windows, settle_s)
     judged = sum(each.judged for each in settled)
     return sum(each.attained for each in settled) / judged if judged >= FEWEST else 1.0
 
@@ -174,19 +184,23 @@ def _find_gain(now: Outlook, then: Outlook, goal: float) -> float:
 
 
 def _why_wait(
-    now: Outlook,
-    then: Outlook,
-    goal: float,
-    terms: Terms,
-    at_s: float,
-    left: Sequence[Left],
+    now: Outlook, goal: float, terms: Terms, at_s: float, left: Sequence[Left]
 ) -> str | None:
     """Not twice in a short time, unless what runs fails badly."""
-    if now.attainment < goal / 2:
-        return None
     since_s = at_s - max((each.at_s for each in left), default=-math.inf)
-    if since_s < terms.cooldown_s:
-        return f"the plan was changed {since_s:.0f} s ago; it stays for {terms.cooldown_s:.0f} s"
+    if since_s >= terms.cooldown_s or now.attainment < goal / 2:
+        return None
+    return f"the plan was changed {since_s:.0f} s ago; it stays for {terms.cooldown_s:.0f} s"
+
+
+def _why_not_less(
+    then: Outlook, terms: Terms, at_s: float, left: Sequence[Left], seen_s: float
+) -> str | None:
+    """What is missing costs requests, what is too much costs little: less is taken with care."""
+    if seen_s < terms.cooldown_s:
+        return (
+            f"traffic was seen for {seen_s:.0f} s; {terms.cooldown_s:.0f} s are asked to take less"
+        )
     for each in left:
         age_s = at_s - each.at_s
         if age_s < 2 * terms.cooldown_s and _instances(each.pools) == _instances(then.pools):
@@ -198,8 +212,8 @@ def _why_too_little(
     problem: Problem, now: Outlook, then: Outlook, terms: Terms, gain: float
 ) -> str | None:
     goal, begun = problem.slo.attainment, _count_begun(now.pools, then.pools)
-    if now.attainment >= goal > then.attainment:
-        return f"what runs holds the targets; {_label(then.pools)} does not"
+    if now.attainment >= goal and then.attainment < goal + _ROOM * (1 - goal):
+        return f"what runs holds the targets; {_label(then.pools)} hardly would"
     if now.attainment >= goal:
         if gain < terms.min_gain:
             return f"what runs holds the targets; {_label(then.pools)} takes hardly less"

@@ -19,7 +19,7 @@ from cleave.traffic.workload import Demand, Drawn, Independent, Quantiles
 FEWEST = 200
 """Requests below which lengths are not known: with usual ones, their mean is then off by a tenth
 of itself and more."""
-_FEWEST_WINDOWS = 8
+_FEWEST_WINDOWS = 4
 _MOST_MARGIN = 0.25
 
 

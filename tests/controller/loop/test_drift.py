@@ -2,9 +2,12 @@
 
 from views import NOW_S, traffic
 
+from collections.abc import Sequence
+
 from cleave.api.workload import Lengths, Workload
 from cleave.controller.loop.drift import find_change, list_recent
 from cleave.traffic.change import Quantity
+from cleave.traffic.window import Window
 
 PLANNED_FOR = Workload(
     rate=4, prompt_tokens=Lengths(mean=300, p90=400), output_tokens=Lengths(mean=30, p90=40)
@@ -20,6 +23,14 @@ def test_twice_the_rate_is_a_change_and_the_same_is_none() -> None:
     assert find_change(PLANNED_FOR, traffic(4, 600), NOW_S - 900) is None
 
 
+def test_a_change_that_was_lived_with_does_not_hide_the_next() -> None:
+    again = traffic(4, 600, NOW_S - 900) + traffic(8, 600, NOW_S - 300) + traffic(16, 300)
+    change = find_change(PLANNED_FOR, again, NOW_S - 1500)
+    assert change is not None
+    assert NOW_S - 330 < change.since_s < change.at_s < NOW_S - 200
+    assert change.after > 12
+
+
 def test_before_the_fleet_settles_nothing_is_compared() -> None:
     assert find_change(PLANNED_FOR, DOUBLED, None) is None
     assert find_change(PLANNED_FOR, DOUBLED, NOW_S - 10) is None
@@ -30,9 +41,13 @@ def test_nothing_is_compared_with_traffic_that_nobody_stated() -> None:
 
 
 def test_recent_is_as_long_as_it_has_to_be() -> None:
-    assert sum(each.length_s for each in list_recent(DOUBLED, NOW_S - 900, 120)) == 120
-    assert sum(each.length_s for each in list_recent(DOUBLED, NOW_S - 60, 120)) == 60
+    def recent_s(windows: Sequence[Window], since_s: float, lead_s: float = 0.0) -> float:
+        return sum(each.length_s for each in list_recent(windows, since_s, 120, lead_s))
+
+    assert recent_s(DOUBLED, NOW_S - 900) == 120
+    assert recent_s(DOUBLED, NOW_S - 900, 60) == 180
+    assert recent_s(DOUBLED, NOW_S - 150, 60) == 150
+    assert recent_s(DOUBLED, NOW_S - 60) == 60
     # 200 requests take longer than that to come.
-    slow = traffic(1, 900)
-    assert 150 <= sum(each.length_s for each in list_recent(slow, 0, 30)) <= 300
-    assert list_recent((), 0, 30) == ()
+    assert 150 <= recent_s(traffic(1, 900), 0) <= 300
+    assert recent_s((), 0) == 0

@@ -1,0 +1,125 @@
+"""A fleet in virtual time whose plan may change: what it serves and what gateways would tell."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from cleave.api.deployment import Slo
+from cleave.gateway.counts.metrics import LENGTH_BOUNDS, TPOT_BOUNDS_S, TTFT_BOUNDS_S
+from cleave.simulator.fleet import Fleet
+from cleave.simulator.outcome import Outcome
+from cleave.simulator.run import simulate
+from cleave.simulator.trace import Trace
+from cleave.traffic.counts import Buckets
+from cleave.traffic.window import Window
+
+PERIOD_S = 15.0
+"""Between two looks at the gateways."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What arrived while one plan was in force; it ends on the instances of then."""
+
+    trace: Trace
+    outcome: Outcome
+
+
+@dataclass(eq=False)
+class World:
+    """Serves one trace."""
+
+    trace: Trace
+    slo: Slo
+    fleet: Fleet
+    since_s: float = 0.0
+    """When `fleet` came into force."""
+    done: list[_Part] = field(default_factory=list)
+    num_flips: int = 0
+
+    def change(self, fleet: Fleet, at_s: float) -> None:
+        """Requests that arrive from now on meet `fleet`; all others end where they are."""
+        self.done.append(self._serve(at_s))
+        self.fleet, self.since_s = fleet, at_s
+
+    def look(self, start_s: float, end_s: float) -> Iterator[Window]:
+        """What was counted in each period: arrivals, and the requests that ended."""
+        parts = (*self.done, self._serve(end_s))
+        edges = np.arange(start_s, end_s + PERIOD_S / 2, PERIOD_S)
+        for low_s, high_s in pairwise(edges.tolist()):
+            yield self._count(parts, low_s, high_s)
+
+    def close(self, end_s: float) -> "Score":
+        """All is over."""
+        parts = (*self.done, self._serve(end_s))
+        self.num_flips = sum(part.outcome.num_flips for part in parts)
+        met = [_find_met(part.outcome, self.slo) for part in parts]
+        return Score(
+            np.concatenate([part.trace.arrival_ms for part in parts]) / 1000, np.concatenate(met)
+        )
+
+    def _serve(self, until_s: float) -> _Part:
+        low, high = np.searchsorted(self.trace.arrival_ms, [self.since_s * 1000, until_s * 1000])
+        came = slice(int(low), int(high))
+        part = Trace(
+            self.trace.arrival_ms[came],
+            self.trace.prompt_tokens[came],
+            self.trace.output_tokens[came],
+        )
+        return _Part(part, simulate(self.fleet, part))
+
+    def _count(self, parts: Iterable[_Part], low_s: float, high_s: float) -> Window:
+        arrived = 0
+        columns: list[list[np.ndarray]] = [[] for _ in range(5)]
+        for part in parts:
+            outcome, trace = part.outcome, part.trace
+            arrived += int(np.count_nonzero(_is_in(trace.arrival_ms, low_s, high_s)))
+            ended = _is_in(outcome.end_ms, low_s, high_s)
+            several = ended & (trace.output_tokens > 1)
+            found = (
+                *(trace.prompt_tokens[ended], trace.output_tokens[ended]),
+                *(outcome.ttft_ms[ended] / 1000, outcome.tpot_ms[several] / 1000),
+                _find_met(outcome, self.slo)[ended],
+            )
+            for column, values in zip(columns, found, strict=True):
+                column.append(values)
+        prompts, outputs, ttft, tpot, met = map(np.concatenate, columns)
+        return Window(
+            end_s=high_s,
+            length_s=high_s - low_s,
+            num_requests=float(arrived),
+            prompts=_bucket(prompts, LENGTH_BOUNDS),
+            outputs=_bucket(outputs, LENGTH_BOUNDS),
+            ttft=_bucket(ttft, TTFT_BOUNDS_S),
+            tpot=_bucket(tpot, TPOT_BOUNDS_S),
+            judged=float(len(met)),
+            attained=float(np.count_nonzero(met)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """Which requests met both targets."""
+
+    arrival_s: np.ndarray
+    met: np.ndarray
+
+    def between(self, start_s: float, end_s: float) -> float:
+        """Share of those that came then."""
+        came = (self.arrival_s >= start_s) & (self.arrival_s < end_s)
+        return float(np.mean(self.met[came]))
+
+
+def _find_met(outcome: Outcome, slo: Slo) -> np.ndarray:
+    return (outcome.ttft_ms <= slo.ttft_ms) & (outcome.tpot_ms <= slo.tpot_ms)
+
+
+def _is_in(times_ms: np.ndarray, low_s: float, high_s: float) -> np.ndarray:
+    return (times_ms >= low_s * 1000) & (times_ms < high_s * 1000)
+
+
+def _bucket(values: np.ndarray, bounds: Iterable[float]) -> Buckets:
+    return Buckets.of(values.tolist(), (*bounds, math.inf))
