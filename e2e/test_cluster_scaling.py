@@ -1,5 +1,6 @@
 """Instances come, go and change pools on a real control plane, and no request fails."""
 
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -25,9 +26,27 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def installed(cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster with the operator."""
-    with installation(cluster):
+    """A cluster with an operator that looks at traffic often."""
+    often = 'operator.args=["--watch-interval", "2"]'
+    with installation(cluster, "--set-json", often):
         yield cluster
+
+
+PLANNED = """
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: {source: facebook/opt-13b, servedName: chat, maxModelLen: 2048}
+  slo: {ttftMs: 1000, tpotMs: 100}
+  workload: {rate: 0.2, promptTokens: {mean: 1000}, outputTokens: {mean: 300}}
+  engine: {type: Emulated}
+  planning: {disaggregation: Never, maxGPUs: 4, replan: {mode: "Off"}}
+  scaling:
+    roles: [{role: mixed, maxReplicas: 3}]
+    calmS: 20
+"""
+"""One instance is enough, and a few requests a second are too many for it."""
 
 
 @pytest.fixture
@@ -95,7 +114,9 @@ def test_all_instances_go_without_requests_and_the_first_one_brings_them_back(ch
         wait_until(lambda: not chat.workers() and chat.is_ready(), 180, "all are gone")
         wait_until(lambda: gateways_ready(chat) == 2, 60, "gateways that hold requests are ready")
         assert condition(chat.deployment, "Ready") == "True"
+        began = time.monotonic()
         assert chat.ask() == "", "the first request is answered"
+        print(f"the first request took {time.monotonic() - began:.1f} s")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
     assert counts(chat) == [1, 2]
@@ -125,3 +146,19 @@ def test_a_horizontal_pod_autoscaler_owns_a_pool_that_is_given_to_it(chat: Chat)
     assert condition(found, "AbleToScale") == "True"
     events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
     assert "ReplicasSetBack" not in events
+
+
+def test_instances_follow_the_rate_and_no_request_fails(installed: Cluster, namespace: str) -> None:
+    chat = Chat(installed, namespace)
+    installed.kubectl("apply", "-n", namespace, "-f", "-", input=PLANNED)
+    try:
+        chat.until_ready()
+        assert len(chat.workers("mixed")) == 1
+        with Load(chat.address, "chat", users=4, tokens=8) as load:
+            wait_until(lambda: len(chat.workers("mixed")) == 3, 120, "more come with the load")
+            wait_until(chat.is_ready, READY_S, "they are ready")
+        assert load.failures == []
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{told(installed, namespace)}") from error
+    finally:
+        installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
