@@ -100,13 +100,14 @@ def judge(
     windows: Sequence[Window],
     correction: Correction = NONE,
     threshold: float = THRESHOLD,
+    settle_s: float = SETTLE_S,
 ) -> Judgement:
     """Compare what `running` did in `windows` with what the model says, and correct that.
 
     `problem` states their traffic, and the model as it is without a correction; `correction` is
     the one in force. Raises PlanError when the pools cannot be simulated.
     """
-    settled = list_settled(windows, SETTLE_S)
+    settled = list_settled(windows, settle_s)
     seen = join(settled) if settled else Window(0.0, 0.0, 0.0)
     model = Model(problem, running, seen.length_s)
     expected = model.show(correction)

@@ -1,8 +1,8 @@
 """Which change counts, and which windows speak of the traffic now."""
 
-from views import NOW_S, traffic
-
 from collections.abc import Sequence
+
+from views import NOW_S, traffic
 
 from cleave.api.workload import Lengths, Workload
 from cleave.controller.loop.drift import find_change, list_recent

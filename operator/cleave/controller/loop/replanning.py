@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from cleave.controller.deployment import DeploymentView
 
 _SOON = 5
-"""A corrected model is looked at again after this part of the interval."""
+"""A corrected model is looked at again after this part of the interval; what was seen less long
+after a change tells of both sides of it, where that is less than a minute."""
 _HORIZON = 12
 """Intervals for which traffic is taken to stay as it is: an hour, as the interval is by itself."""
 _NOT_COMPARED = "nothing was compared yet"
@@ -133,9 +134,9 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
     if not _is_time(view, kept, change, settled_s):
         return None
     since_s = max(change.since_s, settled_s) if change else settled_s
+    terms = _terms(view)
     # The guard leaves the first ones out.
-    enough_s = view.deployment.spec.planning.replan.interval_s + SETTLE_S
-    recent = list_recent(view.windows, since_s, enough_s)
+    recent = list_recent(view.windows, since_s, terms.cooldown_s, terms.settle_s)
     try:
         workload = refit(recent)
     except RefitError:
@@ -144,7 +145,7 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
     basis = PlanBasis(workload=workload, correction=kept.correction, of=of)
     algorithm = str(view.status.get("plan", {}).get("algorithm", ""))
     left = tuple(_left(kept.plans))
-    review = Review(view.now_s, running, algorithm, recent, _terms(view), left)
+    review = Review(view.now_s, running, algorithm, recent, terms, left)
     return PlanOutcome(
         inputs(view.deployment, view.inventory, basis),
         view.inventory.numbers,
@@ -187,6 +188,7 @@ def _terms(view: "DeploymentView") -> Terms:
         min_gain=replan.min_gain,
         threshold=replan.drift_threshold,
         horizon_s=float(_HORIZON * replan.interval_s),
+        settle_s=min(SETTLE_S, replan.interval_s / _SOON),
         start_s=_start_s(view),
         cooldown_s=float(replan.interval_s),
     )
