@@ -1,7 +1,9 @@
 """A real Prometheus (`scripts/prometheus` builds it) for tests and benchmarks, on a free port."""
 
 import json
+import os
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -14,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from cluster.control_plane import TIED
 from harness import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +132,8 @@ def running(
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     line = [
-        programs / "prometheus",
+        *(sys.executable, "-I", "-S", "-c", TIED, str(os.getpid())),
+        str(programs / "prometheus"),
         f"--config.file={folder / 'prometheus.yaml'}",
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address={address}",

@@ -54,12 +54,16 @@ spec:
 """Targets that a busy machine meets, too; all workers on a node that can be lost."""
 GRAFANA = {"$model": ".*", "$__rate_interval": "10s"}
 """What Grafana puts in for its variables, at a scrape a second."""
+BY_HAND = "instances are stated by hand, so nothing is predicted"
 SELDOM = {
     "What was missed": "all is well",
     "Not taken": "nobody is shed",
     "Failures that clients did not see": "no engine fails",
     "Not ready": "every instance is ready",
     "Flips in an hour": "pools keep to themselves",
+    "Prediction error": BY_HAND,
+    "Correction of the latency model": BY_HAND,
+    "Answers of the planner in an hour": BY_HAND,
     "P90 TTFT, predicted and observed": "nothing is planned",
     "P90 TPOT, predicted and observed": "nothing is planned",
     "Attainment, predicted and observed": "nothing is planned",

@@ -34,12 +34,13 @@ EVICTION_S = 3
 
 _ISSUER = "https://kubernetes.default.svc"
 _START_TIMEOUT_S = 90
-_TIED = """
+TIED = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # SIGKILL when the parent dies
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
+"""For `python -c`, with this process's id and a command line: that ends with this process."""
 _ADMIN = ("admin", ("system:masters",))
 
 
@@ -172,7 +173,7 @@ class ControlPlane:
 
     def _start(self, program: str, *flags: str) -> None:
         log = (self._folder / "logs" / f"{program}.log").open("ab")
-        tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())]
+        tied = [sys.executable, "-I", "-S", "-c", TIED, str(os.getpid())]
         with log:
             self._processes[program] = subprocess.Popen(
                 [*tied, str(self._tools / program), *flags],
