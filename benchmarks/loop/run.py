@@ -24,9 +24,9 @@ from cleave.perf.corrected import NONE, Correction, correct
 from cleave.planner import emulated, search
 from cleave.planner.bench import to_draft
 from cleave.planner.draft import cell_fleet
-from cleave.planner.replay import Running
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
+from cleave.planner.replay import Running
 from cleave.planner.revision import Left, Terms, Verdict, revise
 from cleave.policy.pooling import Terms as Lending
 from cleave.policy.pooling import make_terms

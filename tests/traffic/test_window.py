@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cleave.traffic.counts import Buckets, Counts
-from cleave.traffic.window import Window, between, join
+from cleave.traffic.window import Window, between, join, list_settled
 
 BEFORE = Counts(at_s=100.0, started_s=1.0, requests=50, in_flight=4, judged=40, attained=30)
 AFTER = replace(
@@ -50,6 +50,41 @@ def test_joined_windows_are_as_one_look_over_both() -> None:
     later = replace(AFTER, at_s=130.0, requests=90, judged=70, ttft=AFTER.ttft + AFTER.ttft)
     apart = [between(BEFORE, AFTER), between(AFTER, later)]
     assert join([each for each in apart if each]) == between(BEFORE, later)
+
+
+def serve(*counts: tuple[float, float]) -> tuple[Window, ...]:
+    """Of requests that came and that ended in each quarter of a minute."""
+    return tuple(
+        Window(15.0 * at, 15.0, came, prompts=Buckets((100.0, math.inf), (ended, ended), ended))
+        for at, (came, ended) in enumerate(counts, 1)
+    )
+
+
+CALM = tuple((100.0, 100.0 + each % 3) for each in range(10))
+
+
+@pytest.mark.parametrize(
+    ("before", "left"),
+    [
+        ((), 6),
+        (((100, 100),) * 4 + ((100, 150),) * 4, 10),
+        (((100, 80),) * 10, 16),
+    ],
+    ids=["the first minute", "a backlog drains", "a queue grows"],
+)
+def test_latencies_tell_of_the_traffic_once_what_was_there_before_has_gone(before, left) -> None:
+    windows = serve(*before, *CALM)
+    assert list_settled(windows, 60) == windows[-left:]
+
+
+def test_a_backlog_that_drains_slowly_is_seen_after_a_while() -> None:
+    windows = serve(*((100, 108),) * 40, *CALM)
+    assert len(CALM) <= len(list_settled(windows, 60)) < len(CALM) + 15
+
+
+def test_in_the_first_minute_nothing_has_settled() -> None:
+    assert list_settled(serve(*CALM[:4]), 60) == ()
+    assert list_settled((), 60) == ()
 
 
 def test_there_is_no_window_of_nothing() -> None:

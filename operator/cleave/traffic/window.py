@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 
 from cleave.traffic.counts import Buckets, Counts
 
@@ -108,13 +109,16 @@ def list_settled(windows: Sequence[Window], settle_s: float) -> tuple[Window, ..
     if not windows:
         return ()
     begun_s = windows[0].start_s + settle_s
-    came, drained, highest, first = 0.0, 0.0, 0.0, 0
-    for number, each in enumerate(windows):
-        came += each.num_requests
-        drained += each.prompts.num - each.num_requests
-        if drained > max(highest, _CHANCE * math.sqrt(came)):
-            highest, first = drained, number + 1
-    return tuple(each for each in windows[first:] if each.start_s >= begun_s)
+    left = (windows[at:] for at in range(len(windows) + 1))
+    calm = next(each for each in left if not _drains(each))
+    return tuple(each for each in calm if each.start_s >= begun_s)
+
+
+def _drains(windows: Sequence[Window]) -> bool:
+    """Whether from the first one on, up to any other, clearly more requests ended than came."""
+    came = accumulate(each.num_requests for each in windows)
+    ended = accumulate(each.prompts.num for each in windows)
+    return any(b - a > _CHANCE * math.sqrt(max(a, 1.0)) for a, b in zip(came, ended, strict=True))
 
 
 def _add(one: Window, other: Window) -> Window:
