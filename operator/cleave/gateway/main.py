@@ -5,6 +5,7 @@ Exit codes: 0 stopped by a signal, 1 the address cannot be had or a part has fai
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -84,6 +85,8 @@ async def _serve(config: GatewayConfig, siblings: Siblings | None) -> int:
         loop.add_reader(siblings.parent, stop.set)
     try:
         await gateway.start()
+        # What is there now stays: a full collection that looks through it takes 12 ms.
+        gc.freeze()
         scheme = "http" if config.tls_certificate is None else "https"
         if siblings is None:
             log.info("listening on %s://%s:%d", scheme, config.host, gateway.port)
