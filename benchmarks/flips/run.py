@@ -1,6 +1,7 @@
-"""Flips: what they gain while traffic moves (simulated), and how long one takes (emulated engines).
+"""Flips: what they gain while traffic moves (simulated), and how long one takes.
 
-`python benchmarks/flips/run.py [simulated|timed ...]`; without names both, about three minutes.
+`python benchmarks/flips/run.py [simulated|timed|vllm ...]`; without names the first two, about
+three minutes. timed: emulated engines; vllm: real ones, on two cores of their own.
 `--quick`: does everything work? Quote none of its figures.
 """
 
@@ -12,13 +13,13 @@ import timed
 from rich.console import Console
 from rich.table import Table
 
-FLIPS, QUICK_FLIPS = 1_000, 20
+FLIPS, VLLM_FLIPS, QUICK_FLIPS = 1_000, 200, 20
 
 
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="*", choices=["simulated", "timed", []])
+    parser.add_argument("what", nargs="*", choices=["simulated", "timed", "vllm", []])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     stated = parser.parse_args()
@@ -27,7 +28,9 @@ def main() -> None:
     if "simulated" in what:
         found["simulated"] = list(simulated.run(stated.quick))
     if "timed" in what:
-        found["timed"] = timed.run(QUICK_FLIPS if stated.quick else FLIPS)
+        found["timed"] = timed.run(QUICK_FLIPS if stated.quick else FLIPS, vllm=False)
+    if "vllm" in what:
+        found["vllm"] = timed.run(QUICK_FLIPS if stated.quick else VLLM_FLIPS, vllm=True)
     if stated.output == "json":
         print(json.dumps(found, indent=2))
         return

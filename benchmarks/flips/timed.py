@@ -1,8 +1,9 @@
-"""How long a flip takes on emulated engines: from the order to the first request in the new role.
+"""How long a flip takes, on emulated engines or on vLLM's: from the order to the first request that
+ran as the new role wants.
 
 The prefill instance of a pair with a mixed instance becomes a decode instance and back, over and
 over. Requests ask all the time; the answer's headers tell who served them. The time counts from
-just before the order to the moment when the first request was sent that ran as the new role wants.
+just before the order to the moment when the first such request was sent, and when it was answered.
 """
 
 import asyncio
@@ -18,14 +19,16 @@ import grpc
 import httpx
 import numpy as np
 
+from cleave.local.tiny_model import build
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 sys.path.append(str(Path(__file__).parents[2] / "e2e"))
+
 from harness import Deployment, deployed, emulated
 
 TIME_SCALE = 0.02
 CLIENTS = {"idle": 1, "loaded": 8}
-_WAIT_S = 10.0
+_WAIT_S = 60.0
 _PREFILL = "x-cleave-prefill"
 
 
@@ -33,39 +36,47 @@ _PREFILL = "x-cleave-prefill"
 class Seen:
     """What clients have seen."""
 
-    split_at: float = 0.0
-    """When the newest request that was split had been sent."""
-    whole_at: float = 0.0
+    split: tuple[float, float] = (0.0, 0.0)
+    """When the newest request that was split had been sent, and answered."""
+    whole: tuple[float, float] = (0.0, 0.0)
     requests: int = 0
     failed: int = 0
     wrong: int = 0
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
-def run(flips: int) -> list[dict[str, object]]:
+def run(flips: int, vllm: bool) -> list[dict[str, object]]:
     """A row for an idle and one for a loaded fleet."""
-    manifest = emulated("flips", 1, 1, time_scale=TIME_SCALE)
-    spec = manifest["spec"]
-    assert isinstance(spec, dict)
-    spec["pools"] = {"flipping": "Off"}
-    spec["placement"]["manual"][1]["role"] = "mixed"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        deployed(manifest, Path(folder), 60) as deployment,
-    ):
-        return [
-            asyncio.run(_measure(deployment, name, clients, flips))
-            for name, clients in CLIENTS.items()
-        ]
+    with tempfile.TemporaryDirectory() as folder:
+        manifest = emulated("flips", 1, 1, time_scale=TIME_SCALE)
+        spec = manifest["spec"]
+        assert isinstance(spec, dict)
+        spec["pools"] = {"flipping": "Off"}
+        spec["placement"]["manual"][1]["role"] = "mixed"
+        if vllm:
+            spec["engine"] = {"scheduling": {"order": "ShortestFirst"}}
+            spec["model"] |= {"source": str(_build(folder)), "dtype": "float32"}
+            spec["model"]["maxModelLen"] = 2048
+        with deployed(manifest, Path(folder), 600) as deployment:
+            return [
+                asyncio.run(_measure(deployment, name, clients, flips))
+                for name, clients in CLIENTS.items()
+            ]
+
+
+def _build(folder: str) -> Path:
+    model = Path(folder) / "tiny"
+    build(model)
+    return model
 
 
 async def _measure(
     deployment: Deployment, name: str, clients: int, flips: int
 ) -> dict[str, object]:
     (file,) = deployment.state_dir.rglob("agents")
-    seen, taken = Seen(), []
+    seen, sent, answered = Seen(), [], []
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
         agent, epoch = await _find_prefill(stack, file.read_text().split())
         asking = [asyncio.create_task(_ask(client, deployment, seen, n)) for n in range(clients)]
         try:
@@ -74,20 +85,22 @@ async def _measure(
                 role = agent_pb2.ROLE_DECODE if to_decode else agent_pb2.ROLE_PREFILL
                 begun = time.perf_counter()
                 await agent.SetRole(agent_pb2.SetRoleRequest(role=role, epoch=epoch + turn + 1))
-                waited = await _wait(seen, to_decode, begun) - begun
+                first = await _wait(seen, to_decode, begun)
                 if not to_decode:
                     # A mixed instance may serve a whole request at any time, so only this tells.
-                    taken.append(waited)
+                    sent.append(first[0] - begun)
+                    answered.append(first[1] - begun)
         finally:
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-    ms = np.array(taken) * 1_000
     return {
         "fleet": name,
         "flips": flips,
-        "p50_ms": float(np.median(ms)),
-        "p99_ms": float(np.percentile(ms, 99)),
+        "sent_p50_ms": float(np.percentile(sent, 50)) * 1_000,
+        "sent_p99_ms": float(np.percentile(sent, 99)) * 1_000,
+        "answered_p50_ms": float(np.percentile(answered, 50)) * 1_000,
+        "answered_p99_ms": float(np.percentile(answered, 99)) * 1_000,
         "requests": seen.requests,
         "failed": seen.failed,
         "wrong": seen.wrong,
@@ -110,6 +123,7 @@ async def _find_prefill(
 async def _ask(client: httpx.AsyncClient, deployment: Deployment, seen: Seen, number: int) -> None:
     """Ask the same again and again; the first answer is the right one."""
     body = {"model": deployment.name, "prompt": f"question {number} " * 5, "max_tokens": 2}
+    body |= {"temperature": 0}
     expected = None
     for _ in itertools.count():
         sent = time.perf_counter()
@@ -122,16 +136,17 @@ async def _ask(client: httpx.AsyncClient, deployment: Deployment, seen: Seen, nu
         expected = expected or text
         seen.wrong += text != expected
         async with seen.news:
+            now = time.perf_counter()
             if _PREFILL in answer.headers:
-                seen.split_at = max(seen.split_at, sent)
+                seen.split = max(seen.split, (sent, now))
             else:
-                seen.whole_at = max(seen.whole_at, sent)
+                seen.whole = max(seen.whole, (sent, now))
             seen.news.notify_all()
 
 
-async def _wait(seen: Seen, whole: bool, begun: float) -> float:
-    """When the first request was sent, after `begun`, that ran that way."""
+async def _wait(seen: Seen, whole: bool, begun: float) -> tuple[float, float]:
+    """When the first request was sent, after `begun`, that ran that way; and answered."""
     async with asyncio.timeout(_WAIT_S), seen.news:
-        while (at := seen.whole_at if whole else seen.split_at) < begun:
+        while (at := seen.whole if whole else seen.split)[0] < begun:
             await seen.news.wait()
     return at

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.policy.admission import Admission, find_peak, may_join
+from cleave.policy.admission import Admission, find_peak, is_spared, may_join
 
 batches = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=12)
 
@@ -39,3 +39,8 @@ def test_the_peak_is_the_most_that_any_step_holds(batch: list[tuple[int, int]]) 
     steps = range(max(n for _, n in batch) + 1)
     by_step = [sum(h + step for h, n in batch if step <= n) for step in steps]
     assert find_peak(held, left) == max(by_step)
+
+
+def test_who_was_preempted_up_to_the_limit_is_spared_and_without_a_limit_nobody_is() -> None:
+    assert [is_spared(times, 2) for times in range(4)] == [False, False, True, True]
+    assert not any(is_spared(times, 0) for times in range(4))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cleave.policy.lengths import ConditionalMean
+from cleave.policy.lengths import ConditionalMean, find_left
 
 
 def taught(*answers: tuple[int, int], first: float = 256) -> ConditionalMean:
@@ -50,3 +50,9 @@ def test_predictions_are_not_biased() -> None:
 def test_old_answers_fade() -> None:
     lengths = taught(*[(100, 40)] * 3_000, *[(100, 400)] * 12_000)
     assert lengths.predict(100) == pytest.approx(400, rel=0.02)
+
+
+def test_one_that_outran_its_prediction_is_taken_to_need_as_much_again() -> None:
+    assert find_left(100, 40) == 60
+    assert find_left(100, 100) == 100
+    assert find_left(100, 250) == 100

@@ -1,0 +1,230 @@
+"""Roles change on real vLLM engines: who serves what, which tokens come, how engines schedule."""
+
+import concurrent.futures
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+from harness import Deployment, deployed, idle, until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+TIMEOUT_S = 120
+OUTPUT_TOKENS = 8
+PREFILL, DECODE, MIXED = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED
+FIRST, SECOND = "tiny-prefill-0", "tiny-decode-0"
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One of each, which keep the roles that a test gives them; mixed ones have a single seat."""
+    many = {"maxNumSeqs": 16}
+    limits = [{"role": "prefill"} | many, {"role": "decode"} | many]
+    manifest = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "model": {
+                "source": str(tiny_model),
+                "servedName": "tiny",
+                "dtype": "float32",
+                "maxModelLen": 4096,
+            },
+            "slo": {"ttftMs": 1000, "tpotMs": 200},
+            "pools": {"flipping": "Off"},
+            "engine": {
+                "scheduling": {
+                    "order": "ShortestFirst",
+                    "admission": "ReserveDynamic",
+                    "limits": [*limits, {"role": "mixed", "maxNumSeqs": 1}],
+                }
+            },
+        },
+    }
+    with deployed(manifest, tmp_path_factory.mktemp("flips"), timeout_s=420) as deployment:
+        yield deployment
+
+
+class Flipper:
+    """Orders that agents get, each newer than the last one."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._channels: dict[str, grpc.Channel] = {}
+        (file,) = deployment.state_dir.rglob("agents")
+        for address in file.read_text().split():
+            channel = grpc.insecure_channel(address)
+            told = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=20)
+            self._channels[told.registration.instance] = channel
+            self.newest = told.registration.epoch
+
+    def flip(self, instance: str, role: "agent_pb2.Role.ValueType") -> agent_pb2.Registration:
+        """Order it; what the instance says then."""
+        agent = agent_pb2_grpc.AgentStub(self._channels[instance])
+        before = agent.Health(agent_pb2.HealthRequest(), timeout=20).registration
+        order = agent_pb2.SetRoleRequest(role=role, epoch=before.epoch + 1, boot_id=before.boot_id)
+        agent.SetRole(order, timeout=TIMEOUT_S)
+        after = agent.Health(agent_pb2.HealthRequest(), timeout=20).registration
+        assert (after.role, after.boot_id, after.restarts) == (role, before.boot_id, 0)
+        return after
+
+    def load(self, instance: str) -> agent_pb2.LoadReport:
+        agent = agent_pb2_grpc.AgentStub(self._channels[instance])
+        return agent.Health(agent_pb2.HealthRequest(), timeout=20).load
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+
+@pytest.fixture
+def flipper(pair: Deployment) -> Iterator[Flipper]:
+    """Everybody goes home afterwards."""
+    made = Flipper(pair)
+    yield made
+    made.flip(FIRST, PREFILL)
+    made.flip(SECOND, DECODE)
+    made.close()
+
+
+def ask(url: str, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def tokens(response: httpx.Response) -> list[int]:
+    found = response.json()["choices"][0]["token_ids"]
+    assert isinstance(found, list)
+    return found
+
+
+def prompts(count: int, start: int = 0) -> list[list[int]]:
+    """Of unlike lengths and beginnings, so that nothing is cached."""
+    lengths = itertools.cycle((30, 200, 700, 1_500))
+    return [
+        [20 + (start + number) % 400, *(30 + (number * 7 + at) % 300 for at in range(length))]
+        for number, length in zip(range(count), lengths, strict=False)
+    ]
+
+
+def test_both_roles_change_and_requests_go_the_other_way(
+    pair: Deployment, flipper: Flipper
+) -> None:
+    some = prompts(8)
+    home = [ask(pair.url, prompt) for prompt in some]
+    assert {answer.headers["x-cleave-prefill"] for answer in home} == {FIRST}
+    assert {answer.headers["x-cleave-decode"] for answer in home} == {SECOND}
+
+    # Nobody prefills in between: the decode instances do it all.
+    flipper.flip(FIRST, DECODE)
+    whole = [ask(pair.url, prompt) for prompt in some]
+    told = flipper.flip(SECOND, PREFILL)
+    assert told.kv_path.verified
+    assert told.kv_path.detail == f"{SECOND} -> {FIRST}"
+
+    def goes_the_other_way() -> bool:
+        headers = ask(pair.url, some[0], max_tokens=1).headers
+        return headers.get("x-cleave-prefill") == SECOND
+
+    until(goes_the_other_way, 30, "requests are split the other way")
+    before = pulled(pair, FIRST)
+    away = [ask(pair.url, prompt) for prompt in prompts(8, start=100)]
+    assert {answer.headers["x-cleave-prefill"] for answer in away} == {SECOND}
+    assert {answer.headers["x-cleave-decode"] for answer in away} == {FIRST}
+    assert pulled(pair, FIRST) > before
+
+    url = pair.instances()[FIRST].engine_url
+    colocated = [tokens(ask(url, prompt)) for prompt in prompts(8, start=100)]
+    assert [tokens(answer) for answer in away] == colocated
+    assert [tokens(a) for a in home] == [tokens(a) for a in whole]
+
+
+def test_flips_under_load_fail_nothing_and_change_no_token(
+    pair: Deployment, flipper: Flipper
+) -> None:
+    some = prompts(6, start=200)
+    expected = [tokens(ask(pair.url, prompt)) for prompt in some]
+    ended = threading.Event()
+
+    def load(number: int) -> int:
+        count = 0
+        while not ended.is_set():
+            assert tokens(ask(pair.url, some[number])) == expected[number]
+            count += 1
+        return count
+
+    turns = [(FIRST, DECODE), (SECOND, PREFILL), (FIRST, MIXED), (FIRST, PREFILL), (SECOND, DECODE)]
+    with concurrent.futures.ThreadPoolExecutor(len(some)) as pool:
+        running = [pool.submit(load, number) for number in range(len(some))]
+        try:
+            for instance, role in turns * 6:
+                flipper.flip(instance, role)
+        finally:
+            ended.set()
+        assert sum(future.result(timeout=TIMEOUT_S) for future in running) > 0
+    until(lambda: idle(pair), 60, "nothing is held")
+
+
+def test_the_engine_schedules_as_its_role_wants(pair: Deployment, flipper: Flipper) -> None:
+    url = pair.instances()[SECOND].engine_url
+    flipper.flip(SECOND, MIXED)
+    done: list[int] = []
+
+    def ask_and_note(length: int, start: int) -> None:
+        ask(url, [start + length % 300] * length)
+        done.append(length)
+
+    def wait(
+        start: int, pool: concurrent.futures.Executor
+    ) -> list[concurrent.futures.Future[None]]:
+        """A request takes the only seat; three wait, the longest first."""
+        until(lambda: flipper.load(SECOND).num_running == 1, 60, "somebody runs")
+        asked = []
+        for number, length in enumerate((900, 60, 400), 1):
+            asked.append(pool.submit(ask_and_note, length, start))
+            until(lambda n=number: flipper.load(SECOND).num_waiting == n, 60, "it waits")
+        return asked
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        with running(url, 40):
+            asked = wait(50, pool)
+        for each in asked:
+            each.result(timeout=TIMEOUT_S)
+        assert done == [60, 400, 900]
+
+        with running(url, 41):
+            asked = wait(80, pool)
+            flipper.flip(SECOND, DECODE)
+            for each in asked:
+                each.result(timeout=TIMEOUT_S)
+            assert flipper.load(SECOND).num_running == 1, "it runs still: others had seats, too"
+
+
+@contextlib.contextmanager
+def running(url: str, start: int) -> Iterator[None]:
+    """A request that runs until the block ends, or for 3,000 tokens."""
+    body = {"model": "tiny", "prompt": [start] * 40, "max_tokens": 3_000}
+    body |= {"ignore_eos": True, "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        yield
+
+
+def pulled(deployment: Deployment, instance: str) -> float:
+    """Bytes of KV that an engine took from others."""
+    url = deployment.instances()[instance].engine_url
+    page = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text.splitlines()
+    name = "vllm:nixl_bytes_transferred_sum"
+    return sum(float(line.split()[-1]) for line in page if line.startswith(name))
