@@ -92,6 +92,7 @@ def test_few_answers_say_nothing() -> None:
     found = judge(play.problem, play.running, [few])
     assert (found.comparisons, found.error, found.correction) == ((), None, NONE)
     assert found.holds
+    assert found.attainment > 0.9
 
 
 def test_pools_that_lend_are_foreseen_to_lend() -> None:

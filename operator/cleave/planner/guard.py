@@ -20,7 +20,7 @@ from cleave.api.role import Role
 from cleave.perf import corrected
 from cleave.perf.corrected import NONE, Correction
 from cleave.planner.problem import Problem
-from cleave.planner.replay import Model, Running, Shown
+from cleave.planner.replay import Model, Running, Shown, find_attainment
 from cleave.simulator.outcome import Times
 from cleave.traffic.counts import Buckets
 from cleave.traffic.window import Window, join, list_settled
@@ -69,7 +69,7 @@ class Judgement:
     comparisons: tuple[Comparison, ...]
     """TTFT and TPOT, median and 90th percentile; empty: too little was seen."""
     attainment: float
-    """Predicted for as long as was looked at."""
+    """Predicted for as long as was looked at; where that is not judged, in the long run."""
     correction: Correction
     """To plan with from now on."""
 
@@ -110,9 +110,10 @@ def judge(
     settled = list_settled(windows, settle_s)
     seen = join(settled) if settled else Window(0.0, 0.0, 0.0)
     model = Model(problem, running, seen.length_s)
-    expected = model.show(correction)
-    if min(seen.ttft.num, seen.tpot.num, len(expected.tpot_ms)) < FEWEST:
-        return Judgement((), expected.attainment, correction)
+    is_enough = min(seen.ttft.num, seen.tpot.num) >= FEWEST
+    expected = model.show(correction) if is_enough else None
+    if expected is None or len(expected.tpot_ms) < FEWEST:
+        return Judgement((), find_attainment(model.corrected(correction), running), correction)
     faster = model.show(_times(correction, 1 - _SLACK))
     slower = model.show(_times(correction, 1 + _SLACK))
     comparisons = tuple(_compare(seen, expected, faster, slower, threshold))

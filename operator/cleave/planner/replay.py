@@ -79,8 +79,7 @@ class Model:
 
     def show(self, correction: Correction) -> Shown:
         """What gateways would have counted. Raises PlanError."""
-        estimator = corrected.correct(self.problem.estimator, correction)
-        problem = replace(self.problem, estimator=estimator)
+        problem = self.corrected(correction)
         draft = draft_of(problem, self.running)
         rate, fleet = problem.rate / draft.copies, prepare(to_fleet(problem, self.running, draft))
         counted = max(round(rate * self.length_s), 1)
@@ -92,6 +91,11 @@ class Model:
             num_flips += outcome.num_flips
             found.append(_count(outcome, float(outcome.arrival_ms[ramp]), self.length_s * 1000))
         return Shown.of(np.concatenate(found, axis=1), problem.slo, num_flips > 0)
+
+    def corrected(self, correction: Correction) -> Problem:
+        """The problem with passes of other length."""
+        estimator = corrected.correct(self.problem.estimator, correction)
+        return replace(self.problem, estimator=estimator)
 
 
 def find_attainment(problem: Problem, running: Running) -> float:
