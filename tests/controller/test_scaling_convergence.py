@@ -17,8 +17,8 @@ class Gateways:
         self.here = here
         self.requests = 0
         self.waiting = 0
-        here.controller._counting._fetch = self.fetch
-        here.controller._sleepers._fetch = self.fetch_health
+        here.controller.watching.counting._fetch = self.fetch
+        here.controller.watching._sleepers._fetch = self.fetch_health
         here.controller.store.gateways = lambda _key: ("10.0.0.9",)  # type: ignore[method-assign]
 
     async def fetch(self, _url: str) -> str:
@@ -38,8 +38,8 @@ class Gateways:
 
         async def look() -> None:
             for key in keys:
-                await controller._watch(key)
-                await controller._watch_sleeper(key)
+                await controller.watching.look(key)
+                await controller.watching.look_at_sleeper(key)
 
         for _ in range(seconds // 15):
             self.here.cluster.now_s += 15

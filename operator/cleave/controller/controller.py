@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.controller import deployment, faulty, instances, inventory, observed, pool, scaling
+from cleave.controller import deployment, faulty, instances, inventory, observed, pool
 from cleave.controller.actions import Action, Ask, Delete, Reference, Repurpose, Requeue
 from cleave.controller.deployment import DeploymentView
 from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
@@ -21,15 +21,11 @@ from cleave.controller.fleets import Fleets
 from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
 from cleave.controller.kube import ApiError
-from cleave.controller.loop import replanning
-from cleave.controller.loop.counting import Counting
-from cleave.controller.loop.sleepers import PERIOD_S as SLEEPERS_S
-from cleave.controller.loop.sleepers import Sleepers
+from cleave.controller.loop.watching import Watching
 from cleave.controller.metrics import Metrics
 from cleave.controller.planning import Desk
 from cleave.controller.pool import PoolView
 from cleave.controller.queue import WorkQueue
-from cleave.controller.scaling import Demand
 from cleave.controller.settings import Settings
 from cleave.controller.store import DEPLOYMENTS, Key, Seen, Store
 from cleave.pods.labels import Manifest
@@ -59,7 +55,6 @@ class Controller:
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         fleets: Fleets[Key] | None = None,
-        counting: Counting[Key] | None = None,
         settle_s: float = SETTLE_S,
     ) -> None:
         self.settings = settings
@@ -71,8 +66,7 @@ class Controller:
         self.queue: WorkQueue[Key] = WorkQueue(clock)
         self.desk: Desk[Key] = Desk(self._planned)
         self._fleets: Fleets[Key] = fleets or Fleets(clock)
-        self._counting: Counting[Key] = counting or Counting(now)
-        self._sleepers: Sleepers[Key] = Sleepers()
+        self.watching = Watching(self.store, self.queue.add, now)
         self._faults: dict[Key, str] = {}
         self._calm: dict[Key, float] = {}
         self._took: dict[Key, float] = {}
@@ -116,23 +110,6 @@ class Controller:
             self._look_at(set(self.due()))
             await asyncio.sleep(period_s)
 
-    async def watch_traffic(self, elected: asyncio.Event) -> None:
-        """Look at what the gateways have counted, round after round, while this operator leads."""
-        while True:
-            await elected.wait()
-            began, period_s = self._clock(), self.settings.watch_s
-            keys = [key for key in self.store.resources() if key.kind == DEPLOYMENTS]
-            await asyncio.gather(*(self._watch(key) for key in keys))
-            await asyncio.sleep(max(period_s / 4, period_s - (self._clock() - began)))
-
-    async def watch_sleepers(self, elected: asyncio.Event) -> None:
-        """See to it that a request without an instance does not wait for the next round."""
-        while True:
-            await elected.wait()
-            keys = [key for key in self.store.resources() if key.kind == DEPLOYMENTS]
-            await asyncio.gather(*(self._watch_sleeper(key) for key in keys))
-            await asyncio.sleep(SLEEPERS_S)
-
     def due(self) -> Iterator[Key]:
         """What to look at again though nothing was heard of it."""
         now = self._clock()
@@ -156,30 +133,6 @@ class Controller:
             self._inventory = nodes, inventory.inventory(nodes, self.settings.cluster)
         return self._inventory[1]
 
-    async def _watch(self, key: Key) -> None:
-        seen, gateways = self.store.seen(key), self.store.gateways(key)
-        resource = seen.resource if seen else None
-        if not (gateways and isinstance(resource, LLMDeployment)):
-            return
-        follows = scaling.watches(resource)
-        if not (follows or replanning.watches(resource)):
-            return
-        has_come = await self._counting.look(key, gateways)
-        # Known peaks come whether or not the gateways answer.
-        if follows or (has_come and self._counting.is_news(key)):
-            self.queue.add(key)
-
-    async def _watch_sleeper(self, key: Key) -> None:
-        seen, gateways = self.store.seen(key), self.store.gateways(key)
-        resource = seen.resource if seen else None
-        pools = (each.resource for each in self.store.pools(key))
-        known = [pool for pool in pools if isinstance(pool, InstancePool)]
-        if not (isinstance(resource, LLMDeployment) and scaling.is_asleep(resource, known)):
-            self._sleepers.forget(key)
-        elif await self._sleepers.look(key, gateways):
-            self._counting.stir(key)
-            self.queue.add(key)
-
     def _planned(self, key: Key) -> None:
         """The planner has answered."""
         if (answer := self.desk.last(key)) is not None:
@@ -199,8 +152,7 @@ class Controller:
             self.queue.forget(key)
             self.desk.forget(key)
             self._fleets.forget(key)
-            self._counting.forget(key)
-            self._sleepers.forget(key)
+            self.watching.forget(key)
             self._faults.pop(key, None)
             self._calm.pop(key, None)
             self._took.pop(key, None)
@@ -298,24 +250,13 @@ class Controller:
             outcome=self.desk.last(key),
             instances=known,
             asked=self.desk.asked(key),
-            traffic=self._counting.lately(key),
-            windows=self._counting.windows(key),
-            demand=self._demand(key, resource),
+            traffic=self.watching.counting.lately(key),
+            windows=self.watching.counting.windows(key),
+            demand=self.watching.demand(key, resource),
             fault=self._faults.get(key, ""),
             settings=self.settings,
         )
         return self._timed(key, lambda: deployment.reconcile(view))
-
-    def _demand(self, key: Key, resource: LLMDeployment) -> Demand | None:
-        if not scaling.watches(resource):
-            return None
-        counting = self._counting
-        return scaling.measure(
-            counting.windows(key) if counting.lately(key) else (),
-            resource.spec.scaling.calm_s,
-            in_flight=self._sleepers.waiting(key) or counting.in_flight(key),
-            quiet_s=counting.quiet_s(key),
-        )
 
     def _instances(
         self, pools: list[Seen], pods: tuple[observed.ObservedPod, ...]

@@ -123,13 +123,13 @@ class Operator:
                 return
 
     async def _run_parts(self) -> None:
-        elected = self._leader.elected
+        elected, traffic = self._leader.elected, self._controller.watching
         parts: list[Coroutine[Any, Any, None]] = [
             self._leader.run(),
             self._sweep.run(),
             self._controller.resync(elected),
-            self._controller.watch_traffic(elected),
-            self._controller.watch_sleepers(elected),
+            traffic.watch_traffic(elected, self._options.settings.watch_s),
+            traffic.watch_sleepers(elected),
             *(self._controller.work(self._executor, elected) for _ in range(WORKERS)),
         ]
         if self._webhook is not None:
