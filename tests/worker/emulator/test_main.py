@@ -206,3 +206,8 @@ def test_a_side_channel_port_must_be_a_number() -> None:
             [*BASE, "--kv-transfer-config", json.dumps(KV)],
             {"VLLM_NIXL_SIDE_CHANNEL_PORT": "x"},
         )
+
+
+def test_many_engines_fit_on_a_machine_because_none_loads_numpy() -> None:
+    program = "import sys, cleave_worker.emulator.main; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
