@@ -5,10 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from cleave.perf.corrected import NONE, Correction, correct
 from cleave.planner import search
-from cleave.planner.bench import to_draft
-from cleave.planner.draft import cell_fleet
 from cleave.planner.problem import Problem
-from cleave.planner.replay import Running
+from cleave.planner.replay import Running, draft_of, to_fleet
 from cleave.planner.revision import Left, Revision, Terms, Verdict, revise
 from cleave.simulator.run import simulate
 from cleave.traffic.window import Window
@@ -56,7 +54,7 @@ class Play:
     def serve(self, demand: Demand | None = None, num_requests: int = NUM_REQUESTS) -> list[Window]:
         """Windows of some traffic."""
         real = replace(self.problem, estimator=correct(self.problem.estimator, self.truth))
-        fleet = cell_fleet(real, to_draft(real, self.running.pools, self.running.algorithm))
+        fleet = to_fleet(real, self.running, draft_of(real, self.running))
         drawn = (demand or self.problem.demand).draw(num_requests, seed=int(self.now_s) + 1)
         windows = observe(drawn, simulate(fleet, drawn), self.problem.slo, self.now_s)
         self.now_s = windows[-1].end_s
@@ -69,7 +67,8 @@ class Play:
         self.correction = found.judgement.correction
         if found.decision.verdict is Verdict.APPLY:
             self.left.append(Left(self.running.pools, self.now_s))
-            self.running = Running(found.proposed.pools, found.proposed.algorithm)
+            best = found.proposed
+            self.running = replace(self.running, pools=best.pools, algorithm=best.algorithm)
         return found
 
     def look_often(self, times: int, demand: Demand | None = None) -> Iterator[Revision]:
