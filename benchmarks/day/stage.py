@@ -76,7 +76,7 @@ class Stage:
         names = [pod["spec"]["nodeName"] for pod in pods if "nodeName" in pod["spec"]]
         lost = max(sorted(set(names)), key=names.count)
         self.nodes.lose(lost)
-        self.lost += [shape for shape in _worker_nodes() if shape.name == lost]
+        self.lost.extend(shape for shape in _worker_nodes() if shape.name == lost)
 
     def gateways(self) -> list[str]:
         """URLs of the gateways that are ready."""
