@@ -114,3 +114,46 @@ def test_the_picture_tells_shares_of_what_arrived(module, day, tmp_path: Path) -
     assert set(share) == {0.0, 1.0}
     picture.draw(tmp_path / "day.html", day, {"both": seen})
     assert "requests within both targets" in (tmp_path / "day.html").read_text()
+
+
+class Cluster:
+    """Answers as kubectl does."""
+
+    def __init__(self, nodes: list[str]) -> None:
+        self.pods = [{"spec": {"nodeName": node}} for node in nodes]
+        self.said: list[str] = []
+
+    def list(self, *_: str) -> list[dict]:
+        return self.pods
+
+    def kubectl(self, *words: str, timeout_s: float) -> None:
+        self.said.append(words[0])
+
+    def apply(self, manifest: dict) -> None:
+        self.said.append("apply")
+
+
+class Nodes:
+    """Notes what becomes of nodes, in the cluster's list."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.said = cluster.said
+
+    def lose(self, name: str) -> None:
+        self.said.append(f"lose {name}")
+
+    def add(self, *shapes: object) -> None:
+        self.said += [f"add {shape.name}" for shape in shapes]
+
+
+def test_the_fullest_node_is_lost_and_back_before_the_deployment_goes(module, monkeypatch) -> None:
+    stage = module("stage")
+    cluster = Cluster(["node-0", "node-2", "node-1", "node-2"])
+    found = stage.Stage(cluster, Nodes(cluster), None)
+    monkeypatch.setattr(stage.Stage, "until_ready", lambda self: None)
+    with found.serving({}):
+        found.lose_node()
+    assert cluster.said == ["apply", "lose node-2", "add node-2", "delete"]
+    with found.serving({}):
+        pass
+    assert cluster.said[4:] == ["apply", "delete"], "nodes that were never lost are left alone"
