@@ -98,14 +98,17 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
 
     series = connector.build_prom_metrics(Config(), kinds, ["engine"], {0: ["0"]})
     from cleave_worker.transfer.identity import Reason
+    from cleave_worker.transfer.link import Way
 
     transfers = connector.build_kv_connector_stats()
-    transfers.pulled(0.5, 1000)
+    transfers.pulled(Way.GLOO, 0.5, 1000)
     transfers.refused(Reason.PROMPT)
     transfers.expired(2)
     other = connector.build_kv_connector_stats(transfers.data)
     series.observe(transfers.aggregate(other.clone_and_reset()).data)
     page = generate_latest(registry).decode()
-    assert 'cleave_kv_pulled_bytes_total{engine="0"' in page
-    assert 'reason="prompt"} ' in page
+    assert 'cleave_kv_pulled_bytes_total{engine="0",way="gloo"} 2000.0' in page
+    assert 'cleave_kv_pull_seconds_sum{engine="0",way="gloo"} 1.0' in page
+    assert 'reason="prompt"} 2.0' in page
+    assert 'reason="expired"} 4.0' in page
     assert 'reason="boot"} 0.0' in page

@@ -17,6 +17,7 @@ _PULLED_BYTES = re.compile(
 _PULL_SECONDS = re.compile(
     rb"^(?:vllm:nixl_xfer_time_seconds_sum|cleave_kv_pull_seconds_sum)\b.* (\S+)$", re.MULTILINE
 )
+_WAYS = re.compile(rb'^cleave_kv_pulled_bytes_total\{.*\bway="([^"]+)".*\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Pulled:
 
     num_bytes: float
     seconds: float
+    way: str = ""
+    """What carried most of it; empty: the engine does not tell."""
 
 
 async def fault(url: str, seconds: float) -> str:
@@ -57,7 +60,15 @@ async def facts(url: str, engine: str, block_size: int, seconds: float) -> Engin
 async def pulled(url: str, seconds: float) -> Pulled:
     """What the engine has pulled so far; zeros when it does not tell. Raises HttpError."""
     metrics = await http.request("GET", f"{url}/metrics", seconds=seconds)
-    return Pulled(_sum(_PULLED_BYTES, metrics.body), _sum(_PULL_SECONDS, metrics.body))
+    return Pulled(
+        _sum(_PULLED_BYTES, metrics.body), _sum(_PULL_SECONDS, metrics.body), _way(metrics.body)
+    )
+
+
+def _way(metrics: bytes) -> str:
+    found = [(float(value), way.decode()) for way, value in _WAYS.findall(metrics)]
+    num_bytes, way = max(found, default=(0.0, ""))
+    return way if num_bytes else ""
 
 
 def _sum(pattern: re.Pattern[bytes], metrics: bytes) -> float:

@@ -139,7 +139,7 @@ def _tester(config: AgentConfig, instance: Instance) -> Test:
         )
         kv_path = agent_pb2.KvPath(
             verified=True,
-            transport=transport,
+            transport=f"{transport} over {transfer.way}" if transfer.way else transport,
             transfer_ms=transfer.first_token_ms,
             bytes_per_s=transfer.bytes_per_s,
             detail=f"{prefill.instance} -> {decode.instance}",

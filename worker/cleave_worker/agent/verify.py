@@ -53,6 +53,8 @@ class Transfer:
     """From the decode request to its first token, transfer included."""
     bytes_per_s: float
     """What the decode engine pulled, over the time it took; 0: it does not tell."""
+    way: str = ""
+    """What carried it; empty: the engine does not tell."""
 
 
 async def verify_transfer(
@@ -71,7 +73,7 @@ async def verify_transfer(
         except http.HttpError as error:
             raise TransferError(str(error)) from error
         if answer == expected:
-            return Transfer(first_ms, _rate(before, after))
+            return Transfer(first_ms, _rate(before, after), after.way)
         wrong = f"{decode.instance} continued a prompt of {prefill.instance} with other tokens"
     raise TransferError(f"{wrong}, {_TRIES} times of {_TRIES}")
 

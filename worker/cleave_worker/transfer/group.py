@@ -88,9 +88,9 @@ class Group:
         self._store = store
         self._peer = peer
         device = memory.regions[0].device if memory.regions else torch.device("cpu")
+        size = _PIECE_BYTES + _SEAL_BYTES
         self._buffers = [
-            torch.empty(_PIECE_BYTES + _SEAL_BYTES, dtype=torch.uint8, device=device)
-            for _ in range(2)
+            Memory([torch.empty(size, dtype=torch.uint8, device=device)]) for _ in range(2)
         ]
         self._num_pieces = 0
 
@@ -112,12 +112,13 @@ class Group:
         """Unpack one piece while the next one comes. Raises LinkError."""
         deadline = time.monotonic() + seconds
         try:
-            arrived: tuple[list[Span], torch.Tensor] | None = None
+            arrived: tuple[list[Span], Memory] | None = None
             for number, piece in enumerate(_pieces(spans)):
                 length = sum(span.length for span in piece)
-                buffer = self._buffers[number % 2][: _sealed_length(length)]
+                buffer = self._buffers[number % 2]
                 _seal(buffer, length).zero_()
-                coming = self._live().recv([buffer], self._peer, _TAG)
+                filled = buffer.view(Span(0, 0, _sealed_length(length)))
+                coming = self._live().recv([filled], self._peer, _TAG)
                 self._unpack(arrived)
                 _wait(coming, deadline)
                 self._check_seal(buffer, length)
@@ -136,34 +137,34 @@ class Group:
             raise ValueError("the link is closed")
         return self._group
 
-    def _pack(self, piece: Sequence[Span], buffer: torch.Tensor) -> torch.Tensor:
+    def _pack(self, piece: Sequence[Span], buffer: Memory) -> torch.Tensor:
         filled = 0
         for span in piece:
-            buffer[filled : filled + span.length].copy_(self._memory.view(span))
+            buffer.fill(Span(0, filled, span.length), self._memory, span)
             filled += span.length
         self._num_pieces += 1
         _seal(buffer, filled).copy_(torch.tensor([self._num_pieces, filled]))
-        return buffer[: _sealed_length(filled)]
+        return buffer.view(Span(0, 0, _sealed_length(filled)))
 
-    def _unpack(self, arrived: tuple[list[Span], torch.Tensor] | None) -> None:
+    def _unpack(self, arrived: tuple[list[Span], Memory] | None) -> None:
         if arrived is None:
             return
         taken = 0
         piece, buffer = arrived
         for span in piece:
-            self._memory.view(span).copy_(buffer[taken : taken + span.length])
+            self._memory.fill(span, buffer, Span(0, taken, span.length))
             taken += span.length
 
-    def _check_seal(self, buffer: torch.Tensor, length: int) -> None:
+    def _check_seal(self, buffer: Memory, length: int) -> None:
         """Raises ValueError unless the next piece is there, whole."""
         self._num_pieces += 1
         if _seal(buffer, length).tolist() != [self._num_pieces, length]:
             raise ValueError("another piece came than the one expected")
 
 
-def _seal(buffer: torch.Tensor, length: int) -> torch.Tensor:
-    end = _sealed_length(length)
-    return buffer[end - _SEAL_BYTES : end].view(torch.int64)
+def _seal(buffer: Memory, length: int) -> torch.Tensor:
+    start = _sealed_length(length) - _SEAL_BYTES
+    return buffer.view(Span(0, start, _SEAL_BYTES)).view(torch.int64)
 
 
 def _sealed_length(length: int) -> int:
@@ -175,9 +176,9 @@ def _pieces(spans: Sequence[Span]) -> Iterator[list[Span]]:
     piece: list[Span] = []
     room = _PIECE_BYTES
     for span in spans:
-        at = span.offset
-        while at < span.end:
-            length = min(room, span.end - at)
+        at, end = span.offset, span.offset + span.length
+        while at < end:
+            length = min(room, end - at)
             piece.append(Span(span.region, at, length))
             at += length
             room -= length

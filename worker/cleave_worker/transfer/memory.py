@@ -5,32 +5,23 @@ scattered, but often beside each other, and a copy that is larger costs less: sp
 each other on both sides are moved as one.
 """
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Bytes of a region."""
 
     region: int
     offset: int
     length: int
 
-    @property
-    def end(self) -> int:
-        """Offset of the first byte behind it."""
-        return self.offset + self.length
 
-    def continued_by(self, other: "Span") -> bool:
-        """Whether `other` begins where this one ends."""
-        return self.region == other.region and self.end == other.offset
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One copy: as many bytes there as here."""
 
     remote: Span
@@ -46,9 +37,20 @@ class Plane:
     stride: int
     block_bytes: int
 
-    def span(self, block: int) -> Span:
-        """The bytes of one block."""
-        return Span(self.region, self.offset + block * self.stride, self.block_bytes)
+    def span(self, block: int, count: int = 1) -> Span:
+        """The bytes of blocks that follow each other."""
+        return Span(self.region, self.offset + block * self.stride, self.block_bytes * count)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether there is nothing between a block and the next."""
+        return self.stride == self.block_bytes
+
+
+class _Run(NamedTuple):
+    there: int
+    here: int
+    length: int
 
 
 def moves(
@@ -66,44 +68,40 @@ def moves(
             f"{len(theirs)} planes and {len(their_blocks)} blocks there, "
             f"{len(ours)} and {len(our_blocks)} here: they must match"
         )
-    pairs = list(zip(their_blocks, our_blocks, strict=True))
-    single = [
-        Move(plane.span(there), own.span(here))
-        for plane, own in zip(theirs, ours, strict=True)
-        for there, here in pairs
-    ]
-    if any(move.remote.length != move.local.length for move in single):
-        raise ValueError("blocks there and here differ in size: they must match")
-    return merged(single)
-
-
-def merged(single: Iterable[Move]) -> list[Move]:
-    """Neighbours that continue each other on both sides, as one copy each."""
+    single = [_Run(*pair, 1) for pair in zip(their_blocks, our_blocks, strict=True)]
+    joined = _join(single)
     found: list[Move] = []
-    for move in single:
-        last = found[-1] if found else None
-        if last and last.remote.continued_by(move.remote) and last.local.continued_by(move.local):
-            found[-1] = Move(_longer(last.remote, move.remote), _longer(last.local, move.local))
-        else:
-            found.append(move)
+    for plane, own in zip(theirs, ours, strict=True):
+        if plane.block_bytes != own.block_bytes:
+            raise ValueError("blocks there and here differ in size: they must match")
+        runs = joined if plane.is_dense and own.is_dense else single
+        found += [
+            Move(plane.span(there, length), own.span(here, length)) for there, here, length in runs
+        ]
     return found
 
 
 def spans_of(planes: Sequence[Plane], blocks: Sequence[int]) -> list[Span]:
     """Bytes of blocks in the order in which `moves` takes them, neighbours joined."""
-    found: list[Span] = []
-    for plane in planes:
-        for block in blocks:
-            span = plane.span(block)
-            if found and found[-1].continued_by(span):
-                found[-1] = _longer(found[-1], span)
-            else:
-                found.append(span)
+    single = [_Run(block, block, 1) for block in blocks]
+    joined = _join(single)
+    return [
+        plane.span(block, length)
+        for plane in planes
+        for block, _, length in (joined if plane.is_dense else single)
+    ]
+
+
+def _join(single: Iterable[_Run]) -> list[_Run]:
+    """Blocks that continue each other on both sides, as one run each."""
+    found: list[_Run] = []
+    for run in single:
+        last = found[-1] if found else None
+        if last and (last.there + last.length, last.here + last.length) == (run.there, run.here):
+            found[-1] = _Run(last.there, last.here, last.length + 1)
+        else:
+            found.append(run)
     return found
-
-
-def _longer(span: Span, following: Span) -> Span:
-    return Span(span.region, span.offset, span.length + following.length)
 
 
 class Memory:
@@ -114,15 +112,36 @@ class Memory:
             if region.dtype is not torch.uint8 or region.dim() != 1:
                 raise ValueError("a region must be a flat tensor of bytes")
         self.regions = tuple(regions)
+        self._sizes = [region.numel() for region in regions]
+        self._is_host = all(region.device.type == "cpu" for region in regions)
 
     def view(self, span: Span) -> torch.Tensor:
         """The bytes of a span. Raises ValueError when it does not lie inside its region."""
-        if not 0 <= span.region < len(self.regions):
-            raise ValueError(f"region {span.region} of {len(self.regions)} is not registered")
-        region = self.regions[span.region]
-        if span.offset < 0 or span.length < 0 or span.end > region.numel():
-            raise ValueError(f"span {span.offset}..{span.end} leaves region {span.region}")
-        return region[span.offset : span.end]
+        self._check(span)
+        return self.regions[span.region][span.offset : span.offset + span.length]
+
+    def fill(self, span: Span, source: "Memory", there: Span) -> None:
+        """Copy bytes of `source` into a span. Raises ValueError when either is not there."""
+        if span.length != there.length:
+            raise ValueError(f"{there.length} bytes do not fill {span.length}")
+        if self._is_host and source._is_host:
+            # A tenth of what two views and a copy of tensors cost; many spans are small.
+            ctypes.memmove(self._address(span), source._address(there), span.length)
+        else:
+            self.view(span).copy_(source.view(there))
+
+    def _address(self, span: Span) -> int:
+        self._check(span)
+        # Asked each time: sharing moves a region.
+        address: int = self.regions[span.region].data_ptr()
+        return address + span.offset
+
+    def _check(self, span: Span) -> None:
+        region, offset, length = span
+        if not 0 <= region < len(self._sizes):
+            raise ValueError(f"region {region} of {len(self._sizes)} is not registered")
+        if offset < 0 or length < 0 or offset + length > self._sizes[region]:
+            raise ValueError(f"span {offset}..{offset + length} leaves region {region}")
 
 
 def register(tensors: Iterable[torch.Tensor], num_blocks: int) -> tuple[Memory, list[Plane]]:

@@ -74,13 +74,21 @@ class SharedMemory:
 
     def read(self, moves: Sequence[Move], seconds: float) -> None:  # noqa: ARG002
         """Copy from there to here; memory does not keep anybody waiting."""
-        for there, here in self._views(moves):
-            here.copy_(there)
+        remote = self._remote  # Keeps the mapping while bytes are copied, whoever closes the link.
+        try:
+            for there, here in moves:
+                self._local.fill(here, remote, there)
+        except ValueError as error:
+            raise LinkError(str(error)) from error
 
     def write(self, moves: Sequence[Move], seconds: float) -> None:  # noqa: ARG002
         """Copy from here to there."""
-        for there, here in self._views(moves):
-            there.copy_(here)
+        remote = self._remote
+        try:
+            for there, here in moves:
+                remote.fill(there, self._local, here)
+        except ValueError as error:
+            raise LinkError(str(error)) from error
 
     def close(self) -> None:
         """Let go of the peer's memory."""
@@ -90,14 +98,6 @@ class SharedMemory:
             with suppress(BufferError):
                 one.close()
         self._maps = []
-
-    def _views(self, moves: Sequence[Move]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        try:
-            return [
-                (self._remote.view(move.remote), self._local.view(move.local)) for move in moves
-            ]
-        except ValueError as error:
-            raise LinkError(str(error)) from error
 
 
 def _map(region: SharedRegion) -> mmap.mmap:

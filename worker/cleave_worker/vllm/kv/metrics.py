@@ -6,9 +6,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 from cleave_worker.transfer.identity import Reason
+from cleave_worker.transfer.link import Way
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _EXPIRED = "expired"
@@ -26,21 +26,21 @@ class Transfers(KVConnectorStats):
 
     def reset(self) -> None:
         """Nothing has happened."""
-        self.data = {"seconds": [], "bytes": 0, "ended": {}}
+        self.data = {"seconds": {}, "bytes": {}, "ended": {}}
 
-    def pulled(self, seconds: float, num_bytes: int) -> None:
+    def pulled(self, way: Way, seconds: float, num_bytes: int) -> None:
         """One hand-off has gone well."""
-        self.data["seconds"].append(seconds)
-        self.data["bytes"] += num_bytes
+        self.data["seconds"].setdefault(way.value, []).append(seconds)
+        self._count("bytes", way.value, num_bytes)
 
     def refused(self, reason: Reason) -> None:
         """One hand-off came to nothing."""
-        self._count(reason.value, 1)
+        self._count("ended", reason.value, 1)
 
     def expired(self, number: int) -> None:
         """So many held prompts were given up because nobody came."""
         if number:
-            self._count(_EXPIRED, number)
+            self._count("ended", _EXPIRED, number)
 
     def is_empty(self) -> bool:
         """Whether nothing has happened."""
@@ -48,18 +48,19 @@ class Transfers(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "Transfers":
         """Add what others report."""
-        self.data["seconds"].extend(other.data["seconds"])
-        self.data["bytes"] += other.data["bytes"]
-        for reason, number in other.data["ended"].items():
-            self._count(reason, number)
+        for way, seconds in other.data["seconds"].items():
+            self.data["seconds"].setdefault(way, []).extend(seconds)
+        for kind in ("bytes", "ended"):
+            for name, number in other.data[kind].items():
+                self._count(kind, name, number)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log."""
-        seconds = self.data["seconds"]
+        seconds = [one for several in self.data["seconds"].values() for one in several]
         return {
             "Pulled prompts": len(seconds),
-            "Pulled MB": round(self.data["bytes"] / 1e6, 3),
+            "Pulled MB": round(sum(self.data["bytes"].values()) / 1e6, 3),
             "Mean pull (ms)": round(1e3 * sum(seconds) / len(seconds), 3) if seconds else 0,
             **{f"Hand-offs lost: {reason}": n for reason, n in self.data["ended"].items()},
         }
@@ -70,9 +71,9 @@ class Transfers(KVConnectorStats):
         self.reset()
         return done
 
-    def _count(self, reason: str, number: int) -> None:
-        ended = self.data["ended"]
-        ended[reason] = ended.get(reason, 0) + number
+    def _count(self, kind: str, name: str, number: int) -> None:
+        counts = self.data[kind]
+        counts[name] = counts.get(name, 0) + number
 
 
 class TransferMetrics(KVConnectorPromMetrics):
@@ -86,22 +87,16 @@ class TransferMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._seconds = create_metric_per_engine(
-            self._histogram_cls(
-                name="cleave_kv_pull_seconds",
-                documentation="From the question for a prompt's KV to its last byte.",
-                buckets=_SECONDS,
-                labelnames=labelnames,
-            ),
-            per_engine_labelvalues,
+        seconds = self._histogram_cls(
+            name="cleave_kv_pull_seconds",
+            documentation="From the question for a prompt's KV to its last byte.",
+            buckets=_SECONDS,
+            labelnames=[*labelnames, "way"],
         )
-        self._bytes = create_metric_per_engine(
-            self._counter_cls(
-                name="cleave_kv_pulled_bytes",
-                documentation="KV pulled from other engines.",
-                labelnames=labelnames,
-            ),
-            per_engine_labelvalues,
+        pulled = self._counter_cls(
+            name="cleave_kv_pulled_bytes",
+            documentation="KV pulled from other engines.",
+            labelnames=[*labelnames, "way"],
         )
         lost = self._counter_cls(
             name="cleave_kv_lost",
@@ -109,6 +104,14 @@ class TransferMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "reason"],
         )
         # All of them from the start: an alert needs a series that is zero.
+        self._seconds, self._bytes = (
+            {
+                (engine, way): series.labels(*values, way)
+                for engine, values in per_engine_labelvalues.items()
+                for way in Way
+            }
+            for series in (seconds, pulled)
+        )
         self._lost = {
             (engine, reason): lost.labels(*values, reason)
             for engine, values in per_engine_labelvalues.items()
@@ -117,8 +120,10 @@ class TransferMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record what one step reports."""
-        for seconds in transfer_stats_data["seconds"]:
-            self._seconds[engine_idx].observe(seconds)
-        self._bytes[engine_idx].inc(transfer_stats_data["bytes"])
+        for way, several in transfer_stats_data["seconds"].items():
+            for seconds in several:
+                self._seconds[engine_idx, way].observe(seconds)
+        for way, num_bytes in transfer_stats_data["bytes"].items():
+            self._bytes[engine_idx, way].inc(num_bytes)
         for reason, number in transfer_stats_data["ended"].items():
             self._lost[engine_idx, reason].inc(number)

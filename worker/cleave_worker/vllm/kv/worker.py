@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cleave_worker.transfer.holds import Holds
 from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
@@ -42,6 +43,16 @@ class Settings:
     check_bytes: bool
 
 
+class _Ended(NamedTuple):
+    """A pull that is over."""
+
+    request_id: str
+    how: Way | Reason
+    """The way that the bytes took, or why they are not to be used."""
+    seconds: float
+    num_bytes: int
+
+
 class WorkerSide:
     """One rank's."""
 
@@ -57,7 +68,7 @@ class WorkerSide:
             kept, rank, settings.ways, settings.transfer_s, check_bytes=settings.check_bytes
         )
         self._pool = ThreadPoolExecutor(_PULLS, "kv-pull")
-        self._ended: queue.SimpleQueue[tuple[str, Reason | None, float, int]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
         self._expected: dict[str, HandOff] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -99,13 +110,13 @@ class WorkerSide:
         over: set[str] = set()
         failed: set[str] = set()
         while not self._ended.empty():
-            request_id, reason, seconds, num_bytes = self._ended.get()
-            over.add(request_id)
-            if reason is None:
-                self._transfers.pulled(seconds, num_bytes)
+            ended = self._ended.get()
+            over.add(ended.request_id)
+            if isinstance(ended.how, Way):
+                self._transfers.pulled(ended.how, ended.seconds, ended.num_bytes)
             else:
-                failed.add(request_id)
-                self._transfers.refused(reason)
+                failed.add(ended.request_id)
+                self._transfers.refused(ended.how)
         return over, failed
 
     def take_transfers(self) -> Transfers:
@@ -121,23 +132,22 @@ class WorkerSide:
 
     def _pull(self, request_id: str, wanted: Wanted) -> None:
         begun = time.perf_counter()
-        reason: Reason | None = None
+        how: Way | Reason = Reason.LOST
         try:
-            self._reader.pull(
+            how = self._reader.pull(
                 wanted.hand_off, wanted.prompt_digest, wanted.first_block, wanted.blocks
             )
         except RefusedError as refused:
-            reason = refused.reason
-            _log.warning("KV of %s was not pulled: %s: %s", request_id, reason, refused)
+            how = refused.reason
+            _log.warning("KV of %s was not pulled: %s: %s", request_id, how, refused)
         except Exception:  # noqa: BLE001
             # Unforeseen, but the request still waits for its end.
-            reason = Reason.LOST
             _log.exception("KV of %s was not pulled", request_id)
         finally:
             with self._lock:
                 self._expected.pop(request_id, None)
             size = self._block_bytes * len(wanted.blocks)
-            self._ended.put((request_id, reason, time.perf_counter() - begun, size))
+            self._ended.put(_Ended(request_id, how, time.perf_counter() - begun, size))
 
     def _beat(self) -> None:
         while not self._stop.wait(self._lease_s / 6):
