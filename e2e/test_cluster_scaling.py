@@ -61,22 +61,25 @@ def chat(installed: Cluster, namespace: str) -> Iterator[Chat]:
         installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
 
 
-def test_instances_change_pools_under_load_without_a_restart(chat: Chat) -> None:
+@pytest.mark.parametrize("asked", [{"prefill": 2, "decode": 1}, {"mixed": 3}])
+def test_instances_change_pools_under_load_without_a_restart(
+    chat: Chat, asked: dict[str, int]
+) -> None:
     if chat.cluster.nodes is None:
         pytest.skip("pods cannot be reached from here")
     before = lives(chat)
     with Load(chat.address, "chat") as load:
         wait_until(lambda: load.answered > 20, 30, "the load is on")
-        chat.edit({"placement": {"manual": placement(prefill=2, decode=1)}})
+        chat.edit({"placement": {"manual": placement(**asked)}})
         try:
-            wait_until(lambda: counts(chat) == [2, 1] and chat.is_ready(), READY_S, "it moved")
+            wait_until(lambda: homes(chat) == asked and chat.is_ready(), READY_S, "all moved")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
         after = load.answered
         wait_until(lambda: load.answered > after + 20, 60, "it goes on")
     assert load.failures == []
     assert lives(chat) == before, "the same pods, and the same lives of their engines"
-    assert homes(chat) == {"prefill": 2, "decode": 1}
+    assert all(len(chat.workers(role)) == count for role, count in asked.items())
     events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
     assert "Repurposed" in events
     assert "without a restart" in events

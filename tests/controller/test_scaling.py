@@ -1,11 +1,12 @@
 """How many instances run while the plan stays the same: the law, hysteresis, zero and back."""
 
 import math
+from collections import deque
 from datetime import datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave.api.planned import SelectedPlan
@@ -201,3 +202,30 @@ def test_a_known_peak_has_what_it_needs_before_the_traffic_comes() -> None:
     assert scale(asked, plan(), NONE, None, at_least=7.9) == NOW
     assert scale(asked, plan(), {P: 1, D: 2}, demand(12.0), at_least=7.9) == {P: 3, D: 6}
     assert scale(asked, plan(), NOW, demand(1.0, 1.0), at_least=7.9) == NOW
+
+
+@settings(max_examples=25)
+@given(
+    period_s=st.integers(1, 1800),
+    share=st.floats(0.05, 0.95),
+    high=st.floats(1, 40),
+    low=st.floats(0, 10),
+    calm_s=st.sampled_from([120, 300, 900]),
+)
+def test_whatever_the_wave_an_instance_that_came_stays_for_a_calm(
+    period_s: int, share: float, high: float, low: float, calm_s: int
+) -> None:
+    """An hour of a square wave, looked at every 15 s; windows are kept for half an hour."""
+    asked, windows, now = terms(calmS=calm_s), deque[Window](maxlen=128), dict[Role, int]()
+    came_s = -math.inf
+    for end_s in range(15, 3600, 15):
+        seconds = range(end_s - 15, end_s)
+        arrived = sum(high if each % period_s < share * period_s else low for each in seconds)
+        windows.append(window(end_s, arrived))
+        seen = measure(tuple(windows), calm_s, in_flight=1, quiet_s=0)
+        then = dict(scale(asked, plan(), now, seen))
+        if any(then[role] > count for role, count in now.items()):
+            came_s = end_s
+        elif then != now and now:
+            assert end_s - came_s >= calm_s
+        now = then

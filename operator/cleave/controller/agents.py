@@ -11,6 +11,8 @@ from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 TIMEOUT_S = 2.0
+ORDER_TIMEOUT_S = 20.0
+"""The agent proves by a hand-off that the role works before it takes it."""
 _TRIES = 2
 
 
@@ -33,7 +35,7 @@ async def set_home(agent: str, role: Role) -> None:
                     role=wanted, epoch=stated.epoch + 1, boot_id=stated.boot_id, lasting=True
                 )
                 try:
-                    await stub.SetRole(order, timeout=TIMEOUT_S)
+                    await stub.SetRole(order, timeout=ORDER_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     if left == 0 or not _is_outrun(error):
                         raise
