@@ -261,6 +261,7 @@ async def test_a_pod_whose_agent_refuses_stays_as_it_is_and_people_are_told() ->
     assert path == "/api/v1/namespaces/llm/events"
     assert (told["body"]["reason"], told["body"]["type"]) == ("NotRepurposed", "Warning")
     assert "it drains" in told["body"]["message"]
+    assert hands.metrics.actions == {("Repurpose", "failed"): 1}
 
 
 async def test_no_agent_is_told_anything_without_the_lease() -> None:

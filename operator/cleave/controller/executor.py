@@ -124,7 +124,9 @@ class Executor:
                     case Delete():
                         await self._delete(action)
                     case Repurpose():
-                        await self._repurpose(action)
+                        if not await self._repurpose(action):
+                            self._metrics.actions[name, "failed"] += 1
+                            return
                     case PatchStatus():
                         await self._patch_status(action)
                     case SetFinalizers():
@@ -214,8 +216,11 @@ class Executor:
         else:
             self._gone(target)
 
-    async def _repurpose(self, action: Repurpose) -> None:
-        """First the agent, then the labels: a pod whose agent says no is replaced as ever."""
+    async def _repurpose(self, action: Repurpose) -> bool:
+        """First the agent, then the labels: a pod whose agent says no is replaced as ever.
+
+        Whether it has the role.
+        """
         target = action.target
         if not self._may_write():
             raise NotLeadingError(_LEASE_OVER)
@@ -225,9 +230,9 @@ class Executor:
             log.warning("Pod %s/%s keeps its role: %s", target.namespace, target.name, error)
             text = f"{target.name} does not become {action.role}: {error}"
             await self._emit(Emit(action.pool, "NotRepurposed", text, is_warning=True))
-            return
+            return False
         if not action.metadata:
-            return
+            return True
         body = {"metadata": {**action.metadata, "uid": target.uid}}
         path = KINDS["Pod"].path(target.namespace, target.name)
         try:
@@ -237,9 +242,10 @@ class Executor:
             if error.status != _NOT_FOUND:
                 raise
             self._gone(target)
-            return
+            return True
         text = f"{target.name} serves as {action.role} from now on, without a restart"
         await self._emit(Emit(action.pool, "Repurposed", text))
+        return True
 
     async def _patch_status(self, action: PatchStatus) -> None:
         target = action.target
