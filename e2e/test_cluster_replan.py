@@ -1,11 +1,16 @@
-"""Plans that follow traffic, on a real control plane, with emulated engines behind real gateways."""
+"""Plans that follow traffic: a real control plane, emulated engines behind real gateways."""
 
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
+import httpx
 import pytest
 import yaml
-from test_cluster_operator import Chat, condition, installation, message, told
+from test_cluster_operator import Chat, condition, installation, told
+
+from cleave.pods.labels import AGENT_PORT
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from cluster.cluster import Cluster, wait_until
 from cluster.stream import Kind, Stream
@@ -13,11 +18,13 @@ from cluster.stream import Kind, Stream
 pytestmark = pytest.mark.timeout(400)
 
 CODE = Kind(rate=4, prompt_tokens=500, output_tokens=16)
-CONVERSATION = Kind(rate=12, prompt_tokens=200, output_tokens=150)
+CONVERSATION = Kind(rate=8, prompt_tokens=400, output_tokens=40)
 PATIENCE_S = 180
 
 
-def manifest(kind: Kind, engine: dict[str, Any], **planning: Any) -> str:
+def manifest(
+    kind: Kind, engine: dict[str, Any], slo: dict[str, float] | None = None, **planning: Any
+) -> str:
     """A deployment that is planned for a kind of traffic, and looked at every ten seconds."""
 
     def lengths(mean: float) -> dict[str, float]:
@@ -29,7 +36,7 @@ def manifest(kind: Kind, engine: dict[str, Any], **planning: Any) -> str:
         "metadata": {"name": "chat"},
         "spec": {
             "model": {"source": "facebook/opt-13b", "servedName": "chat", "maxModelLen": 2048},
-            "slo": {"ttftMs": 800, "tpotMs": 80},
+            "slo": slo or {"ttftMs": 800, "tpotMs": 80},
             "engine": {"type": "Emulated", "emulated": {"timeScale": 2.0}, **engine},
             "workload": {
                 "rate": kind.rate,
@@ -42,7 +49,6 @@ def manifest(kind: Kind, engine: dict[str, Any], **planning: Any) -> str:
                 **planning,
                 "replan": {"intervalS": 10, **planning.get("replan", {})},
             },
-            "gateway": {"replicas": 2},
         },
     }
     return yaml.safe_dump(document)
@@ -79,6 +85,15 @@ def verdicts(chat: Chat) -> list[str]:
     return [each["verdict"] for each in chat.deployment["status"].get("plans", [])]
 
 
+def slow_down(chat: Chat, factor: float) -> None:
+    """Make all engines that there are now slower."""
+    for pod in chat.workers():
+        with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
+            told = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=10)
+        faults = f"{told.registration.engine_url}/emulator/faults"
+        httpx.post(faults, json={"slow": factor}, timeout=10).raise_for_status()
+
+
 def until(chat: Chat, what: str, condition: Any) -> None:
     try:
         wait_until(condition, PATIENCE_S, what)
@@ -86,16 +101,46 @@ def until(chat: Chat, what: str, condition: Any) -> None:
         raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
 
 
-def test_the_plan_follows_the_traffic_and_no_request_fails(started) -> None:
-    chat = started(manifest(CODE, {}))
+def test_advice_follows_the_traffic_and_then_the_plan_does_without_a_failed_request(
+    started,
+) -> None:
+    chat = started(manifest(CODE, {}, replan={"mode": "Advisory"}))
     before = counts(chat)
-    with Stream(chat.address, "chat", CODE) as stream:
-        until(chat, "it is compared", lambda: condition(chat.deployment, "PredictionHolds"))
-        stream.kind = CONVERSATION
+    with Stream(chat.address, "chat", CONVERSATION) as stream:
+        until(chat, "another plan is proposed", lambda: "Proposed" in verdicts(chat))
+        assert condition(chat.deployment, "PlanDrifted") == "True"
+        assert counts(chat) == before
+        chat.edit({"planning": {"replan": {"mode": "Auto"}}})
         until(chat, "another plan is applied", lambda: "Applied" in verdicts(chat))
         until(chat, "it is carried out", chat.is_ready)
         answered = stream.answered
         until(chat, "it serves", lambda: stream.answered > answered + 50)
     assert stream.failures == []
-    assert counts(chat) != before
-    assert "traffic" in chat.cluster.kubectl("get", "events", "-n", chat.namespace)
+    assert counts(chat)["prefill"] > before["prefill"]
+    events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
+    for reason in ("PlanDrifted", "PlanProposed", "Replanned"):
+        assert reason in events
+
+
+def test_a_wrong_latency_profile_is_corrected_before_a_plan_is_made_of_it(started) -> None:
+    """Engines are half as fast as they are planned to be: one prompt instance too few."""
+    engine = {"args": ["--fault-injection"]}
+    slo = {"ttftMs": 1500, "tpotMs": 200}
+    chat = started(manifest(CODE, engine, slo, replan={"mode": "Off"}))
+    slow_down(chat, 2.0)
+    assert counts(chat) == {"prefill": 1, "decode": 1}
+    with Stream(chat.address, "chat", CODE) as stream:
+        until(chat, "the load is on", lambda: stream.answered > 20)
+        chat.edit({"planning": {"replan": {"mode": "Auto"}}})
+        until(chat, "it is seen", lambda: condition(chat.deployment, "PredictionHolds") == "False")
+        assert "Applied" not in verdicts(chat)
+        assert counts(chat) == {"prefill": 1, "decode": 1}
+        until(chat, "another plan is applied", lambda: "Applied" in verdicts(chat))
+        until(chat, "it is carried out", chat.is_ready)
+    status = chat.deployment["status"]
+    assert stream.failures == []
+    assert counts(chat)["prefill"] == 2, status
+    correction = status["basis"]["correction"]
+    assert 1.4 < correction["prefill"] < 4, correction
+    assert 1.4 < correction["decode"] < 4, correction
+    assert verdicts(chat)[:2] == ["Applied", "Corrected"]

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cleave.api.deployment import LLMDeployment
 from cleave.api.observed import LatencyCorrection, SeenPrediction
 from cleave.api.workload import Lengths, Workload
@@ -13,6 +15,7 @@ from cleave.controller.inventory import inventory
 from cleave.controller.loop.basis import model_digest
 from cleave.controller.observed import timestamp
 from cleave.controller.placing import inputs, placed
+from cleave.gateway.counts.metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
 from cleave.planner.revision import Verdict
 from cleave.pods.labels import Manifest
 from cleave.pods.pool import pools as make_pools
@@ -20,7 +23,7 @@ from cleave.traffic.window import Window
 from cleave.traffic.workload import from_spec
 
 from small_cluster import chat
-from windows import PERIOD_S, draw
+from windows import PERIOD_S, count, draw
 
 NOW_S = 1_700_000_000.0
 THERE = inventory([])
@@ -56,7 +59,18 @@ def status(asked: LLMDeployment, settled_s: float = NOW_S - 1000, **more: Any) -
 
 
 def traffic(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[Window, ...]:
-    """The stated lengths at some rate, until `end_s`."""
+    """The stated lengths at some rate, until `end_s`; answered quickly."""
+    return tuple(map(_answered, ask(rate, seconds, end_s)))
+
+
+def _answered(window: Window) -> Window:
+    num = int(window.prompts.num)
+    ttft, tpot = count(np.full(num, 0.1), TTFT_BOUNDS_S), count(np.full(num, 0.02), TPOT_BOUNDS_S)
+    return replace(window, ttft=ttft, tpot=tpot)
+
+
+def ask(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[Window, ...]:
+    """The same, and nothing of how it was answered."""
     workload = Workload(
         rate=rate, prompt_tokens=Lengths(mean=300, p90=400), output_tokens=Lengths(mean=30, p90=40)
     )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from views import INTERVAL_S, NOW_S, THERE, deployment, plan, status, traffic, view
+from views import INTERVAL_S, NOW_S, THERE, ask, deployment, plan, status, traffic, view
 
 from cleave.api.observed import LatencyCorrection
 from cleave.api.role import Role
@@ -86,6 +86,13 @@ def test_what_was_seen_before_the_fleet_settled_does_not_count() -> None:
     asked = deployment()
     windows = traffic(12, 600, NOW_S - 30) + traffic(4, 30)
     assert turn(view(asked, status(asked, NOW_S - 30), windows=windows)).question is None
+
+
+def test_what_is_as_planned_waits_until_the_model_can_be_judged() -> None:
+    asked = deployment()
+    assert turn(view(asked, status(asked), windows=ask(4))).question is None
+    # What has changed may be too much for what runs, and cannot wait.
+    assert turn(view(asked, status(asked), windows=ask(12))).question is not None
 
 
 def test_too_few_requests_say_nothing() -> None:

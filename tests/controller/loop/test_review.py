@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from views import deployment, status, traffic, view
+from views import ask, deployment, status, traffic, view
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.observed import LatencyCorrection
@@ -13,15 +13,15 @@ from cleave.controller.planning import answer
 from cleave.planner.revision import Verdict
 
 
-def ask(asked: LLMDeployment, rate: float) -> PlanOutcome:
-    question = turn(view(asked, status(asked), windows=traffic(rate))).question
+def look(asked: LLMDeployment, rate: float) -> PlanOutcome:
+    question = turn(view(asked, status(asked), windows=ask(rate))).question
     assert question is not None
     return answer(asked.model_dump_json(exclude_none=True), None, question)
 
 
 @pytest.fixture(scope="module")
 def overloaded() -> PlanOutcome:
-    return ask(deployment(planning={"maxGPUs": 6}), 60)
+    return look(deployment(planning={"maxGPUs": 6}), 60)
 
 
 def test_a_fleet_that_is_too_small_is_told_to_grow(overloaded: PlanOutcome) -> None:
@@ -37,7 +37,7 @@ def test_a_fleet_that_is_too_small_is_told_to_grow(overloaded: PlanOutcome) -> N
 
 
 def test_advice_has_the_same_plan(overloaded: PlanOutcome) -> None:
-    advised = ask(deployment({"mode": "Advisory"}, planning={"maxGPUs": 6}), 60)
+    advised = look(deployment({"mode": "Advisory"}, planning={"maxGPUs": 6}), 60)
     assert advised.reviewed is not None
     assert advised.reviewed.verdict is Verdict.PROPOSE
     assert overloaded.plan is not None
@@ -51,7 +51,7 @@ def test_what_runs_is_compared_with_what_it_would_be_planned_as(overloaded: Plan
     told = status(asked)
     assert overloaded.plan is not None
     told["plan"] = {**told["plan"], **overloaded.plan, "inputs": told["plan"]["inputs"]}
-    question = turn(view(asked, told, windows=traffic(60))).question
+    question = turn(view(asked, told, windows=ask(60))).question
     assert question is not None
     again = answer(asked.model_dump_json(exclude_none=True), None, question)
     assert again.reviewed is not None
@@ -70,7 +70,7 @@ def test_what_cannot_be_simulated_is_a_fault() -> None:
 
 def test_a_plan_is_made_for_what_was_seen_with_the_corrected_model() -> None:
     asked = deployment(planning={"maxGPUs": 6})
-    question = turn(view(asked, status(asked), windows=traffic(30))).question
+    question = turn(view(asked, status(asked), windows=ask(30))).question
     assert question is not None
     plain = replace(question, review=None)
     text = asked.model_dump_json(exclude_none=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from views import NOW_S, deployment, status, traffic, view
+from views import NOW_S, ask, deployment, status, view
 
 from cleave.controller.deployment import DeploymentView
 from cleave.controller.loop.seen import tell_traffic
@@ -13,7 +13,7 @@ LATER_S = 61.0
 
 def seen(rate: float = 4) -> DeploymentView:
     asked = deployment()
-    return replace(view(asked, status(asked)), traffic=join(traffic(rate, 60)))
+    return replace(view(asked, status(asked)), traffic=join(ask(rate, 60)))
 
 
 def test_rates_lengths_and_latencies_are_told() -> None:

@@ -6,7 +6,7 @@ its verdict is taken up here, once. What is hard: nothing of it is kept in memor
 have counted of late; all else is in status, so that a restart neither loses a plan nor makes one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,14 @@ from cleave.controller.loop.following import follow
 from cleave.controller.loop.turn import APPLIED, CORRECTED, DRIFTED, HOLDS, PROPOSED, Event, Turn
 from cleave.controller.observed import seconds, timestamp
 from cleave.controller.placing import inputs, placed
-from cleave.planner.guard import SETTLE_S
+from cleave.planner.guard import FEWEST, SETTLE_S
 from cleave.planner.placement import to_planned
 from cleave.planner.plan import PlannedPool
 from cleave.planner.revision import Left, Terms
 from cleave.pods.labels import Manifest
 from cleave.traffic.change import Change
 from cleave.traffic.refit import RefitError, refit
+from cleave.traffic.window import Window, list_settled
 
 if TYPE_CHECKING:
     from cleave.controller.deployment import DeploymentView
@@ -137,6 +138,9 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
     terms = _terms(view)
     # The guard leaves the first ones out.
     recent = list_recent(view.windows, since_s, terms.cooldown_s, terms.settle_s)
+    if change is None and not _can_be_judged(recent, terms):
+        # What is as planned can wait until it is known whether the model is right.
+        return None
     try:
         workload = refit(recent)
     except RefitError:
@@ -164,6 +168,11 @@ def _is_time(view: "DeploymentView", kept: Turn, change: Change | None, settled_
     is_corrected = any(each.reason == CORRECTED for each in kept.conditions)
     interval_s = view.deployment.spec.planning.replan.interval_s
     return view.now_s - last_s >= interval_s / (_SOON if is_corrected else 1)
+
+
+def _can_be_judged(windows: Sequence[Window], terms: Terms) -> bool:
+    settled = list_settled(windows, terms.settle_s)
+    return sum(min(each.ttft.num, each.tpot.num) for each in settled) >= FEWEST
 
 
 def _running(view: "DeploymentView") -> tuple[PlannedPool, ...]:
