@@ -39,6 +39,9 @@ def choose(pods: Sequence[ObservedPod], goals: Pools, there: Pools) -> list[Move
     if any(pod.revision != goals[role].spec.revision for role in alive for pod in alive[role]):
         return []
     missing = {role: goals[role].spec.replicas - len(alive[role]) for role in goals}
+    if not (min(missing.values(), default=0) < 0 < max(missing.values(), default=0)):
+        # So it is nearly always, and to compare pools takes milliseconds.
+        return []
     spare = {
         role: list(choose_victims(_movable(alive[role], there.get(role)), -missing[role]))
         for role in goals
