@@ -112,6 +112,20 @@ def test_a_change_of_numbers_replaces_nothing(cli: CliRunner, tmp_path: Path) ->
     assert steps(run(cli, new, "--from", old, "-o", "json")) == [(2, 0, 3, 0), (1, 0, 5, 0)]
 
 
+def test_instances_that_could_change_pools_instead_are_spoken_of(
+    cli: CliRunner, tmp_path: Path
+) -> None:
+    old = manifest(tmp_path, "old")
+    swapped = [{"role": "prefill", "replicas": 3}, {"role": "decode", "replicas": 2}]
+    told = run(cli, manifest(tmp_path, "new", swapped), "--from", old)
+    assert "without a restart" in told.stdout
+    other = run(cli, manifest(tmp_path, "other", swapped, image="new:2"), "--from", old)
+    assert "without a restart" not in other.stdout
+    more = [{"role": "prefill", "replicas": 3}, {"role": "decode", "replicas": 3}]
+    grown = run(cli, manifest(tmp_path, "grown", more), "--from", old)
+    assert "without a restart" not in grown.stdout
+
+
 def test_other_roles_come_before_the_old_ones_go(cli: CliRunner, tmp_path: Path) -> None:
     old = manifest(tmp_path, "old")
     new = manifest(tmp_path, "new", [{"role": "mixed", "replicas": 2}], image="new:2")

@@ -11,6 +11,11 @@ from cleave.controller.preview import Stage
 from cleave.controller.rollout import RolloutLimits
 from cleave.planner.words import percent
 
+_MOVES = (
+    "Instances whose pools differ in the role only take the other role instead, at once and without "
+    "a restart."
+)
+
 
 def show(
     name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[Stage]
@@ -30,6 +35,16 @@ def show(
             share = percent(min(1.0, stage.capacity))
             table.add_row(str(number or "now"), *counts, share, _what(stage))
         print_whole(console, table)
+    if before == after and _swaps(stages):
+        console.print(_MOVES, markup=False, soft_wrap=True)
+
+
+def _swaps(stages: Sequence[Stage]) -> bool:
+    """Whether one role loses instances and another one gets some."""
+    changes = [
+        stages[-1].roles[role].new - each.new - each.old for role, each in stages[0].roles.items()
+    ]
+    return min(changes, default=0) < 0 < max(changes, default=0)
 
 
 def print_json(
