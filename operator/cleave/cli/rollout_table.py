@@ -12,8 +12,8 @@ from cleave.controller.rollout import RolloutLimits
 from cleave.planner.words import percent
 
 _MOVES = (
-    "Instances whose pools differ in the role only take the other role instead, at once and without "
-    "a restart."
+    "Instances whose pools differ in the role only take the other role instead, at once and "
+    "without a restart."
 )
 
 
