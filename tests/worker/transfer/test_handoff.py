@@ -183,7 +183,7 @@ def test_a_hand_off_after_its_lease_is_refused(start_owner: Start, engines: Make
 
 
 def test_heartbeats_keep_a_hand_off(start_owner: Start, engines: Make) -> None:
-    owner, engine = start_owner(lease_s=2.0), engines()
+    owner, engine = start_owner(lease_s=9.0), engines()
     hand_off, other = owner.hold("r", PROMPT, [3]), owner.hold("s", PROMPT, [4])
 
     def beaten() -> bool:
