@@ -116,7 +116,7 @@ def test_a_plan_made_for_other_traffic_is_told_from_the_first_windows_on() -> No
 @settings(max_examples=25, derandomize=True)
 @given(
     st.floats(0.05, 200.0),
-    st.floats(0.5, 4.0),
+    st.floats(0.5, 2.5),
     st.sampled_from(["chat-1m", "arxiv-4k", "humaneval", "longbench"]),
     st.integers(0, 1000),
 )

@@ -103,7 +103,7 @@ def confirm(
         attainment=statistics.fmean(each.attainment for each in found),
         is_monotone=first.is_monotone
         and all(each.is_monotone for each in found)
-        and _falls(trials, fleet, targets, mean),
+        and (not mean or _falls(trials, fleet, targets, mean)),
         interval=(max(mean - half, 0.0), mean + half),
     )
 

@@ -80,6 +80,13 @@ class Outlook:
     attainment: float
     resources: float
     """What the objective counts: GPUs, price of an hour, or watts."""
+    seen: float = 1.0
+    """Attainment that was seen; 1 where nothing was, as of a plan that does not run."""
+
+    @property
+    def worst(self) -> float:
+        """What it is taken to attain."""
+        return min(self.attainment, self.seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +140,7 @@ def revise(
         return Revision(Decision(Verdict.KEEP, answer.reason), judgement, answer)
     seen_s = sum(each.length_s for each in windows)
     # What runs gets the benefit of the doubt about the traffic, but for what was seen to fail.
-    now = _look_at(at_mean, running)
-    now = replace(now, attainment=min(now.attainment, _find_seen(windows, terms.settle_s)))
+    now = replace(_look_at(at_mean, running), seen=_find_seen(windows, terms.settle_s))
     then = _look_at(at_most, replace(running, pools=best.pools, algorithm=best.algorithm))
     decision = decide(at_mean, now, then, terms, windows[-1].end_s, left, seen_s)
     return Revision(decision, judgement, answer, best)
@@ -157,7 +163,7 @@ def decide(
     keep = (
         _why_wait(now, goal, terms, at_s, left)
         or _why_too_little(problem, now, then, terms, gain)
-        or (_why_not_less(then, terms, at_s, left, seen_s) if now.attainment >= goal else None)
+        or (_why_not_less(then, terms, at_s, left, seen_s) if now.worst >= goal else None)
     )
     if keep is not None:
         return Decision(Verdict.KEEP, keep, gain)
@@ -178,9 +184,9 @@ def _find_seen(windows: Sequence[Window], settle_s: float) -> float:
 
 
 def _find_gain(now: Outlook, then: Outlook, goal: float) -> float:
-    if now.attainment >= goal and then.attainment >= goal:
+    if now.worst >= goal and then.attainment >= goal:
         return now.resources / then.resources - 1
-    return then.attainment / now.attainment - 1 if now.attainment else math.inf
+    return then.attainment / now.worst - 1 if now.worst else math.inf
 
 
 def _why_wait(
@@ -188,7 +194,7 @@ def _why_wait(
 ) -> str | None:
     """Not twice in a short time, unless what runs fails badly."""
     since_s = at_s - max((each.at_s for each in left), default=-math.inf)
-    if since_s >= terms.cooldown_s or now.attainment < goal / 2:
+    if since_s >= terms.cooldown_s or now.worst < goal / 2:
         return None
     return f"the plan was changed {since_s:.0f} s ago; it stays for {terms.cooldown_s:.0f} s"
 
@@ -212,22 +218,25 @@ def _why_too_little(
     problem: Problem, now: Outlook, then: Outlook, terms: Terms, gain: float
 ) -> str | None:
     goal, begun = problem.slo.attainment, _count_begun(now.pools, then.pools)
-    if now.attainment >= goal and then.attainment < goal + _ROOM * (1 - goal):
+    if now.worst >= goal and then.attainment < goal + _ROOM * (1 - goal):
         return f"what runs holds the targets; {_label(then.pools)} hardly would"
-    if now.attainment >= goal:
+    if now.worst >= goal:
         if gain < terms.min_gain:
             return f"what runs holds the targets; {_label(then.pools)} takes hardly less"
         spent = begun / _count(then.pools) * then.resources * terms.start_s
         if (now.resources - then.resources) * terms.horizon_s <= spent:
             return f"starting {begun} instances takes more than {_label(then.pools)} saves"
         return None
+    if now.attainment >= goal and then.resources <= now.resources:
+        # The model knows not why; it would be as wrong about another plan of that size.
+        return f"what runs misses more than predicted; {_label(then.pools)} takes no more than it"
     if gain < terms.min_gain and then.attainment < goal:
         return f"{_label(then.pools)} would serve {max(gain, 0):.0%} more in time; too little"
-    won = (then.attainment - now.attainment) * problem.rate * terms.horizon_s
+    won = (then.attainment - now.worst) * problem.rate * terms.horizon_s
     # Those that end before others have begun do not serve meanwhile.
     replaced = min(begun, _count_begun(then.pools, now.pools))
     share = replaced / _count(now.pools)
-    cost = share * now.attainment * problem.rate * terms.start_s
+    cost = share * now.worst * problem.rate * terms.start_s
     if won <= cost:
         return f"the change would cost {cost:.0f} requests and win {max(won, 0):.0f}"
     return None
@@ -235,8 +244,8 @@ def _why_too_little(
 
 def _tell(now: Outlook, then: Outlook, goal: float) -> str:
     attained = f"{_label(then.pools)} has {percent(then.attainment)} of the requests in time"
-    if now.attainment < goal:
-        return f"{attained} where {_label(now.pools)} has {percent(now.attainment)}"
+    if now.worst < goal:
+        return f"{attained} where {_label(now.pools)} has {percent(now.worst)}"
     taken = then.resources / now.resources
     return f"{attained} for {percent(taken)} of what {_label(now.pools)} takes"
 

@@ -25,9 +25,11 @@ LIMIT = 9.0
 _ALLOWANCE = 0.5
 _MOST = 3.0
 """That one window adds: a change takes three windows to be seen."""
-_ENOUGH = 400
-"""Requests from which a reference is learnt."""
-_ENOUGH_WINDOWS = 16
+_ENOUGH = 200
+"""Requests from which on a reference is known; what is not known well is allowed for."""
+_ENOUGH_WINDOWS = 6
+_MOST_LEARNT = 40
+"""Windows: then it stays as it is, lest slow changes go unseen."""
 _LONGEST_S = 1800.0
 """After so long it is learnt from what there was, if that is anything."""
 _MOST_KEPT = 240
@@ -74,6 +76,7 @@ class Reference:
     output_tokens: Spread
     num_requests: float = math.inf
     """That it was learnt from; infinite: it was stated."""
+    num_windows: float = math.inf
 
     @classmethod
     def of(cls, workload: Workload) -> "Reference | None":
@@ -127,28 +130,36 @@ class Detector:
     seen: tuple[Window, ...] = ()
     """The latest."""
     sums: tuple[_Sum, ...] = _NOTHING
+    least_dispersion: float = 1.0
+    """As it was before the last change: few windows tell little of it."""
 
 
 def watch(detector: Detector, window: Window) -> tuple[Detector, Change | None]:
     """The detector that has seen `window` too, and the change if there was one.
 
-    After a change it learns what the traffic is now. What came before the change was seen is left
-    out: of chance, that is the least usual part, and would make the next false alarm.
+    After a change it learns what the traffic is now, and watches meanwhile, as well as it can. What
+    came before the change was seen is left out: of chance, that is the least usual part, and would
+    make the next false alarm.
     """
     if window.length_s <= 0:
         return detector, None
-    seen = (*detector.seen, window)[-_MOST_KEPT:]
-    if detector.reference is None:
-        return Detector(_learn(seen), seen), None
-    sums = tuple(_add(each, detector.reference, window) for each in detector.sums)
-    highest = max(sums, key=lambda each: each.value)
-    if highest.value < LIMIT:
-        return Detector(detector.reference, seen, sums), None
-    recent = tuple(each for each in seen if each.end_s > highest.since_s)
-    return Detector(), _tell(highest, detector.reference, recent)
+    reference, seen = detector.reference, (*detector.seen, window)[-_MOST_KEPT:]
+    sums = detector.sums
+    if reference is not None:
+        sums = tuple(_add(each, reference, window) for each in sums)
+        highest = max(sums, key=lambda each: each.value)
+        if highest.value >= LIMIT:
+            recent = tuple(each for each in seen if each.end_s > highest.since_s)
+            return Detector(least_dispersion=reference.dispersion), _tell(
+                highest, reference, recent
+            )
+    least = detector.least_dispersion
+    if reference is None or reference.num_windows < _MOST_LEARNT:
+        reference = _learn(seen, least) or reference
+    return Detector(reference, seen, sums, least), None
 
 
-def _learn(seen: tuple[Window, ...]) -> Reference | None:
+def _learn(seen: tuple[Window, ...], least_dispersion: float) -> Reference | None:
     whole = join(seen)
     known = min(whole.prompts.num, whole.outputs.num, whole.num_requests)
     if not known:
@@ -158,10 +169,11 @@ def _learn(seen: tuple[Window, ...]) -> Reference | None:
         return None
     return Reference(
         whole.rate,
-        find_dispersion(seen),
+        max(find_dispersion(seen), least_dispersion),
         Spread.seen(whole.prompts),
         Spread.seen(whole.outputs),
         known,
+        len(seen),
     )
 
 
