@@ -105,11 +105,11 @@ def build_gateway() -> Path:
 
 @contextmanager
 def started(
-    name: str, command: Sequence[str], cores: Collection[int], sources: Path | None = None
+    name: str, command: Sequence[str], cores: Collection[int], sources: Sequence[Path] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process on its cores, its output in build/bench/NAME.log; terminated at the end.
 
-    `sources`: a folder where Python looks for packages first.
+    `sources`: folders where Python looks for packages first.
     """
     with (BUILD / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -117,7 +117,7 @@ def started(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | ({"PYTHONPATH": str(sources)} if sources is not None else {}),
+            env=os.environ | {"PYTHONPATH": ":".join(map(str, sources))},
             preexec_fn=partial(settle, cores),
         )
     try:

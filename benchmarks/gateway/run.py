@@ -211,6 +211,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1, help="of each gateway of ours")
+    parser.add_argument("--python", default=sys.executable, help="what runs ours: another 3.11")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="proxies; floors come along")
     parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
     parser.add_argument("--quick", action="store_true", help="does everything work? a few seconds")
@@ -225,9 +226,10 @@ def choose_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def describe(
-    settings: Settings, cores: Cores, quick: bool, measured: Collection[str]
+    settings: Settings, cores: Cores, quick: bool, measured: Collection[str], gateways: str
 ) -> Description:
-    notes = [describe_cores(cores)]
+    """`gateways`: the interpreter that runs them."""
+    notes = [describe_cores(cores), f"gateways run by {gateways}"]
     if find_haproxy() is None:
         notes.append("haproxy is not installed, so it is not measured")
     if not any(name.startswith("sglang") for name in measured):
@@ -286,10 +288,11 @@ def report_scaling(arguments: argparse.Namespace, console: Console) -> None:
 
 def report_costs(arguments: argparse.Namespace, console: Console) -> None:
     settings, cores = choose_settings(arguments), choose_cores(list_cores())
-    with stage(cores, settings.step_us, arguments.processes, arguments.only) as subjects:
+    processes, only, python = arguments.processes, arguments.only, arguments.python
+    with stage(cores, settings.step_us, processes, only, python) as subjects:
         rounds = measure(subjects, settings, cores.load, console)
     summaries = {s.name: summarize(rounds, s) for s in subjects if s.name != "direct"}
-    description = describe(settings, cores, arguments.quick, summaries)
+    description = describe(settings, cores, arguments.quick, summaries, python)
     if arguments.output == "json":
         proxies = {
             name: {figure: asdict(values) for figure, values in figures.items()}

@@ -10,13 +10,14 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from processes import BUILD, HERE, Subject, build_gateway, started, wait_healthy
+from processes import BUILD, HERE, ROOT, Subject, build_gateway, started, wait_healthy
 from rivals import build_sglang_command, install_sglang_router
 
 HOST = f"127.77.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
@@ -110,14 +111,18 @@ def describe_cores(cores: Cores) -> str:
 
 @contextmanager
 def stage(
-    cores: Cores, step_us: int, processes: int = 1, only: Collection[str] | None = None
+    cores: Cores,
+    step_us: int,
+    processes: int = 1,
+    only: Collection[str] | None = None,
+    python: str = sys.executable,
 ) -> Iterator[list[Subject]]:
     """Start everything; yields what can be measured, floors before what is compared with them.
 
-    `only`: the proxies that are wanted beside the floors; None: all.
+    `only`: the proxies that are wanted beside the floors; None: all. `python`: what runs ours.
     """
     with ExitStack() as stack:
-        yield Stage(stack, cores, processes, only).build(step_us)
+        yield Stage(stack, cores, processes, only, python).build(step_us)
 
 
 class Stage:
@@ -129,12 +134,14 @@ class Stage:
         cores: Cores,
         processes: int = 1,
         only: Collection[str] | None = None,
+        python: str = sys.executable,
     ) -> None:
-        """`processes`: of each gateway, on as many cores."""
+        """`processes`: of each gateway, on as many cores; `python`: another one of this version."""
         self._stack = stack
         self._cores = cores
         self._processes = processes
         self._only = only
+        self._python = python
 
     def build(self, step_us: int) -> list[Subject]:
         engine = self.start_engines(step_us)
@@ -170,23 +177,24 @@ class Stage:
         host, port = PROXIES[name].split(":")
         split, bare = name.endswith("P/D"), "bare" in name
         agents = f"{AGENTS['prefill']},{AGENTS['decode']}" if split else AGENTS["mixed"]
-        command = [sys.executable, "-m", "cleave.gateway.main", "--host", host, "--port", port]
+        command = [self._python, "-m", "cleave.gateway.main", "--host", host, "--port", port]
         command += ["--agents", agents, "--max-clients", "20000"]
         if not bare:
             command += [*EVERYTHING, "--api-keys", str(self._write_keys())]
         if self._processes > 1:
             command += ["--processes", str(self._processes)]
         cores = range(self._cores.proxy, self._cores.proxy + self._processes)
-        sources = None if "interpreted" in name else build_gateway()
-        process = self._start(name, command, *cores, sources=sources)
+        ours = ROOT / "operator" if "interpreted" in name else build_gateway()
+        others = Path(sysconfig.get_path("platlib"))
+        process = self._start(name, command, *cores, sources=(ours, others))
         wait_healthy(log_name(name), process, f"http://{PROXIES[name]}/health")
         floor, key = "relay P/D" if split else "relay", "" if bare else KEY
         return Subject(name, PROXIES[name], process.pid, floor, strips_hand_off=True, key=key)
 
     def _start(
-        self, name: str, command: Sequence[str], *cores: int, sources: Path | None = None
+        self, name: str, command: Sequence[str], *cores: int, sources: Sequence[Path] = ()
     ) -> subprocess.Popen[bytes]:
-        """`sources`: where the package is taken from; None: as it is installed."""
+        """`sources`: where packages are taken from; none: as they are installed."""
         return self._stack.enter_context(started(log_name(name), command, cores, sources))
 
     def _start_relay(self, name: str, role: str, *options: str) -> Subject:
