@@ -2,13 +2,12 @@
 ran as the new role wants.
 
 The prefill instance of a pair with a mixed instance becomes a decode instance and back, over and
-over. Requests ask all the time; the answer's headers tell who served them. The time counts from
-just before the order to the moment when the first such request was sent, and when it was answered.
+over. Clients ask; the answer's headers tell who served them. The time counts from just before the
+order to the moment when the first such request was sent, and when it was answered.
 """
 
 import asyncio
 import contextlib
-import itertools
 import sys
 import tempfile
 import time
@@ -27,7 +26,9 @@ sys.path.append(str(Path(__file__).parents[2] / "e2e"))
 from harness import Deployment, deployed, emulated
 
 TIME_SCALE = 0.02
-CLIENTS = {"idle": 1, "loaded": 8}
+CLIENTS = {"idle": 0, "loaded": 8}
+"""That ask all the time. In an idle fleet somebody asks after each order, until the new role has
+served it."""
 _WAIT_S = 60.0
 _PREFILL = "x-cleave-prefill"
 
@@ -43,6 +44,8 @@ class Seen:
     failed: int = 0
     wrong: int = 0
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    expected: dict[int, str] = field(default_factory=dict)
+    """The first answer to each question."""
 
 
 def run(flips: int, vllm: bool) -> list[dict[str, object]]:
@@ -85,6 +88,8 @@ async def _measure(
                 role = agent_pb2.ROLE_DECODE if to_decode else agent_pb2.ROLE_PREFILL
                 begun = time.perf_counter()
                 await agent.SetRole(agent_pb2.SetRoleRequest(role=role, epoch=epoch + turn + 1))
+                while not clients and (seen.whole if to_decode else seen.split)[0] < begun:
+                    await _ask_once(client, deployment, seen, clients)
                 first = await _wait(seen, to_decode, begun)
                 if not to_decode:
                     # A mixed instance may serve a whole request at any time, so only this tells.
@@ -121,27 +126,31 @@ async def _find_prefill(
 
 
 async def _ask(client: httpx.AsyncClient, deployment: Deployment, seen: Seen, number: int) -> None:
-    """Ask the same again and again; the first answer is the right one."""
+    """Ask the same again and again."""
+    while True:
+        await _ask_once(client, deployment, seen, number)
+
+
+async def _ask_once(
+    client: httpx.AsyncClient, deployment: Deployment, seen: Seen, number: int
+) -> None:
     body = {"model": deployment.name, "prompt": f"question {number} " * 5, "max_tokens": 2}
     body |= {"temperature": 0}
-    expected = None
-    for _ in itertools.count():
-        sent = time.perf_counter()
-        answer = await client.post(f"{deployment.url}/v1/completions", json=body)
-        seen.requests += 1
-        if answer.status_code != httpx.codes.OK:
-            seen.failed += 1
-            continue
-        text = answer.json()["choices"][0]["text"]
-        expected = expected or text
-        seen.wrong += text != expected
-        async with seen.news:
-            now = time.perf_counter()
-            if _PREFILL in answer.headers:
-                seen.split = max(seen.split, (sent, now))
-            else:
-                seen.whole = max(seen.whole, (sent, now))
-            seen.news.notify_all()
+    sent = time.perf_counter()
+    answer = await client.post(f"{deployment.url}/v1/completions", json=body)
+    seen.requests += 1
+    if answer.status_code != httpx.codes.OK:
+        seen.failed += 1
+        return
+    text = answer.json()["choices"][0]["text"]
+    seen.wrong += text != seen.expected.setdefault(number, text)
+    async with seen.news:
+        now = time.perf_counter()
+        if _PREFILL in answer.headers:
+            seen.split = max(seen.split, (sent, now))
+        else:
+            seen.whole = max(seen.whole, (sent, now))
+        seen.news.notify_all()
 
 
 async def _wait(seen: Seen, whole: bool, begun: float) -> tuple[float, float]:
