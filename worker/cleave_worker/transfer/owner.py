@@ -138,7 +138,7 @@ class _Session:
             case wire.Beat():
                 self._holds.extend(message.request_ids)
             case wire.Meet():
-                self._meet(Way(message.way))
+                self._meet(message.way)
             case _:
                 raise wire.WireError(f"unexpected {type(message).__name__}")
 

@@ -95,12 +95,6 @@ class Reader:
             connection.close()
         return lost
 
-    def rates(self) -> dict[str, float]:
-        """Measured bytes per second by owner's boot id and way."""
-        with self._lock:
-            pairs = list(self._pairs.items())
-        return {f"{key[0]} {pair.way}": pair.meter.bytes_per_s for key, pair in pairs}
-
     def close(self) -> None:
         """Break all connections."""
         with self._lock:
@@ -157,7 +151,8 @@ class _Pair:
         self._one_sided: OneSided | None = None
         self._two_sided: TwoSided | None = None
         self.way: Way | None = None
-        self.meter = Meter()
+        self._meter = Meter()
+        self._told_at = 0
 
     def pull(self, hand_off: HandOff, first: int, blocks: Sequence[int]) -> Way:
         """See Reader.pull."""
@@ -169,6 +164,7 @@ class _Pair:
             except LinkError as error:
                 raise RefusedError(Reason.LOST, str(error)) from error
             assert self.way
+            self._tell(hand_off)
             return self.way
 
     def close(self) -> None:
@@ -213,7 +209,7 @@ class _Pair:
         kept = self._reader._kept
         seconds = self._reader._transfer_s
         size = sum(plane.block_bytes for plane in kept.planes) * len(blocks)
-        with self.meter.measure(size):
+        with self._meter.measure(size):
             if self._one_sided:
                 try:
                     wanted = moves(self._planes, grant.blocks, kept.planes, blocks)
@@ -222,6 +218,14 @@ class _Pair:
                 self._one_sided.read(wanted, seconds)
             elif self._two_sided:
                 self._two_sided.receive(spans_of(kept.planes, blocks), seconds)
+
+    def _tell(self, hand_off: HandOff) -> None:
+        """Log the bandwidth of this pair, each time that ten times as much has come."""
+        meter = self._meter
+        if meter.num_bytes > 10 * self._told_at:
+            self._told_at = meter.num_bytes
+            rate = meter.bytes_per_s / 1e9
+            _log.info("KV of %s comes over %s at %.3f GB/s", hand_off.boot_id, self.way, rate)
 
     def _settle(self, hand_off: HandOff, grant: wire.Grant, blocks: Sequence[int]) -> None:
         """Give the blocks back, learn whether they were held all the time, compare the bytes."""
@@ -250,7 +254,6 @@ class _Pair:
         for way in self._reader._ways:
             if self._use(way, welcome, hand_off):
                 self.way = way
-                _log.info("KV of %s comes over %s", hand_off.boot_id, way)
                 return
         raise RefusedError(Reason.LOST, "no way to move KV works with this owner")
 

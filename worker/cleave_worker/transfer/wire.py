@@ -10,6 +10,7 @@ import time
 import msgspec
 
 from cleave_worker.transfer.identity import Layout, Reason
+from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import Plane
 from cleave_worker.transfer.shared import SharedRegion
 
@@ -38,9 +39,9 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True):
-    """Make a two-sided link: `way` is a value of link.Way."""
+    """Make a two-sided link."""
 
-    way: str
+    way: Way
 
 
 class Met(msgspec.Struct, tag=True, frozen=True):

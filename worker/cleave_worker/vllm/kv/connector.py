@@ -5,6 +5,7 @@ another boot or memory that somebody else uses now: those are refused, counted a
 (`kv_load_failure_policy` recompute) or fail clearly. The halves are in scheduler.py and worker.py.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Raises ValueError for models whose KV is of several kinds: they need NixlConnector."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm()
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError(
                 f"the model keeps KV of {len(kv_cache_config.kv_cache_groups)} kinds and "
@@ -230,3 +232,11 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
     def _told_worker(self) -> WorkerSide:
         assert self._worker, "the KV is not registered yet"
         return self._worker
+
+
+def _log_as_vllm() -> None:
+    """Have our lines appear among the engine's."""
+    own, engines = logging.getLogger("cleave_worker"), logging.getLogger("vllm")
+    own.handlers = engines.handlers
+    own.setLevel(engines.level)
+    own.propagate = False
