@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from test_cluster_operator import Chat, condition, installation, message
+from test_cluster_scaling import homes, lives
 
 from cluster.cluster import Cluster, wait_until
 
@@ -46,9 +47,14 @@ def chat(cluster: Cluster, namespace: str, tiny_model: Path) -> Iterator[Chat]:
             cluster.kubectl("delete", "llmd", "chat", "-n", namespace, timeout_s=120)
 
 
-def test_vllm_answers_through_both_phases(chat: Chat) -> None:
+def test_vllm_answers_through_both_phases_and_changes_pools(chat: Chat) -> None:
     assert chat.ask(tokens=12) == ""
     wait_until(
         lambda: condition(chat.deployment, "KVPathVerified") == "True", 30, "the KV path is told"
     )
     print(message(chat.deployment, "KVPathVerified"))
+    before = lives(chat)
+    chat.edit({"placement": {"manual": [{"role": "mixed", "replicas": 2}]}})
+    wait_until(lambda: homes(chat) == {"mixed": 2} and chat.is_ready(), START_S, "both are mixed")
+    assert lives(chat) == before, "the same pods, and the same lives of their engines"
+    assert chat.ask(tokens=12) == ""
