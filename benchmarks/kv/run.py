@@ -1,9 +1,9 @@
 """How fast KV moves between two engines of this machine, beside what the link itself gives.
 
-Run from the root: `.venv/bin/python benchmarks/kv/run.py [--gib 3]`. Two processes hold
-KV of the shape of a real model; one pulls prompts of 512 to 32,768 tokens from the other, as the KV
-connector does: greeting, grant, bytes, release. The limit beside it is one plain copy between two
-mapped regions, and one plain TCP stream over loopback. README.md says how to read the table.
+Run from the root: `.venv/bin/python benchmarks/kv/run.py [--gib 3]`. Two processes hold KV of the
+shape of a real model; one pulls prompts of 512 to 32,768 tokens from the other, as the KV connector
+does: question, grant, bytes, release. NIXL, where it is installed, reads the same blocks. The limit
+beside it is one plain copy of mapped memory, or one plain TCP stream over loopback.
 """
 
 import argparse
@@ -31,6 +31,11 @@ from cleave_worker.transfer.memory import Memory, Move, Span, register
 from cleave_worker.transfer.owner import Kept, Owner
 from cleave_worker.transfer.reader import Reader
 from cleave_worker.transfer.shared import SharedMemory, SharedRegion, share
+
+try:
+    import nixl_pull
+except ImportError:
+    nixl_pull = None  # type: ignore[assignment]
 
 HOST = "127.0.0.1"
 BOUND_S = 120.0
@@ -104,63 +109,70 @@ def measure(shape: Shape, room: int, rounds: int) -> Iterator[Line]:
     )
     process.start()
     try:
-        port, shared, limit_port = here.recv()
+        port, shared, limit_port, described = here.recv()
         kept = keep("boot-d", shape, num_blocks)
         with socket.create_connection((HOST, limit_port)) as stream:
-            limits = {
+            limits: dict[str, Callable[[], float]] = {
                 Way.SHARED_MEMORY: partial(copied, kept.memory, shared),
                 Way.GLOO: partial(streamed, stream),
             }
-            for way, limit in limits.items():
-                puller = Puller(here, port, kept, way, limit)
+            pulls: dict[str, Callable[[list[int]], float]] = {
+                way: Puller(here, port, kept, way).pull for way in (Way.SHARED_MEMORY, Way.GLOO)
+            }
+            if described:
+                side = nixl_pull.Side(kept)
+                side.meet(described)
+                pulls["nixl"] = side.pull
+            for way, pull in pulls.items():
+                limit = limits.get(way, limits[Way.SHARED_MEMORY])
                 for tokens, scattered in itertools.product(sizes, (False, True)):
-                    yield puller.line(shape, tokens, scattered, rounds)
-                puller.close()
+                    yield line(way, shape, tokens, scattered, rounds, pull, limit)
     finally:
         process.kill()
         process.join(BOUND_S)
 
 
+def line(
+    way: str,
+    shape: Shape,
+    tokens: int,
+    scattered: bool,
+    rounds: int,
+    pull: Callable[[list[int]], float],
+    limit: Callable[[], float],
+) -> Line:
+    """One size, once to warm up and then `rounds` times, each beside what the link gives then."""
+    blocks = list(range(tokens // BLOCK_TOKENS))
+    if scattered:
+        random.Random(tokens).shuffle(blocks)
+    size = shape.kv_bytes(tokens)
+    pairs = [(pull(blocks), limit()) for _ in range(rounds + 1)][1:]
+    seconds = [pulled for pulled, _ in pairs]
+    median = statistics.median(seconds)
+    return Line(
+        way,
+        shape.name,
+        tokens,
+        "scattered" if scattered else "in one piece",
+        size / 2**20,
+        1e3 * median,
+        size / median / 1e9,
+        max(seconds) / min(seconds),
+        statistics.median(size / pulled / limit for pulled, limit in pairs),
+    )
+
+
 class Puller:
     """Has prompts held by the other process, and pulls them."""
 
-    def __init__(
-        self, owner: Connection, port: int, kept: Kept, way: Way, limit: Callable[[], float]
-    ) -> None:
-        """`limit`: bytes per second that the link gives now."""
+    def __init__(self, owner: Connection, port: int, kept: Kept, way: Way) -> None:
         self._owner = owner
         self._port = port
-        self._way = way
-        self._limit = limit
         self._reader = Reader(kept, 0, [way], BOUND_S)
         self._epochs = itertools.count(1)
 
-    def line(self, shape: Shape, tokens: int, scattered: bool, rounds: int) -> Line:
-        """One size, once to warm up and then `rounds` times, each beside the limit."""
-        blocks = list(range(tokens // BLOCK_TOKENS))
-        if scattered:
-            random.Random(tokens).shuffle(blocks)
-        size = shape.kv_bytes(tokens)
-        pairs = [(self._pull(blocks), self._limit()) for _ in range(rounds + 1)][1:]
-        seconds = [pulled for pulled, _ in pairs]
-        median = statistics.median(seconds)
-        return Line(
-            self._way,
-            shape.name,
-            tokens,
-            "scattered" if scattered else "in one piece",
-            size / 2**20,
-            1e3 * median,
-            size / median / 1e9,
-            max(seconds) / min(seconds),
-            statistics.median(size / pulled / limit for pulled, limit in pairs),
-        )
-
-    def close(self) -> None:
-        """Let go of the link."""
-        self._reader.close()
-
-    def _pull(self, blocks: list[int]) -> float:
+    def pull(self, blocks: list[int]) -> float:
+        """Seconds from the question to the owner's last word."""
         epoch = next(self._epochs)
         request_id, digest = f"r{epoch}", prompt_digest([epoch])
         self._owner.send((request_id, Held(epoch, digest, tuple(blocks))))
@@ -181,7 +193,9 @@ def own(orders: Connection, shape: Shape, num_blocks: int) -> None:
     owner = Owner(kept, holds, shared, 0, BOUND_S)
     with socket.create_server((HOST, 0)) as listening:
         threading.Thread(target=stream, args=(listening,), daemon=True).start()
-        orders.send((owner.port, shared, listening.getsockname()[1]))
+        side = nixl_pull.Side(kept) if nixl_pull else None
+        described = side.told if side else None
+        orders.send((owner.port, shared, listening.getsockname()[1], described))
         while True:
             request_id, held = orders.recv()
             holds.hold(request_id, held)
