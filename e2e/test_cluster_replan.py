@@ -23,7 +23,11 @@ PATIENCE_S = 180
 
 
 def manifest(
-    kind: Kind, engine: dict[str, Any], slo: dict[str, float] | None = None, **planning: Any
+    kind: Kind,
+    engine: dict[str, Any],
+    slo: dict[str, float] | None = None,
+    pools: dict[str, Any] | None = None,
+    **planning: Any,
 ) -> str:
     """A deployment that is planned for a kind of traffic, and looked at every ten seconds."""
 
@@ -36,6 +40,7 @@ def manifest(
         "metadata": {"name": "chat"},
         "spec": {
             "model": {"source": "facebook/opt-13b", "servedName": "chat", "maxModelLen": 2048},
+            "pools": pools or {},
             "slo": slo or {"ttftMs": 800, "tpotMs": 80},
             "engine": {"type": "Emulated", "emulated": {"timeScale": 2.0}, **engine},
             "workload": {
@@ -126,14 +131,16 @@ def test_a_wrong_latency_profile_is_corrected_before_a_plan_is_made_of_it(starte
     """Engines are half as fast as they are planned to be: one prompt instance too few."""
     engine = {"args": ["--fault-injection"]}
     slo = {"ttftMs": 1500, "tpotMs": 200}
-    chat = started(manifest(CODE, engine, slo, replan={"mode": "Off"}))
+    # Instances that are lent would tell less of how long passes take.
+    text = manifest(CODE, engine, slo, {"flipping": "Off"}, replan={"mode": "Off"})
+    chat = started(text)
     slow_down(chat, 2.0)
     assert counts(chat) == {"prefill": 1, "decode": 1}
     with Stream(chat.address, "chat", CODE) as stream:
         until(chat, "the load is on", lambda: stream.answered > 20)
         chat.edit({"planning": {"replan": {"mode": "Auto"}}})
         until(chat, "it is seen", lambda: condition(chat.deployment, "PredictionHolds") == "False")
-        assert "Applied" not in verdicts(chat)
+        assert "Applied" not in verdicts(chat), told(chat.cluster, chat.namespace)
         assert counts(chat) == {"prefill": 1, "decode": 1}
         until(chat, "another plan is applied", lambda: "Applied" in verdicts(chat))
         until(chat, "it is carried out", chat.is_ready)
