@@ -104,9 +104,16 @@ class SmallCluster:
 
     def make_ready(self, pod: Manifest) -> None:
         if "nodeName" in pod["spec"] and "deletionTimestamp" not in pod["metadata"]:
-            ready = {"type": "Ready", "status": "True"}
-            status = {"phase": "Running", "conditions": [ready], "podIP": "10.0.0.1"}
-            if pod.get("status") != status:
+            known = pod.get("status", {})
+            since = known["startTime"] if "podIP" in known else timestamp(self.now_s)
+            ready = {"type": "Ready", "status": "True", "lastTransitionTime": since}
+            status = {
+                "phase": "Running",
+                "conditions": [ready],
+                "podIP": "10.0.0.1",
+                "startTime": since,
+            }
+            if known != status:
                 self._changed({**pod, "status": status}, is_spec=False)
 
     def fail(self, pod: Manifest) -> None:

@@ -92,6 +92,25 @@ def test_a_request_that_waits_brings_the_plan_back_and_keeps_it() -> None:
     assert ready(here.cluster) == {"prefill": 1, "decode": 2}
 
 
+def test_instances_that_took_long_to_start_are_kept_for_a_second_try() -> None:
+    here = world(**IDLE)
+    here.converge()
+    gateways = Gateways(here)
+    gateways.pass_time(120)
+    gateways.waiting = 1
+    here.cluster.room = 0
+    gateways.pass_time(120)
+    # Whoever asked has given up; nothing is ready yet.
+    gateways.waiting = 0
+    gateways.pass_time(120)
+    assert here.cluster.pods()
+    here.cluster.room = 9
+    gateways.pass_time(45)
+    assert all(ready(here.cluster).values())
+    gateways.pass_time(75)
+    assert not here.cluster.pods()
+
+
 def test_requests_keep_instances_however_few_they_are() -> None:
     here = world(**IDLE)
     here.converge()

@@ -124,9 +124,7 @@ def _scaled(
     """The pools with as many instances as there should be now."""
     if not scaling.watches(view.deployment) or decision.plan is None:
         return list(asked)
-    counts = scaling.find_counts(
-        view.deployment, decision.plan, view.pools, view.demand, view.now_s
-    )
+    counts = scaling.find_counts(view, decision.plan)
     return [_counted(pool, counts.get(pool.spec.role, pool.spec.replicas)) for pool in asked]
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from cronsim import CronSim
 
@@ -21,6 +22,9 @@ from cleave.api.scaling import Peak, Scaling
 from cleave.planner.growth import HEARTBEAT_S
 from cleave.pods.labels import Manifest
 from cleave.traffic.window import Window
+
+if TYPE_CHECKING:
+    from cleave.controller.deployment import DeploymentView
 
 Counts = Mapping[Role, int]
 
@@ -75,25 +79,36 @@ def is_asleep(deployment: LLMDeployment, pools: Iterable[InstancePool]) -> bool:
     return deployment.spec.scaling.idle_s is not None and bool(counts) and not any(counts)
 
 
-def find_counts(
-    deployment: LLMDeployment,
-    written: Manifest,
-    pools: Collection[InstancePool],
-    demand: Demand | None,
-    now_s: float,
-) -> Counts:
+def find_counts(view: "DeploymentView", written: Manifest) -> Counts:
     """Instances of each role now, by the plan that `status.plan` tells of.
 
     Raises ValueError when it is not readable.
     """
     plan = SelectedPlan.model_validate(written, by_alias=True)
-    terms, now = deployment.spec.scaling, {pool.spec.role: pool.spec.replicas for pool in pools}
-    if any(pool.spec.owner is not ReplicasOwner.PLAN for pool in pools):
+    spec, now = view.deployment.spec, {pool.spec.role: pool.spec.replicas for pool in view.pools}
+    terms = spec.scaling
+    if any(pool.spec.owner is not ReplicasOwner.PLAN for pool in view.pools):
         # A part of the deployment would sleep, and the rest wait for it.
         terms = terms.model_copy(update={"idle_s": None})
-    at_least = find_peak(terms.schedule, now_s)
-    max_gpus = deployment.spec.planning.max_gpus
+    demand = view.demand
+    if demand is not None:
+        served_s = _find_served_s(view, [pool.role for pool in plan.pools])
+        demand = replace(demand, quiet_s=min(demand.quiet_s, served_s))
+    at_least = find_peak(terms.schedule, view.now_s)
+    max_gpus = spec.planning.max_gpus
     return scale(terms, plan, now, demand, at_least=at_least, max_gpus=max_gpus)
+
+
+def _find_served_s(view: "DeploymentView", roles: Collection[Role]) -> float:
+    """For how long there has been an instance of every role that was ready.
+
+    Whoever asked may have given up while they started; they stay long enough for a second try.
+    """
+    since = dict.fromkeys(roles, math.inf)
+    for pod in view.pods:
+        if pod.ready and not pod.deleting and pod.role in since:
+            since[pod.role] = min(since[pod.role], pod.ready_s or 0.0)
+    return max(view.now_s - max(since.values(), default=math.inf), 0.0)
 
 
 def find_peak(schedule: Iterable[Peak], now_s: float) -> float:
