@@ -38,6 +38,7 @@ except ImportError:
     nixl_pull = None  # type: ignore[assignment]
 
 HOST = "127.0.0.1"
+NIXL = "nixl"
 BOUND_S = 120.0
 BLOCK_TOKENS = 16
 TOKENS = (512, 2_048, 8_192, 16_384, 32_768)
@@ -109,22 +110,17 @@ def measure(shape: Shape, room: int, rounds: int) -> Iterator[Line]:
     )
     process.start()
     try:
-        port, shared, limit_port, described = here.recv()
+        port, shared, limit_port = here.recv()
         kept = keep("boot-d", shape, num_blocks)
         with socket.create_connection((HOST, limit_port)) as stream:
             limits: dict[str, Callable[[], float]] = {
                 Way.SHARED_MEMORY: partial(copied, kept.memory, shared),
                 Way.GLOO: partial(streamed, stream),
             }
-            pulls: dict[str, Callable[[list[int]], float]] = {
-                way: Puller(here, port, kept, way).pull for way in (Way.SHARED_MEMORY, Way.GLOO)
-            }
-            if described:
-                side = nixl_pull.Side(kept)
-                side.meet(described)
-                pulls["nixl"] = side.pull
-            for way, pull in pulls.items():
-                limit = limits.get(way, limits[Way.SHARED_MEMORY])
+            if nixl_pull:
+                limits[NIXL] = limits[Way.SHARED_MEMORY]
+            for way, limit in limits.items():
+                pull = puller(way, kept, here, port)
                 for tokens, scattered in itertools.product(sizes, (False, True)):
                     yield line(way, shape, tokens, scattered, rounds, pull, limit)
     finally:
@@ -162,6 +158,16 @@ def line(
     )
 
 
+def puller(way: str, kept: Kept, owner: Connection, port: int) -> Callable[[list[int]], float]:
+    """What pulls blocks this way and tells the seconds."""
+    if way != NIXL:
+        return Puller(owner, port, kept, Way(way)).pull
+    owner.send(None)
+    side = nixl_pull.Side(kept)
+    side.meet(owner.recv())
+    return side.pull
+
+
 class Puller:
     """Has prompts held by the other process, and pulls them."""
 
@@ -193,13 +199,16 @@ def own(orders: Connection, shape: Shape, num_blocks: int) -> None:
     owner = Owner(kept, holds, shared, 0, BOUND_S)
     with socket.create_server((HOST, 0)) as listening:
         threading.Thread(target=stream, args=(listening,), daemon=True).start()
-        side = nixl_pull.Side(kept) if nixl_pull else None
-        described = side.told if side else None
-        orders.send((owner.port, shared, listening.getsockname()[1], described))
+        orders.send((owner.port, shared, listening.getsockname()[1]))
         while True:
-            request_id, held = orders.recv()
-            holds.hold(request_id, held)
-            orders.send(None)
+            order = orders.recv()
+            if order is None:
+                # Not before: its progress thread keeps a core busy.
+                side = nixl_pull.Side(kept)
+                orders.send(side.told)
+            else:
+                holds.hold(*order)
+                orders.send(None)
 
 
 def stream(listening: socket.socket) -> None:
