@@ -24,6 +24,7 @@ from cleave.perf.corrected import NONE, Correction, correct
 from cleave.planner import emulated, search
 from cleave.planner.bench import to_draft
 from cleave.planner.draft import cell_fleet
+from cleave.planner.guard import SETTLE_S
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.replay import Running
@@ -187,7 +188,6 @@ def follow(
     left: list[Left] = []
     planned_for, settled_s, asked_s, correction = None, 0.0, 0.0, NONE
     pending: tuple[float, Running] | None = None
-    terms = Terms(start_s=START_S, cooldown_s=INTERVAL_S)
     for now_s in np.arange(4 * PERIOD_S, end_s, 4 * PERIOD_S).tolist():
         windows += world.look(now_s - 4 * PERIOD_S, now_s)
         if pending is not None:
@@ -201,7 +201,9 @@ def follow(
         if not (change and change.at_s > last_s) and now_s - last_s < INTERVAL_S:
             continue
         since_s = max(change.since_s, settled_s) if change else settled_s
-        recent = list_recent(windows, since_s, INTERVAL_S)
+        mixed_s = max(change.at_s - since_s, 0.0) if change else 0.0
+        terms = Terms(start_s=START_S, cooldown_s=INTERVAL_S, settle_s=SETTLE_S + mixed_s)
+        recent = list_recent(windows, since_s, INTERVAL_S, terms.settle_s)
         try:
             workload = refit(recent)
             found = revise(problem, running, recent, correction, terms, left)

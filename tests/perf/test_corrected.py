@@ -53,3 +53,8 @@ def test_what_does_not_fit_still_does_not(fits: Fits) -> None:
 def test_a_factor_of_something_else_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match=r"decode .*: must be from 0.1 to 10"):
         Correction(decode=factor)
+
+
+def test_passes_are_lengthened_as_far_as_a_correction_goes() -> None:
+    assert Correction(1.5, 8.0, 40).times(2.0) == Correction(3.0, 10.0, 40)
+    assert Correction(0.15, 1.0).times(0.5) == Correction(0.1, 0.5)

@@ -77,7 +77,7 @@ def test_queues_of_an_overload_that_was_foreseen_are_no_error_of_the_model() -> 
 
 
 def test_a_model_wrong_by_more_than_a_step_is_mended_in_several() -> None:
-    play = Play(ask("Never", 3.0), Correction(5.0, 5.0))
+    play = Play(ask("Never", 0.7), Correction(5.0, 5.0))
     first = judged(play)
     assert first.correction.decode == pytest.approx(3.0, rel=0.02)
     play.correction = first.correction
@@ -102,3 +102,11 @@ def test_pools_that_lend_are_foreseen_to_lend() -> None:
     lending = replace(play.running, flipping=make_terms(800))
     fixed, lent = (judge(problem, each, windows) for each in (play.running, lending))
     assert lent.attainment > fixed.attainment
+
+
+def test_what_fails_by_the_model_and_in_fact_says_nothing_of_the_model() -> None:
+    play = Play(ask("Always"), Correction(1.2, 1.2))
+    found = judged(play, demand=play.problem.demand.at(30.0))
+    assert found.comparisons
+    assert (found.holds, found.error, found.correction) == (True, None, NONE)
+    assert found.reason == "latencies depend on when just now, and tell nothing of the prediction"

@@ -33,6 +33,13 @@ class Correction:
         requests = f"from {self.num_requests:,} requests"
         return f"corrected by x{self.prefill:.2f} prefill, x{self.decode:.2f} decode {requests}"
 
+    def times(self, factor: float) -> "Correction":
+        """With passes of both phases so much longer, as far as a correction goes."""
+        prefill, decode = (
+            min(max(each * factor, LEAST), MOST) for each in (self.prefill, self.decode)
+        )
+        return replace(self, prefill=prefill, decode=decode)
+
     @property
     def is_none(self) -> bool:
         """Whether the model stays as it is."""

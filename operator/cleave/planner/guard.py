@@ -52,6 +52,12 @@ class Comparison:
     observed: float
     is_beyond: bool
     """The model is wrong about it."""
+    is_judged: bool = True
+    """False: it may be off whatever the model is worth."""
+
+    def excused(self) -> "Comparison":
+        """The same, not judged."""
+        return replace(self, is_beyond=False, is_judged=False)
 
     @property
     def error(self) -> float:
@@ -80,18 +86,21 @@ class Judgement:
 
     @property
     def error(self) -> float | None:
-        """The largest, by amount; None: not judged."""
-        return max((each.error for each in self.comparisons), key=abs, default=None)
+        """The largest, by amount; None: nothing was judged."""
+        judged = (each.error for each in self.comparisons if each.is_judged)
+        return max(judged, key=abs, default=None)
 
     @property
     def reason(self) -> str:
         """One sentence."""
         if not self.comparisons:
             return "too few answers to judge the prediction by"
+        if self.error is None:
+            return "latencies depend on when just now, and tell nothing of the prediction"
+        if self.holds:
+            return f"the prediction holds within {abs(self.error):.0%}"
         worst = max(self.comparisons, key=lambda each: (each.is_beyond, abs(each.error)))
-        if worst.is_beyond:
-            return f"the prediction does not hold: {worst}; passes {self.correction}"
-        return f"the prediction holds within {abs(worst.error):.0%}"
+        return f"the prediction does not hold: {worst}; passes {self.correction}"
 
 
 def judge(
@@ -114,20 +123,25 @@ def judge(
     expected = model.show(correction) if is_enough else None
     if expected is None or len(expected.tpot_ms) < FEWEST:
         return Judgement((), find_attainment(model.corrected(correction), running), correction)
-    faster = model.show(_times(correction, 1 - _SLACK))
-    slower = model.show(_times(correction, 1 + _SLACK))
+    faster = model.show(correction.times(1 - _SLACK))
+    slower = model.show(correction.times(1 + _SLACK))
     comparisons = tuple(_compare(seen, expected, faster, slower, threshold))
-    if expected.is_lending:
-        comparisons = tuple(replace(each, is_beyond=False) for each in comparisons)
-        return Judgement(comparisons, expected.attainment, correction)
+    long_run = find_attainment(model.corrected(correction), running)
+    if expected.is_lending or _fails(long_run, seen, problem.slo.attainment):
+        excused = tuple(each.excused() for each in comparisons)
+        return Judgement(excused, expected.attainment, correction)
     if expected.is_overloaded and _is_late(model, seen):
         comparisons = tuple(
-            each if each.name.endswith("TPOT") else replace(each, is_beyond=False)
-            for each in comparisons
+            each if each.name.endswith("TPOT") else each.excused() for each in comparisons
         )
     wanted = _seek(model, seen, correction)
     weight = 1.0 if any(each.is_beyond for each in comparisons) else _GENTLE
     return Judgement(comparisons, expected.attainment, _step(correction, wanted, weight, seen))
+
+
+def _fails(long_run: float, seen: Window, goal: float) -> bool:
+    """Whether what runs fails badly by both: how badly depends on since when."""
+    return long_run < goal / 2 and (seen.attainment or 0.0) < goal
 
 
 def _compare(
@@ -215,14 +229,6 @@ def _step(start: Correction, wanted: Correction, weight: float, seen: Window) ->
     if (prefill, decode) == (start.prefill, start.decode):
         return start
     return Correction(prefill, decode, start.num_requests + round(seen.ttft.num))
-
-
-def _times(correction: Correction, factor: float) -> Correction:
-    prefill, decode = (
-        min(max(each * factor, corrected.LEAST), corrected.MOST)
-        for each in (correction.prefill, correction.decode)
-    )
-    return replace(correction, prefill=prefill, decode=decode)
 
 
 def _middle_of(foreseen: Shown, seen: Window) -> float:

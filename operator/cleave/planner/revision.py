@@ -25,6 +25,9 @@ from cleave.planner.words import percent, pool_label
 from cleave.traffic.refit import find_margin, to_demand
 from cleave.traffic.window import Window, list_settled
 
+_SPARE = 0.05
+"""Traffic that a plan which takes less must stand beyond what may come by chance: it may rest on a
+model that is a little fast."""
 _ROOM = 0.25
 """Of what the goal leaves, that a plan must have to spare where it takes less: else the next gust
 of traffic would bring the former one back."""
@@ -133,15 +136,16 @@ def revise(
         return Revision(Decision(Verdict.CORRECT, judgement.reason), judgement)
     estimator = corrected.correct(problem.estimator, judgement.correction)
     at_mean = replace(problem, demand=demand, estimator=estimator)
-    at_most = replace(at_mean, demand=demand.at(demand.rate * (1 + find_margin(windows))))
+    # What runs gets the benefit of the doubt about the traffic, but for what was seen to fail.
+    now = replace(_look_at(at_mean, running), seen=_find_seen(windows, terms.settle_s))
+    margin = find_margin(windows) + (_SPARE if now.worst >= problem.slo.attainment else 0.0)
+    at_most = replace(at_mean, demand=demand.at(demand.rate * (1 + margin)))
     answer = search.plan(at_most)
     best = answer.selected or next(iter(answer.alternatives), None)
     if best is None:
         return Revision(Decision(Verdict.KEEP, answer.reason), judgement, answer)
-    seen_s = sum(each.length_s for each in windows)
-    # What runs gets the benefit of the doubt about the traffic, but for what was seen to fail.
-    now = replace(_look_at(at_mean, running), seen=_find_seen(windows, terms.settle_s))
     then = _look_at(at_most, replace(running, pools=best.pools, algorithm=best.algorithm))
+    seen_s = sum(each.length_s for each in windows)
     decision = decide(at_mean, now, then, terms, windows[-1].end_s, left, seen_s)
     return Revision(decision, judgement, answer, best)
 

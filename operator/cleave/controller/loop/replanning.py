@@ -136,6 +136,10 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
         return None
     since_s = max(change.since_s, settled_s) if change else settled_s
     terms = _terms(view)
+    if change:
+        # When it began is not known to the second; when it was seen, it had.
+        mixed_s = max(change.at_s - since_s, 0.0)
+        terms = replace(terms, settle_s=terms.settle_s + mixed_s)
     # The guard leaves the first ones out.
     recent = list_recent(view.windows, since_s, terms.cooldown_s, terms.settle_s)
     if change is None and not _can_be_judged(recent, terms):

@@ -47,7 +47,7 @@ def answer(
     reviewed = Reviewed(
         verdict=found.decision.verdict,
         reason=found.decision.reason,
-        holds=found.judgement.holds if found.judgement.comparisons else None,
+        holds=None if found.judgement.error is None else found.judgement.holds,
         judged=found.judgement.reason,
         prediction=_prediction(found.judgement, review),
         correction=from_correction(found.judgement.correction, question.model_digest),
