@@ -17,8 +17,8 @@ from cluster.stream import Kind, Stream
 
 pytestmark = pytest.mark.timeout(400)
 
-CODE = Kind(rate=4, prompt_tokens=500, output_tokens=16)
-CONVERSATION = Kind(rate=8, prompt_tokens=400, output_tokens=40)
+CODE = Kind(rate=8, prompt_tokens=500, output_tokens=16)
+CONVERSATION = Kind(rate=16, prompt_tokens=400, output_tokens=40)
 PATIENCE_S = 180
 
 
@@ -41,8 +41,8 @@ def manifest(
         "spec": {
             "model": {"source": "facebook/opt-13b", "servedName": "chat", "maxModelLen": 2048},
             "pools": pools or {},
-            "slo": slo or {"ttftMs": 800, "tpotMs": 80},
-            "engine": {"type": "Emulated", "emulated": {"timeScale": 2.0}, **engine},
+            "slo": slo or {"ttftMs": 400, "tpotMs": 40},
+            "engine": {"type": "Emulated", "emulated": {"timeScale": 1.0}, **engine},
             "workload": {
                 "rate": kind.rate,
                 "promptTokens": lengths(kind.prompt_tokens),
@@ -130,7 +130,7 @@ def test_advice_follows_the_traffic_and_then_the_plan_does_without_a_failed_requ
 def test_a_wrong_latency_profile_is_corrected_before_a_plan_is_made_of_it(started) -> None:
     """Engines are half as fast as they are planned to be: one prompt instance too few."""
     engine = {"args": ["--fault-injection"]}
-    slo = {"ttftMs": 1500, "tpotMs": 200}
+    slo = {"ttftMs": 750, "tpotMs": 100}
     # Instances that are lent would tell less of how long passes take.
     text = manifest(CODE, engine, slo, {"flipping": "Off"}, replan={"mode": "Off"})
     chat = started(text)
