@@ -67,9 +67,6 @@ SELDOM = {
     "P90 TTFT, predicted and observed": "nothing is planned",
     "P90 TPOT, predicted and observed": "nothing is planned",
     "Attainment, predicted and observed": "nothing is planned",
-    "Prediction error": "nothing is planned",
-    "Correction of the latency model": "nothing is planned",
-    "Answers of the planner in an hour": "nothing is planned",
 }
 """Panels without data in a fleet that is well, and why."""
 SELDOM_ASKED = {
