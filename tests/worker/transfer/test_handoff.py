@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -260,10 +261,17 @@ def test_an_owner_that_stands_still_costs_a_bounded_time(
     hand_off = owner.hold("r", PROMPT, [4])
     monkeypatch.setattr(reader, "_ANSWER_S", 0.3)
     os.kill(owner.process.pid, signal.SIGSTOP)
+    until(lambda: states_of(owner.process.pid) == {"T"})
     assert engine.refused(hand_off, [4]) is Reason.TIME_OUT
     os.kill(owner.process.pid, signal.SIGCONT)
     # The reader has left, so that what it had asked for is free, whenever that is noticed.
     until(lambda: owner.tell("freed")["held"] == 0)
+
+
+def states_of(pid: int) -> set[str]:
+    """States of all threads: each of them stops at a moment of its own."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads}
 
 
 def test_a_connection_that_was_idle_too_long_is_made_again(
