@@ -26,6 +26,7 @@ from cleave.controller.actions import (
 from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
 from cleave.controller.loop import replanning
+from cleave.controller.loop.drift import Course
 from cleave.controller.observed import ObservedPod
 from cleave.controller.placing import Decision
 from cleave.controller.repurposing import Move
@@ -70,6 +71,8 @@ class DeploymentView:
     """Of about the last minute; None: not known."""
     windows: tuple[Window, ...] = ()
     """The same and what was before, piece by piece, oldest first."""
+    course: Course = Course()  # noqa: RUF009 - a frozen value
+    """How it compares with what was planned for, as far as that is known."""
     demand: Demand | None = None
     """What instances follow; None: not known, or nobody asked for it."""
     fault: str = ""

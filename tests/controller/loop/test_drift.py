@@ -5,14 +5,20 @@ from collections.abc import Sequence
 from views import NOW_S, traffic
 
 from cleave.api.workload import Lengths, Workload
-from cleave.controller.loop.drift import find_change, list_recent
-from cleave.traffic.change import Quantity
+from cleave.controller.loop.drift import Course, follow, list_recent
+from cleave.traffic.change import Change, Quantity
 from cleave.traffic.window import Window
 
 PLANNED_FOR = Workload(
     rate=4, prompt_tokens=Lengths(mean=300, p90=400), output_tokens=Lengths(mean=30, p90=40)
 )
 DOUBLED = traffic(4, 600, NOW_S - 300) + traffic(8, 300)
+
+
+def find_change(
+    planned_for: Workload | None, windows: Sequence[Window], since_s: float | None
+) -> Change | None:
+    return follow(Course(), planned_for, windows, since_s).change
 
 
 def test_twice_the_rate_is_a_change_and_the_same_is_none() -> None:
@@ -51,3 +57,19 @@ def test_recent_is_as_long_as_it_has_to_be() -> None:
     # 200 requests take longer than that to come.
     assert 150 <= recent_s(traffic(1, 900), 0) <= 300
     assert recent_s((), 0) == 0
+
+
+def test_a_course_goes_on_where_it_was() -> None:
+    course = Course()
+    for count in range(1, len(DOUBLED) + 1):
+        course = follow(course, PLANNED_FOR, DOUBLED[:count], NOW_S - 900)
+    assert course == follow(Course(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+    assert course.change is not None
+    assert follow(course, PLANNED_FOR, DOUBLED, NOW_S - 900) == course
+
+
+def test_another_plan_or_another_fleet_begins_a_course_anew() -> None:
+    course = follow(Course(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+    other = PLANNED_FOR.model_copy(update={"rate": 8.0})
+    assert follow(course, other, traffic(8, 300), NOW_S - 900).change is None
+    assert follow(course, PLANNED_FOR, (), NOW_S).change is None

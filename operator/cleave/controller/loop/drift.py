@@ -1,6 +1,7 @@
 """Whether traffic is still what was planned for, and which windows speak of it now. Pure."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cleave.api.workload import Workload
@@ -9,23 +10,41 @@ from cleave.traffic.refit import FEWEST
 from cleave.traffic.window import Window
 
 
-def find_change(
-    planned_for: Workload | None, windows: Iterable[Window], since_s: float | None
-) -> Change | None:
-    """The last change since the fleet has settled (None there: it has not); None: none was seen.
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How traffic compares with what was planned for, as far as windows were looked at."""
 
-    Nothing is compared where nothing was planned for. A change after which the plan was kept does
-    not hide the next one.
+    planned_for: Workload | None = None
+    since_s: float | None = None
+    """When the fleet settled; None: it has not."""
+    until_s: float = 0.0
+    """End of the last window that was looked at."""
+    detector: Detector = Detector()  # noqa: RUF009 - a frozen value
+    change: Change | None = None
+    """The last one; None: none was seen."""
+
+
+def follow(
+    course: Course, planned_for: Workload | None, windows: Iterable[Window], since_s: float | None
+) -> Course:
+    """The course with what is new of `windows`; one of other traffic or an earlier fleet ends.
+
+    Nothing is compared where nothing was planned for, or before the fleet has settled (`since_s`).
+    A change after which the plan was kept does not hide the next one.
     """
-    reference = Reference.of(planned_for) if planned_for else None
-    if reference is None or since_s is None:
-        return None
-    detector, last = Detector(reference), None
+    if (course.planned_for, course.since_s) != (planned_for, since_s):
+        reference = Reference.of(planned_for) if planned_for else None
+        course = Course(planned_for, since_s, detector=Detector(reference))
+    if course.detector.reference is None and course.until_s == 0.0:
+        return course
+    if since_s is None:
+        return course
+    detector, change, until_s = course.detector, course.change, course.until_s
     for window in windows:
-        if window.start_s >= since_s:
-            detector, change = watch(detector, window)
-            last = change or last
-    return last
+        if window.start_s >= since_s and window.end_s > until_s:
+            detector, found = watch(detector, window)
+            change, until_s = found or change, window.end_s
+    return replace(course, detector=detector, change=change, until_s=until_s)
 
 
 def list_recent(

@@ -17,8 +17,10 @@ from cleave.api.pool import ReplicasOwner
 from cleave.controller import conditions
 from cleave.controller.actions import PlanOutcome, Review
 from cleave.controller.conditions import Condition
+from cleave.controller.inventory import Inventory
 from cleave.controller.loop import basis as bases
-from cleave.controller.loop.drift import find_change, list_recent
+from cleave.controller.loop import drift
+from cleave.controller.loop.drift import Course, list_recent
 from cleave.controller.loop.following import follow
 from cleave.controller.loop.turn import APPLIED, CORRECTED, DRIFTED, HOLDS, PROPOSED, Event, Turn
 from cleave.controller.observed import seconds, timestamp
@@ -64,12 +66,24 @@ def turn(view: "DeploymentView") -> Turn:
         kept = replace(kept, advice=status.get("advice"))
     if deployment.spec.paused:
         return kept
-    planned_for = kept.basis.workload if kept.basis else deployment.spec.workload
-    change = find_change(planned_for, view.windows, _settled_s(status))
+    change = follow_course(view.course, deployment, status, there, view.windows).change
     answered = _answered(view)
     if answered is not None:
         return follow(view, kept, change, answered)
     return replace(_noticed(_unanswered(view, kept), change), question=_due(view, kept, change))
+
+
+def follow_course(
+    course: Course,
+    deployment: LLMDeployment,
+    status: Manifest,
+    there: Inventory,
+    windows: Iterable[Window],
+) -> Course:
+    """How traffic compares with what the plan was made for; `course`: as far as that is known."""
+    basis = bases.standing(deployment, status, there)
+    planned_for = basis.workload if basis else deployment.spec.workload
+    return drift.follow(course, planned_for, windows, _settled_s(status))
 
 
 def _is_looked_at(deployment: LLMDeployment) -> bool:

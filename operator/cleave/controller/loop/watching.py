@@ -10,11 +10,14 @@ from collections.abc import Callable
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller import scaling
+from cleave.controller.inventory import Inventory
 from cleave.controller.loop import replanning
 from cleave.controller.loop.counting import Counting
+from cleave.controller.loop.drift import Course
 from cleave.controller.loop.sleepers import PERIOD_S, Sleepers
 from cleave.controller.scaling import Demand
 from cleave.controller.store import DEPLOYMENTS, Key, Store
+from cleave.pods.labels import Manifest
 
 
 class Watching:
@@ -27,6 +30,7 @@ class Watching:
         self._store, self._look_again = store, look_again
         self.counting: Counting[Key] = Counting(now)
         self._sleepers: Sleepers[Key] = Sleepers()
+        self._courses: dict[Key, Course] = {}
 
     async def watch_traffic(self, elected: asyncio.Event, period_s: float) -> None:
         """Look at what the gateways have counted."""
@@ -80,8 +84,18 @@ class Watching:
             quiet_s=counting.quiet_s(key),
         )
 
+    def course(
+        self, key: Key, deployment: LLMDeployment, status: Manifest, there: Inventory
+    ) -> Course:
+        """How its traffic compares with what was planned for; what is new is compared once."""
+        known, windows = self._courses.get(key, Course()), self.counting.windows(key)
+        course = replanning.follow_course(known, deployment, status, there, windows)
+        self._courses[key] = course
+        return course
+
     def forget(self, key: Key) -> None:
         """The deployment is gone."""
+        self._courses.pop(key, None)
         self.counting.forget(key)
         self._sleepers.forget(key)
 
