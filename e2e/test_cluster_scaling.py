@@ -69,7 +69,7 @@ def test_instances_change_pools_under_load_without_a_restart(
         pytest.skip("pods cannot be reached from here")
     before = lives(chat)
     with Load(chat.address, "chat") as load:
-        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        wait_until(lambda: load.answered > 20, 60, "the load is on")
         chat.edit({"placement": {"manual": placement(**asked)}})
         try:
             wait_until(lambda: homes(chat) == asked and chat.is_ready(), READY_S, "all moved")
