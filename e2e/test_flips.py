@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import httpx
@@ -19,9 +20,21 @@ ROLES = (agent_pb2.ROLE_MIXED, agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE)
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two of each, which keep the roles that a test gives them."""
+    """Two of each, which keep the roles that a test gives them; engines follow their terms."""
     manifest = emulated("flips", 2, 2, time_scale=0.02)
-    manifest["spec"]["pools"] = {"flipping": "Off"}  # type: ignore[index]
+    spec: dict[str, Any] = manifest["spec"]  # type: ignore[assignment]
+    spec["pools"] = {"flipping": "Off"}
+    spec["engine"]["scheduling"] = {
+        "order": "ShortestFirst",
+        "sortedPrompts": 4,
+        "longPromptTokens": 64,
+        "admission": "ReserveDynamic",
+        "limits": [
+            {"role": "prefill", "maxNumBatchedTokens": 512},
+            {"role": "decode", "maxNumSeqs": 4},
+            {"role": "mixed", "maxNumSeqs": 2, "maxNumBatchedTokens": 64},
+        ],
+    }
     with deployed(manifest, tmp_path_factory.mktemp("flips"), 60) as deployment:
         yield deployment
 
