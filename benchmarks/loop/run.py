@@ -19,7 +19,7 @@ from rich.table import Table
 from world import PERIOD_S, World
 
 from cleave.api.manifest import validate
-from cleave.controller.loop.drift import find_change, list_recent
+from cleave.controller.loop import drift
 from cleave.perf.corrected import NONE, Correction, correct
 from cleave.planner import emulated, search
 from cleave.planner.bench import to_draft
@@ -188,6 +188,7 @@ def follow(
     left: list[Left] = []
     planned_for, settled_s, asked_s, correction = None, 0.0, 0.0, NONE
     pending: tuple[float, Running] | None = None
+    course = drift.Course()
     for now_s in np.arange(4 * PERIOD_S, end_s, 4 * PERIOD_S).tolist():
         windows += world.look(now_s - 4 * PERIOD_S, now_s)
         if pending is not None:
@@ -196,14 +197,15 @@ def follow(
             world.change(to_fleet(real, pending[1]), now_s)
             running, settled_s, pending = pending[1], now_s, None
             yield now_s, running
-        change = find_change(planned_for, windows, settled_s)
+        course = drift.follow(course, planned_for, windows, settled_s)
+        change = course.change
         last_s = max(asked_s, settled_s)
         if not (change and change.at_s > last_s) and now_s - last_s < INTERVAL_S:
             continue
         since_s = max(change.since_s, settled_s) if change else settled_s
         mixed_s = max(change.at_s - since_s, 0.0) if change else 0.0
         terms = Terms(start_s=START_S, cooldown_s=INTERVAL_S, settle_s=SETTLE_S + mixed_s)
-        recent = list_recent(windows, since_s, INTERVAL_S, terms.settle_s)
+        recent = drift.list_recent(windows, since_s, INTERVAL_S, terms.settle_s)
         try:
             workload = refit(recent)
             found = revise(problem, running, recent, correction, terms, left)
