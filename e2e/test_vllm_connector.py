@@ -25,7 +25,11 @@ LEASE_S = 20
 PREFILL_ORDER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-@pytest.fixture(scope="module", params=["shared memory", "gloo"])
+EVERY_WAY = pytest.mark.parametrize("vllm", ["shared memory", "gloo"], indirect=True)
+ONE_WAY = pytest.mark.parametrize("vllm", ["shared memory"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def vllm(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Deployment]:
@@ -101,6 +105,7 @@ def decode(url: str, case: Case, handed: dict[str, Any] | None, request_id: str)
     return tokens
 
 
+@EVERY_WAY
 def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Deployment) -> None:
     decoding = engine_url(vllm, "decode")
     ran = metric(decoding, RAN)
@@ -122,6 +127,7 @@ MORE = [
 ]
 
 
+@EVERY_WAY
 def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
     cases = MORE[:12]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -204,9 +210,10 @@ def foreign() -> Iterator[tuple[str, int]]:
     owner.end()
 
 
-ROUNDS = 5
+ROUNDS = 9
 
 
+@ONE_WAY
 def test_no_fault_gives_a_wrong_token_and_each_is_counted(
     vllm: Deployment, talker: str, foreign: tuple[str, int]
 ) -> None:
@@ -232,6 +239,7 @@ def test_no_fault_gives_a_wrong_token_and_each_is_counted(
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
 
 
+@ONE_WAY
 def test_a_hand_off_given_twice_or_late_is_computed_anew(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     twice, late = (Case(n, 300, chat=False, stream=False) for n in (20_001, 20_002))
@@ -248,6 +256,7 @@ def test_a_hand_off_given_twice_or_late_is_computed_anew(vllm: Deployment) -> No
     assert after == before
 
 
+@ONE_WAY
 def test_a_client_that_leaves_while_its_kv_is_awaited_frees_both_sides(vllm: Deployment) -> None:
     case = Case(30_000, 3_000, chat=False, stream=True)
     for _ in range(3):
