@@ -106,8 +106,12 @@ class Board:
     def find_shortest_queue(self) -> float:
         """Prompt tokens that wait where prompts are computed and the fewest do; +inf: nowhere."""
         # Few are faster as a list, and many are looked through here only for tenants with limits.
-        pending = self.pending_prompt.tolist()
-        return min([pending[slot] for slot in self.computing], default=math.inf)
+        pending: list[float] = self.pending_prompt.tolist()
+        least = math.inf
+        for slot in self.computing:
+            if pending[slot] < least:
+                least = pending[slot]
+        return least
 
     def _find_uses(self, instance: Instance) -> tuple[tuple[Scores, ...], tuple[Scores, ...]]:
         """(arrays scored by pending prompt tokens, arrays scored by all pending tokens)."""

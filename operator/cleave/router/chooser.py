@@ -296,9 +296,12 @@ def choose_pair_of_few(
 
 
 def _find_least_of_few(scores: Scores) -> int:
-    values = scores.tolist()
-    least = min(values)
-    return values.index(least) if least < _INF else NONE
+    values: list[float] = scores.tolist()
+    least, slot = _INF, NONE
+    for at, value in enumerate(values):
+        if value < least:
+            least, slot = value, at
+    return slot
 
 
 @dataclass(frozen=True, slots=True)

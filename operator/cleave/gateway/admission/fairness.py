@@ -36,12 +36,12 @@ class FairQueue(Generic[Item]):
         self._finish: dict[str, float] = {}
         self._now = 0.0
         """Virtual time: the start tag of the request served last."""
-        self._sequence = 0
+        self._sequence = self._count = 0
         self.cost = 0.0
         """Of all that wait."""
 
     def __len__(self) -> int:
-        return sum(self._waiting.values())
+        return self._count
 
     def count(self, tenant: str) -> int:
         """How many requests of a tenant wait."""
@@ -66,6 +66,7 @@ class FairQueue(Generic[Item]):
         heap = self._heaps.setdefault(priority, [])
         heapq.heappush(heap, (start, self._sequence, place))
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
+        self._count += 1
         self.cost += cost
         return place
 
@@ -88,6 +89,7 @@ class FairQueue(Generic[Item]):
         if place.item is None:
             return
         place.item = None
+        self._count -= 1
         self.cost -= place.cost
         left = self._waiting[place.tenant] - 1
         if left:

@@ -33,8 +33,9 @@ class Keys:
         """Whose key the value of an Authorization header carries; None: nobody's."""
         if self._tenants is None:
             return EVERYBODY
-        scheme, _, key = (authorization or b"").partition(b" ")
-        return self._tenants.get(digest(key.strip())) if scheme.lower() == b"bearer" else None
+        if authorization is None or authorization[:7].lower() != b"bearer ":
+            return None
+        return self._tenants.get(digest(authorization[7:].strip()))
 
 
 class KeysFile:
