@@ -252,7 +252,7 @@ class Controller:
             asked=self.desk.asked(key),
             traffic=self.watching.counting.lately(key),
             windows=self.watching.counting.windows(key),
-            course=self.watching.course(key, resource, seen.status, self.inventory()),
+            course=self.watching.course(key, resource, seen.status),
             demand=self.watching.demand(key, resource),
             fault=self._faults.get(key, ""),
             settings=self.settings,

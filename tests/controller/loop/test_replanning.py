@@ -9,7 +9,8 @@ from cleave.api.observed import LatencyCorrection
 from cleave.api.role import Role
 from cleave.controller.actions import PlanOutcome
 from cleave.controller.loop.basis import model_digest
-from cleave.controller.loop.replanning import turn
+from cleave.controller.loop.drift import Course
+from cleave.controller.loop.replanning import follow_course, is_urgent, turn
 from cleave.controller.loop.turn import Turn
 from cleave.controller.observed import ObservedPod, timestamp
 
@@ -52,6 +53,19 @@ def test_a_change_is_told_and_looked_at_at_once() -> None:
     assert found.question.basis is not None
     # Only what came since then is planned for.
     assert found.question.basis.workload.rate == pytest.approx(12, rel=0.2)
+
+
+def test_a_change_is_urgent_until_it_has_been_looked_at() -> None:
+    asked = deployment()
+    windows = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
+    told = status(asked)
+    course = follow_course(Course(), asked, told, windows)
+    assert is_urgent(course, asked, told)
+    assert not is_urgent(Course(), asked, told)
+    looked = {**told, "prediction": {"at": timestamp(NOW_S), "attainment": 1}}
+    assert not is_urgent(course, asked, looked)
+    by_hands = deployment(placement=by_hand(prefill=1, decode=1))
+    assert not is_urgent(course, by_hands, told)
 
 
 def test_a_change_that_was_told_is_not_told_again() -> None:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.api.observed import LatencyCorrection, PlanBasis
+from cleave.api.workload import Workload
 from cleave.controller.inventory import Inventory
 from cleave.controller.wanted import digest
 from cleave.perf.corrected import NONE, Correction
@@ -17,15 +18,24 @@ from cleave.pods.labels import Manifest
 
 def standing(deployment: LLMDeployment, status: Manifest, there: Inventory) -> PlanBasis | None:
     """What the plan rests on instead of the spec; None: on the spec."""
+    basis = _read(deployment, status)
+    if basis and basis.correction and basis.correction.of != model_digest(deployment, there):
+        return basis.model_copy(update={"correction": None})
+    return basis
+
+
+def planned_for(deployment: LLMDeployment, status: Manifest) -> Workload | None:
+    """The traffic that the plan was made for; None: for none that was stated or seen."""
+    basis = _read(deployment, status)
+    return basis.workload if basis else deployment.spec.workload
+
+
+def _read(deployment: LLMDeployment, status: Manifest) -> PlanBasis | None:
     try:
         basis = PlanBasis.model_validate(status.get("basis"), by_alias=True)
     except ValidationError:
         return None
-    if basis.of != traffic_digest(deployment):
-        return None
-    if basis.correction and basis.correction.of != model_digest(deployment, there):
-        return basis.model_copy(update={"correction": None})
-    return basis
+    return basis if basis.of == traffic_digest(deployment) else None
 
 
 def corrected(

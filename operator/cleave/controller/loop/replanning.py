@@ -17,7 +17,6 @@ from cleave.api.pool import ReplicasOwner
 from cleave.controller import conditions
 from cleave.controller.actions import PlanOutcome, Review
 from cleave.controller.conditions import Condition
-from cleave.controller.inventory import Inventory
 from cleave.controller.loop import basis as bases
 from cleave.controller.loop import drift
 from cleave.controller.loop.drift import Course, list_recent
@@ -66,7 +65,7 @@ def turn(view: "DeploymentView") -> Turn:
         kept = replace(kept, advice=status.get("advice"))
     if deployment.spec.paused:
         return kept
-    change = follow_course(view.course, deployment, status, there, view.windows).change
+    change = follow_course(view.course, deployment, status, view.windows).change
     answered = _answered(view)
     if answered is not None:
         return follow(view, kept, change, answered)
@@ -74,16 +73,17 @@ def turn(view: "DeploymentView") -> Turn:
 
 
 def follow_course(
-    course: Course,
-    deployment: LLMDeployment,
-    status: Manifest,
-    there: Inventory,
-    windows: Iterable[Window],
+    course: Course, deployment: LLMDeployment, status: Manifest, windows: Iterable[Window]
 ) -> Course:
     """How traffic compares with what the plan was made for; `course`: as far as that is known."""
-    basis = bases.standing(deployment, status, there)
-    planned_for = basis.workload if basis else deployment.spec.workload
+    planned_for = bases.planned_for(deployment, status)
     return drift.follow(course, planned_for, windows, _settled_s(status))
+
+
+def is_urgent(course: Course, deployment: LLMDeployment, status: Manifest) -> bool:
+    """Whether there is a change that nobody has looked at yet."""
+    change = course.change if _is_looked_at(deployment) else None
+    return change is not None and change.at_s > _told_s(status)
 
 
 def _is_looked_at(deployment: LLMDeployment) -> bool:
@@ -128,6 +128,11 @@ def _settled_s(status: Manifest) -> float | None:
         if each["type"] == "Progressing" and each["status"] == "False":
             return seconds(each["lastTransitionTime"])
     return None
+
+
+def _told_s(status: Manifest) -> float:
+    """When what runs was looked at last."""
+    return seconds(status.get("prediction", {}).get("at")) or 0.0
 
 
 def _answered(view: "DeploymentView") -> PlanOutcome | None:
@@ -179,8 +184,7 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
 
 def _is_time(view: "DeploymentView", kept: Turn, change: Change | None, settled_s: float) -> bool:
     asked_s = view.outcome.review.at_s if view.outcome and view.outcome.review else 0.0
-    told_s = seconds(view.status.get("prediction", {}).get("at")) or 0.0
-    last_s = max(asked_s, told_s, settled_s)
+    last_s = max(asked_s, _told_s(view.status), settled_s)
     if change is not None and change.at_s > last_s:
         return True
     is_corrected = any(each.reason == CORRECTED for each in kept.conditions)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller import scaling
-from cleave.controller.inventory import Inventory
 from cleave.controller.loop import replanning
 from cleave.controller.loop.counting import Counting
 from cleave.controller.loop.drift import Course
@@ -57,8 +56,9 @@ class Watching:
         if not (follows or replanning.watches(resource)):
             return
         has_come = await self.counting.look(key, gateways)
+        is_news = has_come and (self.counting.is_news(key) or self._is_urgent(key, resource))
         # Known peaks come whether or not the gateways answer.
-        if follows or (has_come and self.counting.is_news(key)):
+        if follows or is_news:
             self._look_again(key)
 
     async def look_at_sleeper(self, key: Key) -> None:
@@ -84,12 +84,10 @@ class Watching:
             quiet_s=counting.quiet_s(key),
         )
 
-    def course(
-        self, key: Key, deployment: LLMDeployment, status: Manifest, there: Inventory
-    ) -> Course:
+    def course(self, key: Key, deployment: LLMDeployment, status: Manifest) -> Course:
         """How its traffic compares with what was planned for; what is new is compared once."""
         known, windows = self._courses.get(key, Course()), self.counting.windows(key)
-        course = replanning.follow_course(known, deployment, status, there, windows)
+        course = replanning.follow_course(known, deployment, status, windows)
         self._courses[key] = course
         return course
 
@@ -98,6 +96,12 @@ class Watching:
         self._courses.pop(key, None)
         self.counting.forget(key)
         self._sleepers.forget(key)
+
+    def _is_urgent(self, key: Key, deployment: LLMDeployment) -> bool:
+        seen = self._store.seen(key)
+        status = seen.status if seen else {}
+        course = self.course(key, deployment, status)
+        return replanning.is_urgent(course, deployment, status)
 
     def _deployments(self) -> list[Key]:
         return [key for key in self._store.resources() if key.kind == DEPLOYMENTS]
