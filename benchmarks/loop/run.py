@@ -212,9 +212,8 @@ def follow(
         except RefitError:
             continue
         asked_s, correction = now_s, found.judgement.correction
-        print(
-            f"  {now_s:6.0f} s  {found.decision.verdict}: {found.decision.reason}", file=sys.stderr
-        )
+        told = found.decision
+        print(f"  {now_s:6.0f} s  {told.verdict}: {told.reason}; {correction}", file=sys.stderr)
         if found.decision.verdict is Verdict.APPLY:
             left.append(Left(running.pools, now_s))
             planned_for = workload
