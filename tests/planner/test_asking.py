@@ -9,7 +9,10 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import ManifestError, validate
 from cleave.planner import asking, search
+from cleave.planner.candidates import candidates, decode_instance, prefill_instance
 from cleave.planner.placement import PlanError
+from cleave.planner.problem import Policies
+from cleave.simulator.fleet import Admission, Order
 
 WORKLOAD = {"rate": 4, "promptTokens": {"mean": 512}, "outputTokens": {"mean": 64}}
 
@@ -122,3 +125,14 @@ def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
     )
     with pytest.raises(PlanError, match=r"^spec.model: .*does not fit: .* GiB of weights"):
         search.plan(asked)
+
+
+def test_scheduling_that_is_stated_is_simulated() -> None:
+    stated = {"order": "ShortestFirst", "sortedPrompts": 4, "admission": "ReserveDynamic"}
+    asked = asking.problem(deployment(engine={"scheduling": stated}), cluster())
+    (candidate, *_) = candidates(asked)
+    for instance in (prefill_instance(asked, candidate), decode_instance(asked, candidate)):
+        engine = instance.engine
+        assert (engine.order, engine.prefill_sched_batch) == (Order.SJF, 4)
+        assert engine.admission is Admission.RESERVE_DYNAMIC
+    assert asking.problem(deployment(), cluster()).policies == Policies()

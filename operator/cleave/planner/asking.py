@@ -15,6 +15,7 @@ from cleave.perf.gpu import Gpu, find
 from cleave.perf.link import within_node
 from cleave.perf.model import ModelShape
 from cleave.planner.placement import PlanError
+from cleave.planner.policies import policies
 from cleave.planner.problem import Problem, Supply
 from cleave.traffic import diagnosis, workload
 from cleave.traffic.workload import Demand
@@ -43,6 +44,7 @@ def problem(
         shape=shape,
         estimator=estimates,
         planning=spec.planning,
+        policies=policies(spec.engine),
         seed=seed,
         notes=diagnosis.remarks(demand, longest),
     )

@@ -110,7 +110,7 @@ def _instance(problem: Problem, pool: PlannedPool) -> Instance:
         batching=Batching[pool.batching] if pool.batching else Batching.VLLM,
         max_num_seqs=pool.max_num_seqs or MAX_NUM_SEQS,
         max_num_batched_tokens=pool.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
-        kv_block_size=problem.policies.kv_block_size,
+        policies=problem.policies,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cleave.api.planning import Objective
 from cleave.api.role import Parallelism
 from cleave.perf.estimate import Estimate
-from cleave.planner.problem import Problem, Supply
+from cleave.planner.problem import Policies, Problem, Supply
 from cleave.simulator.fleet import Batching, Engine
 
 MAX_NUM_SEQS = 256
@@ -53,7 +53,7 @@ class Instance:
     batching: Batching
     max_num_seqs: int
     max_num_batched_tokens: int
-    kv_block_size: int = 16
+    policies: Policies = Policies()  # noqa: RUF009 - a frozen value
 
     @property
     def engine(self) -> Engine:
@@ -61,10 +61,13 @@ class Instance:
         return Engine(
             timing=self.candidate.estimate.timing,
             kv_capacity_tokens=self.candidate.estimate.kv_capacity_tokens,
-            kv_block_size=self.kv_block_size,
+            kv_block_size=self.policies.kv_block_size,
             batching=self.batching,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            order=self.policies.order,
+            prefill_sched_batch=self.policies.prefill_sched_batch,
+            admission=self.policies.admission,
         )
 
     def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> "Instance":
@@ -142,5 +145,5 @@ def _instance(problem: Problem, candidate: Candidate, batching: Batching, budget
         batching=batching,
         max_num_seqs=MAX_NUM_SEQS * candidate.parallelism.pipeline,
         max_num_batched_tokens=budget,
-        kv_block_size=problem.policies.kv_block_size,
+        policies=problem.policies,
     )

@@ -16,6 +16,7 @@ from cleave.perf.model import ModelShape
 from cleave.perf.trust import Basis, Trust
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU
+from cleave.planner.policies import policies
 from cleave.planner.problem import Problem, Supply
 from cleave.traffic import diagnosis, workload
 
@@ -100,6 +101,7 @@ def problem(
         # The kinds of GPU that a deployment allows say nothing about engines without one.
         planning=spec.planning.model_copy(update={"gpus": []}),
         estimator=ProfileEstimator(profile, shape, emulation.time_scale),
+        policies=policies(spec.engine),
         seed=seed,
         notes=diagnosis.remarks(demand, longest),
     )

@@ -11,7 +11,7 @@ from cleave.api.planning import Planning
 from cleave.perf.estimate import Estimator
 from cleave.perf.link import Link
 from cleave.perf.model import ModelShape
-from cleave.simulator.fleet import Batching
+from cleave.simulator.fleet import Admission, Batching, Order
 from cleave.traffic.workload import Demand
 
 
@@ -44,6 +44,12 @@ class Policies:
     dispatch_ms: float = 0.0
     """Client to instance, as in `simulator.fleet.Fleet`."""
     kv_block_size: int = 16
+    order: Order = Order.FCFS
+    """Of waiting prompts."""
+    prefill_sched_batch: int = 16
+    """The oldest prompts that SJF and LJF sort at a time."""
+    admission: Admission = Admission.GREEDY
+    """Of requests that decode."""
 
 
 PAPER = Policies(

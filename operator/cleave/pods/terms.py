@@ -1,18 +1,10 @@
 """What a worker is told of scheduling, by role (`--scheduling` of the agent). Pure."""
 
-from cleave.api.role import Role
-from cleave.api.scheduling import DecodeAdmission, PromptOrder, Scheduling
+from enum import IntEnum
 
-_ORDERS = {
-    PromptOrder.ARRIVAL: "fcfs",
-    PromptOrder.SHORTEST_FIRST: "sjf",
-    PromptOrder.LONGEST_FIRST: "ljf",
-}
-_ADMISSIONS = {
-    DecodeAdmission.GREEDY: "greedy",
-    DecodeAdmission.RESERVE_STATIC: "reserve-static",
-    DecodeAdmission.RESERVE_DYNAMIC: "reserve-dynamic",
-}
+from cleave.api.role import Role
+from cleave.api.scheduling import Scheduling
+from cleave.planner.policies import ADMISSIONS, ORDERS
 
 Terms = dict[str, str | int]
 
@@ -20,12 +12,12 @@ Terms = dict[str, str | int]
 def terms(scheduling: Scheduling) -> dict[str, Terms]:
     """The terms of each role: what belongs to the phases that it serves."""
     prompts: Terms = {
-        "order": _ORDERS[scheduling.order],
+        "order": _name(ORDERS[scheduling.order]),
         "prefill_sched_batch": scheduling.sorted_prompts,
         "long_prefill_token_threshold": scheduling.long_prompt_tokens or 0,
     }
     decodes: Terms = {
-        "admission": _ADMISSIONS[scheduling.admission],
+        "admission": _name(ADMISSIONS[scheduling.admission]),
         "preemption_limit": scheduling.preemption_limit or 0,
     }
     phases = {Role.PREFILL: prompts, Role.DECODE: decodes, Role.MIXED: prompts | decodes}
@@ -38,3 +30,7 @@ def _limits(scheduling: Scheduling, role: Role) -> Terms:
         "max_num_seqs": stated.max_num_seqs or 0,
         "max_num_batched_tokens": stated.max_num_batched_tokens or 0,
     }
+
+
+def _name(choice: IntEnum) -> str:
+    return choice.name.lower().replace("_", "-")

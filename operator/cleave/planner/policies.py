@@ -1,0 +1,33 @@
+"""How a deployment's engines batch, as the simulator and the workers take it.
+
+Predictions know every output; engines, which reserve KV by what they guess, preempt a little more.
+"""
+
+from cleave.api.engine import Engine
+from cleave.api.scheduling import DecodeAdmission, PromptOrder
+from cleave.planner.problem import Policies
+from cleave.policy.admission import Admission
+from cleave.policy.ordering import Order
+
+ORDERS = {
+    PromptOrder.ARRIVAL: Order.FCFS,
+    PromptOrder.SHORTEST_FIRST: Order.SJF,
+    PromptOrder.LONGEST_FIRST: Order.LJF,
+}
+ADMISSIONS = {
+    DecodeAdmission.GREEDY: Admission.GREEDY,
+    DecodeAdmission.RESERVE_STATIC: Admission.RESERVE_STATIC,
+    DecodeAdmission.RESERVE_DYNAMIC: Admission.RESERVE_DYNAMIC,
+}
+
+
+def policies(engine: Engine) -> Policies:
+    """Those that are stated, else vLLM's own."""
+    stated = engine.scheduling
+    if stated is None:
+        return Policies()
+    return Policies(
+        order=ORDERS[stated.order],
+        prefill_sched_batch=stated.sorted_prompts,
+        admission=ADMISSIONS[stated.admission],
+    )
