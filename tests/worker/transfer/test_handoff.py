@@ -199,6 +199,19 @@ def test_heartbeats_keep_a_hand_off(start_owner: Start, engines: Make) -> None:
     assert engine.refused(other, [4]) is Reason.NOT_HELD
 
 
+def test_owners_that_are_gone_or_silent_do_not_end_the_heartbeats_of_others(
+    start_owner: Start, engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_BEAT_S", 0.5)
+    dead, owner, engine = start_owner(boot_id="boot-dead"), start_owner(), engines()
+    gone = dead.hold("g", PROMPT, [3])
+    dead.end()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = ("127.0.0.1", silent.getsockname()[1])
+        mute = HandOff("boot-mute", "m", 1, "d", 4, (address,))
+        assert engine.reader.beat([gone, mute, owner.hold("r", PROMPT, [3])]) == 2
+
+
 def test_a_declined_hand_off_is_freed_at_once(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(), engines()
     engine.reader.decline(owner.hold("r", PROMPT, [3]))

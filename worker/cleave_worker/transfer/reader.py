@@ -21,7 +21,9 @@ from cleave_worker.transfer.owner import Kept, checksums
 from cleave_worker.transfer.shared import SharedMemory
 
 _log = logging.getLogger(__name__)
-_CONNECT_S = 5.0
+_CONNECT_S = 10.0
+_BEAT_S = 2.0
+"""For one owner; a dead one must not keep the others' heartbeats waiting."""
 _ANSWER_S = 20.0
 """The owner may first wait for its engine's word, see owner.py."""
 _MAX_OWNERS = 64
@@ -72,7 +74,7 @@ class Reader:
     def decline(self, hand_off: HandOff) -> None:
         """Tell the owner that nobody will pull; if it cannot be reached its lease ends anyway."""
         with suppress(RefusedError, wire.WireError, TimeoutError):
-            connection, _ = self._connect(hand_off)
+            connection, _ = self._connect(hand_off, _CONNECT_S)
             try:
                 connection.send(wire.Release(hand_off.request_id, hand_off.epoch), _CONNECT_S)
                 connection.receive(_CONNECT_S)
@@ -84,14 +86,12 @@ class Reader:
         lost = 0
         for group_of_one in _by_owner(hand_offs):
             try:
-                connection, _ = self._connect(group_of_one[0])
+                connection, _ = self._connect(group_of_one[0], _BEAT_S)
             except RefusedError:
                 lost += 1
                 continue
             with suppress(wire.WireError):
-                connection.send(
-                    wire.Beat(tuple(one.request_id for one in group_of_one)), _CONNECT_S
-                )
+                connection.send(wire.Beat(tuple(one.request_id for one in group_of_one)), _BEAT_S)
             connection.close()
         return lost
 
@@ -125,16 +125,16 @@ class Reader:
             raise RefusedError(Reason.LAYOUT, f"rank {self._rank} has no counterpart there")
         return hand_off.addresses[self._rank]
 
-    def _connect(self, hand_off: HandOff) -> tuple[wire.Wire, wire.Welcome]:
-        """A greeted connection. Raises RefusedError."""
+    def _connect(self, hand_off: HandOff, seconds: float) -> tuple[wire.Wire, wire.Welcome]:
+        """A greeted connection; each of two steps gets `seconds`. Raises RefusedError."""
         address = self._address(hand_off)
         try:
-            connection = wire.Wire(socket.create_connection(address, _CONNECT_S))
+            connection = wire.Wire(socket.create_connection(address, seconds))
         except (OSError, UnicodeError, OverflowError) as error:
             raise RefusedError(Reason.LOST, f"{address[0]}:{address[1]}: {error}") from error
         try:
-            connection.send(wire.Hello(hand_off.boot_id, self._kept.layout), _CONNECT_S)
-            return connection, _expect(connection, wire.Welcome, _ANSWER_S)
+            hello = wire.Hello(hand_off.boot_id, self._kept.layout)
+            return connection, _exchange(connection, hello, wire.Welcome, seconds)
         except BaseException:
             connection.close()
             raise
@@ -241,14 +241,10 @@ class _Pair:
 
     def _exchange(self, message: wire.Message, kind: type[_Answer]) -> _Answer:
         assert self._connection
-        try:
-            self._connection.send(message, _ANSWER_S)
-        except wire.WireError as error:
-            raise RefusedError(Reason.LOST, str(error)) from error
-        return _expect(self._connection, kind, _ANSWER_S)
+        return _exchange(self._connection, message, kind, _ANSWER_S)
 
     def _open(self, hand_off: HandOff) -> None:
-        self._connection, welcome = self._reader._connect(hand_off)
+        self._connection, welcome = self._reader._connect(hand_off, _CONNECT_S)
         self._planes = welcome.planes
         self._one_sided = self._two_sided = None
         for way in self._reader._ways:
@@ -274,9 +270,12 @@ class _Pair:
         return True
 
 
-def _expect(connection: wire.Wire, kind: type[_Answer], seconds: float) -> _Answer:
-    """The next message, which must be of this kind. Raises RefusedError."""
+def _exchange(
+    connection: wire.Wire, question: wire.Message, kind: type[_Answer], seconds: float
+) -> _Answer:
+    """The answer, which must be of this kind. Raises RefusedError."""
     try:
+        connection.send(question, seconds)
         message = connection.receive(seconds)
     except TimeoutError as error:
         raise RefusedError(Reason.TIME_OUT, str(error)) from error

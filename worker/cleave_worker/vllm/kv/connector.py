@@ -239,4 +239,4 @@ def _log_as_vllm() -> None:
     own, engines = logging.getLogger("cleave_worker"), logging.getLogger("vllm")
     own.handlers = engines.handlers
     own.setLevel(engines.level)
-    own.propagate = False
+    own.propagate = engines.propagate
