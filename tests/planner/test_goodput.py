@@ -59,6 +59,14 @@ def test_targets_that_an_idle_instance_misses_give_no_goodput_and_take_no_simula
     assert trials.tally.trials == 0
 
 
+def test_a_fleet_that_holds_no_rate_under_any_seed_has_no_goodput() -> None:
+    asked = worlds.blog()
+    found = goodput.confirm(
+        Trials(asked.demand), colocated(asked), Targets(50, 40, 0.9), goodput.Goodput(1.0, 0.0)
+    )
+    assert (found.rate, found.interval) == (0, (0, 0))
+
+
 def test_a_fleet_that_fails_at_the_rate_to_beat_is_given_up_after_one_trial() -> None:
     asked = worlds.blog()
     trials = Trials(asked.demand)
