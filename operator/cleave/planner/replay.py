@@ -28,6 +28,8 @@ from cleave.simulator.run import prepare
 _ENOUGH = 3_000
 """Requests, of several simulations where one has too few."""
 _MOST_TIMES = 8
+_MOST = 100_000
+"""Of one simulation: with more at a time, a shorter one tells as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,15 @@ class Model:
         problem = self.corrected(correction)
         draft = draft_of(problem, self.running)
         rate, fleet = problem.rate / draft.copies, prepare(to_fleet(problem, self.running, draft))
-        counted = max(round(rate * self.length_s), 1)
+        length_s = min(self.length_s, _MOST / rate)
+        counted = max(round(rate * length_s), 1)
         found, num_flips = [], 0
         for seed in range(min(-(-_ENOUGH // counted), _MOST_TIMES)):
             trials = Trials(problem.demand, seed)
             ramp = trials.span(rate, targets_of(problem)).ramp
             outcome = trials.serve(fleet, rate, Span(ramp, counted))
             num_flips += outcome.num_flips
-            found.append(_count(outcome, float(outcome.arrival_ms[ramp]), self.length_s * 1000))
+            found.append(_count(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
         return Shown.of(np.concatenate(found, axis=1), problem.slo, num_flips > 0)
 
     def corrected(self, correction: Correction) -> Problem:
