@@ -183,3 +183,19 @@ def test_at_most_ten_entries_are_kept() -> None:
     assert isinstance(question, PlanOutcome)
     outcome = reviewed(question, Verdict.APPLY, asked, pools=MORE)
     assert len(written(replace(before, outcome=outcome))["plans"]) == 10
+
+
+def test_without_stated_traffic_what_was_seen_is_planned_for() -> None:
+    asked = deployment(workload=None)
+    before = view(asked, status(asked), windows=traffic(12))
+    question = turn(before).question
+    assert question is not None
+    seen = replace(before, outcome=reviewed(question, Verdict.APPLY, asked, pools=MORE))
+    told = written(seen)
+    assert told["plan"]["pools"] == MORE
+    assert conditions(told)["PlanReady"] == ("True", "Planned")
+    assert replicas(seen)["decode"] == 3
+    # And so it stays.
+    again = view(asked, told)
+    assert "decode" not in replicas(again) or replicas(again)["decode"] == 3
+    assert not [each for each in reconcile(again) if isinstance(each, Ask)]
