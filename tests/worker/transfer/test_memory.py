@@ -44,7 +44,7 @@ def test_blocks_that_continue_each_other_on_both_sides_are_one_copy() -> None:
     (one,) = moves([PLANE], [3, 4, 5], [PLANE], [7, 8, 9])
     assert one.remote == Span(0, 24, 24)
     assert one.local == Span(0, 56, 24)
-    assert len(moves([PLANE], [3, 4, 5], [PLANE], [7, 9, 10])) == 2
+    assert len(list(moves([PLANE], [3, 4, 5], [PLANE], [7, 9, 10]))) == 2
 
 
 def test_what_does_not_match_is_refused() -> None:

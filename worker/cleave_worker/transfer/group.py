@@ -7,8 +7,9 @@ arrive in a buffer of the link, a seal behind each piece tells that all of it is
 it moved on, and the buffer dies with the link.
 """
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -94,7 +95,7 @@ class Group:
         ]
         self._num_pieces = 0
 
-    def send(self, spans: Sequence[Span], seconds: float) -> None:
+    def send(self, spans: Iterable[Span], seconds: float) -> None:
         """Pack one piece while the piece before is under way. Raises LinkError."""
         deadline = time.monotonic() + seconds
         try:
@@ -108,7 +109,7 @@ class Group:
             self.close()
             raise LinkError(f"sending failed: {_first_line(error)}") from error
 
-    def receive(self, spans: Sequence[Span], seconds: float) -> None:
+    def receive(self, spans: Iterable[Span], seconds: float) -> None:
         """Unpack one piece while the next one comes. Raises LinkError."""
         deadline = time.monotonic() + seconds
         try:
@@ -138,10 +139,9 @@ class Group:
         return self._group
 
     def _pack(self, piece: Sequence[Span], buffer: Memory) -> torch.Tensor:
-        filled = 0
-        for span in piece:
-            buffer.fill(Span(0, filled, span.length), self._memory, span)
-            filled += span.length
+        packed = _packed(piece)
+        buffer.fill(self._memory, zip(packed, piece, strict=True))
+        filled = packed[-1].offset + packed[-1].length
         self._num_pieces += 1
         _seal(buffer, filled).copy_(torch.tensor([self._num_pieces, filled]))
         return buffer.view(Span(0, 0, _sealed_length(filled)))
@@ -149,17 +149,20 @@ class Group:
     def _unpack(self, arrived: tuple[list[Span], Memory] | None) -> None:
         if arrived is None:
             return
-        taken = 0
         piece, buffer = arrived
-        for span in piece:
-            self._memory.fill(span, buffer, Span(0, taken, span.length))
-            taken += span.length
+        self._memory.fill(buffer, zip(piece, _packed(piece), strict=True))
 
     def _check_seal(self, buffer: Memory, length: int) -> None:
         """Raises ValueError unless the next piece is there, whole."""
         self._num_pieces += 1
         if _seal(buffer, length).tolist() != [self._num_pieces, length]:
             raise ValueError("another piece came than the one expected")
+
+
+def _packed(piece: Sequence[Span]) -> list[Span]:
+    """Where the spans of a piece lie in a buffer."""
+    starts = itertools.accumulate((span.length for span in piece), initial=0)
+    return [Span(0, start, span.length) for start, span in zip(starts, piece, strict=False)]
 
 
 def _seal(buffer: Memory, length: int) -> torch.Tensor:
@@ -171,7 +174,7 @@ def _sealed_length(length: int) -> int:
     return -(-length // 8) * 8 + _SEAL_BYTES
 
 
-def _pieces(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def _pieces(spans: Iterable[Span]) -> Iterator[list[Span]]:
     """Spans cut and grouped so that each group fills one buffer; both ends cut alike."""
     piece: list[Span] = []
     room = _PIECE_BYTES

@@ -6,7 +6,7 @@ a bound in seconds; after a LinkError the link is of no use and is closed.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,10 +34,10 @@ class OneSided(Protocol):
 
     way: Way
 
-    def read(self, moves: Sequence[Move], seconds: float) -> None:
+    def read(self, moves: Iterable[Move], seconds: float) -> None:
         """Copy from there to here. Raises LinkError."""
 
-    def write(self, moves: Sequence[Move], seconds: float) -> None:
+    def write(self, moves: Iterable[Move], seconds: float) -> None:
         """Copy from here to there. Raises LinkError."""
 
     def close(self) -> None:
@@ -49,10 +49,10 @@ class TwoSided(Protocol):
 
     way: Way
 
-    def send(self, spans: Sequence[Span], seconds: float) -> None:
+    def send(self, spans: Iterable[Span], seconds: float) -> None:
         """Give the bytes of own spans, in their order. Raises LinkError."""
 
-    def receive(self, spans: Sequence[Span], seconds: float) -> None:
+    def receive(self, spans: Iterable[Span], seconds: float) -> None:
         """Fill own spans, once all bytes are there. Raises LinkError and leaves them as they were
         or partly filled, but never touches them after it has returned."""
 

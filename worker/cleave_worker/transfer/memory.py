@@ -6,7 +6,7 @@ each other on both sides are moved as one.
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,9 +58,10 @@ def moves(
     their_blocks: Sequence[int],
     ours: Sequence[Plane],
     our_blocks: Sequence[int],
-) -> list[Move]:
+) -> Iterator[Move]:
     """The fewest copies that bring their blocks, plane by plane, to our blocks.
 
+    One at a time: a long prompt has 100,000 of them, and a list would cost more than the bytes.
     Raises ValueError when planes or blocks do not match in number or size.
     """
     if len(theirs) != len(ours) or len(their_blocks) != len(our_blocks):
@@ -68,28 +69,27 @@ def moves(
             f"{len(theirs)} planes and {len(their_blocks)} blocks there, "
             f"{len(ours)} and {len(our_blocks)} here: they must match"
         )
+    planes = list(zip(theirs, ours, strict=True))
+    if any(plane.block_bytes != own.block_bytes for plane, own in planes):
+        raise ValueError("blocks there and here differ in size: they must match")
     single = [_Run(*pair, 1) for pair in zip(their_blocks, our_blocks, strict=True)]
     joined = _join(single)
-    found: list[Move] = []
-    for plane, own in zip(theirs, ours, strict=True):
-        if plane.block_bytes != own.block_bytes:
-            raise ValueError("blocks there and here differ in size: they must match")
-        runs = joined if plane.is_dense and own.is_dense else single
-        found += [
-            Move(plane.span(there, length), own.span(here, length)) for there, here, length in runs
-        ]
-    return found
+    return (
+        Move(plane.span(there, length), own.span(here, length))
+        for plane, own in planes
+        for there, here, length in (joined if plane.is_dense and own.is_dense else single)
+    )
 
 
-def spans_of(planes: Sequence[Plane], blocks: Sequence[int]) -> list[Span]:
+def spans_of(planes: Sequence[Plane], blocks: Sequence[int]) -> Iterator[Span]:
     """Bytes of blocks in the order in which `moves` takes them, neighbours joined."""
     single = [_Run(block, block, 1) for block in blocks]
     joined = _join(single)
-    return [
+    return (
         plane.span(block, length)
         for plane in planes
         for block, _, length in (joined if plane.is_dense else single)
-    ]
+    )
 
 
 def _join(single: Iterable[_Run]) -> list[_Run]:
@@ -120,21 +120,34 @@ class Memory:
         self._check(span)
         return self.regions[span.region][span.offset : span.offset + span.length]
 
-    def fill(self, span: Span, source: "Memory", there: Span) -> None:
-        """Copy bytes of `source` into a span. Raises ValueError when either is not there."""
-        if span.length != there.length:
-            raise ValueError(f"{there.length} bytes do not fill {span.length}")
-        if self._is_host and source._is_host:
-            # A tenth of what two views and a copy of tensors cost; many spans are small.
-            ctypes.memmove(self._address(span), source._address(there), span.length)
-        else:
-            self.view(span).copy_(source.view(there))
+    def fill(self, source: "Memory", pairs: Iterable[tuple[Span, Span]]) -> None:
+        """Copy bytes of `source` into own spans: (own span, span there) each.
 
-    def _address(self, span: Span) -> int:
-        self._check(span)
-        # Asked each time: sharing moves a region.
-        address: int = self.regions[span.region].data_ptr()
-        return address + span.offset
+        Raises ValueError at the first pair that is not there, with all before it copied.
+        """
+        if not (self._is_host and source._is_host):
+            for own, there in pairs:
+                self.view(own).copy_(source.view(there))
+            return
+        # A tenth of what two views and a copy of tensors cost; many spans are small.
+        copy, sizes, their_sizes = ctypes.memmove, self._sizes, source._sizes
+        # Asked each time: sharing moves regions.
+        starts = [region.data_ptr() for region in self.regions]
+        their_starts = [region.data_ptr() for region in source.regions]
+        for own, there in pairs:
+            region, offset, length = own
+            their_region, their_offset, their_length = there
+            if (
+                length != their_length
+                or not 0 <= region < len(sizes)
+                or not 0 <= their_region < len(their_sizes)
+                or not 0 <= offset <= offset + length <= sizes[region]
+                or not 0 <= their_offset <= their_offset + length <= their_sizes[their_region]
+            ):
+                self._check(own)
+                source._check(there)
+                raise ValueError(f"{their_length} bytes do not fill a span of {length}")
+            copy(starts[region] + offset, their_starts[their_region] + their_offset, length)
 
     def _check(self, span: Span) -> None:
         region, offset, length = span

@@ -7,7 +7,7 @@ file numbers are used again, so what was opened counts only if it is the very fi
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -72,21 +72,19 @@ class SharedMemory:
             raise LinkError(f"the peer's memory cannot be mapped: {error}") from error
         self._remote = Memory([torch.frombuffer(one, dtype=torch.uint8) for one in self._maps])
 
-    def read(self, moves: Sequence[Move], seconds: float) -> None:  # noqa: ARG002
+    def read(self, moves: Iterable[Move], seconds: float) -> None:  # noqa: ARG002
         """Copy from there to here; memory does not keep anybody waiting."""
         remote = self._remote  # Keeps the mapping while bytes are copied, whoever closes the link.
         try:
-            for there, here in moves:
-                self._local.fill(here, remote, there)
+            self._local.fill(remote, ((here, there) for there, here in moves))
         except ValueError as error:
             raise LinkError(str(error)) from error
 
-    def write(self, moves: Sequence[Move], seconds: float) -> None:  # noqa: ARG002
+    def write(self, moves: Iterable[Move], seconds: float) -> None:  # noqa: ARG002
         """Copy from here to there."""
         remote = self._remote
         try:
-            for there, here in moves:
-                remote.fill(there, self._local, here)
+            remote.fill(self._local, moves)
         except ValueError as error:
             raise LinkError(str(error)) from error
 
