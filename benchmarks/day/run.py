@@ -41,6 +41,7 @@ from stage import PER_NODE, Stage, opened_stage, tell, write_json  # noqa: E402
 from traffic import PHASES, Day, Lengths, draw_day, read_lengths  # noqa: E402
 
 from cleave.simulator.trace import Trace  # noqa: E402
+from cleave.traffic.history import HistoryError  # noqa: E402
 
 from cluster.cluster import has_addresses  # noqa: E402
 
@@ -48,6 +49,7 @@ PHASE_S, QUICK_PHASE_S = 60.0, 20.0
 INTERVAL_S = 10
 """Between two looks whether another plan would be better; the shortest there is."""
 END_TIMEOUT_S = 60.0
+WIDTH = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(names) - {ORACLE, *MODES}:
         sys.exit(f"--modes: {', '.join(sorted(unknown))}: is none of {ORACLE}, {', '.join(MODES)}")
     isolate()
-    lengths = read_lengths(stated.data, MAX_MODEL_LEN)
+    try:
+        lengths = read_lengths(stated.data, MAX_MODEL_LEN)
+    except HistoryError as error:
+        sys.exit(f"--data: {error}")
     phase_s = stated.phase or (QUICK_PHASE_S if stated.quick else PHASE_S)
     day = draw_day(PHASES, lengths, phase_s * 1e3 / stated.time_scale, stated.seed)
     work = stated.work / f"x{stated.time_scale:g}-p{phase_s:g}-s{stated.seed}"
@@ -228,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if stated.output == "json":
         print((work / "report.json").read_text())
     else:
-        Console(width=120).print(build_table(results))
+        Console(width=WIDTH).print(build_table(results))
     return 0
 
 
