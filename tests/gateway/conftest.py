@@ -24,7 +24,7 @@ from cleave_worker.emulator.engine import Engine
 from cleave_worker.emulator.scheduler import Limits
 
 FAR_AWAY = 1e12
-PATIENCE_S = 15
+PATIENCE_S = 60
 ROLES = {
     "prefill": agent_pb2.ROLE_PREFILL,
     "decode": agent_pb2.ROLE_DECODE,

@@ -46,8 +46,15 @@ class SpanValue:
 
 
 def describe(story: Story) -> Iterator[SpanValue]:
-    """The spans of a story that is over and traced, parents first."""
+    """The spans of a story that is over and traced.
+
+    The request's own comes last, so that whoever has got it has got all.
+    """
     assert story.trace is not None
+    for number, told in enumerate(story.tries):
+        yield _describe_try(number, told, story)
+        for leg in told.legs:
+            yield from _describe_leg(leg, told)
     yield SpanValue(
         f"{story.method} {story.path}",
         "server",
@@ -60,10 +67,6 @@ def describe(story: Story) -> Iterator[SpanValue]:
         # A client that leaves or errs is no fault of the server's.
         story.error or story.outcome if story.status >= 500 or story.outcome == "broken" else "",
     )
-    for number, told in enumerate(story.tries):
-        yield _describe_try(number, told, story)
-        for leg in told.legs:
-            yield from _describe_leg(leg, told)
 
 
 def _describe_request(story: Story) -> Attributes:
