@@ -159,12 +159,16 @@ def written_again(asked: LLMDeployment, told: Manifest) -> Manifest:
 
 
 def test_what_runs_stays_where_nothing_is_better_and_that_is_told() -> None:
-    seen = answered(deployment(), Verdict.KEEP)
+    asked = deployment()
+    seen = answered(asked, Verdict.KEEP)
     told = written(seen)
     assert told["plan"] == seen.status["plan"]
-    assert conditions(told)["PlanDrifted"] == ("True", "Kept")
+    assert conditions(told)["PlanDrifted"] == ("False", "Kept")
     assert "PlanKept" in reasons(seen)
     assert "plans" not in told
+    # The same change is not news any more.
+    told["conditions"][:] = [*status(asked)["conditions"], *told["conditions"][-2:]]
+    assert "PlanDrifted" not in reasons(view(asked, told, windows=CHANGED))
 
 
 def test_an_answer_about_another_spec_does_not_count() -> None:

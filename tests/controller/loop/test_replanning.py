@@ -72,7 +72,7 @@ def test_a_change_that_was_told_is_not_told_again() -> None:
     asked = deployment()
     said_before = {
         "type": "PlanDrifted",
-        "status": "True",
+        "status": "False",
         "reason": "Kept",
         "message": "it stays",
         "lastTransitionTime": timestamp(NOW_S - 100),
@@ -81,7 +81,7 @@ def test_a_change_that_was_told_is_not_told_again() -> None:
     told["conditions"].append(said_before)
     windows = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
     found = turn(view(asked, told, windows=windows))
-    assert said(found) == (True, "Kept")
+    assert said(found) == (False, "Kept")
     assert not found.events
     assert found.question is None
 

@@ -68,7 +68,8 @@ def _drifted(change: Change | None, told: Reviewed) -> Condition:
             return Condition(DRIFTED, change is not None, CORRECTED, told.judged)
     if change is None:
         return Condition(DRIFTED, False, "AsPlanned", told.reason)
-    return Condition(DRIFTED, True, "Kept", f"{change}; {told.reason}")
+    # It is known and lived with: nothing is left to do about it.
+    return Condition(DRIFTED, False, "Kept", f"{change}; {told.reason}")
 
 
 def _holds(told: Reviewed) -> Condition:

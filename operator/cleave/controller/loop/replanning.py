@@ -69,7 +69,10 @@ def turn(view: "DeploymentView") -> Turn:
     answered = _answered(view)
     if answered is not None:
         return follow(view, kept, change, answered)
-    return replace(_noticed(_unanswered(view, kept), change), question=_due(view, kept, change))
+    return replace(
+        _noticed(_unanswered(view, kept), change, _told_s(status)),
+        question=_due(view, kept, change),
+    )
 
 
 def follow_course(
@@ -83,7 +86,7 @@ def follow_course(
 def is_urgent(course: Course, deployment: LLMDeployment, status: Manifest) -> bool:
     """Whether there is a change that nobody has looked at yet."""
     change = course.change if _is_looked_at(deployment) else None
-    return change is not None and change.at_s > _told_s(status)
+    return change is not None and _came_after(change, _told_s(status))
 
 
 def _is_looked_at(deployment: LLMDeployment) -> bool:
@@ -102,10 +105,10 @@ def _said(status: Manifest) -> tuple[Condition, ...]:
     )
 
 
-def _noticed(kept: Turn, change: Change | None) -> Turn:
+def _noticed(kept: Turn, change: Change | None, told_s: float) -> Turn:
     """A change is told when it is first seen; what to do about it takes a moment longer."""
     drifted, *others = kept.conditions
-    if change is None or drifted.status:
+    if change is None or drifted.status or not _came_after(change, told_s):
         return kept
     now = Condition(DRIFTED, True, "TrafficChanged", f"{change}; a plan is looked for")
     event = Event(DRIFTED, f"traffic is not what was planned for: {change}")
@@ -128,6 +131,11 @@ def _settled_s(status: Manifest) -> float | None:
         if each["type"] == "Progressing" and each["status"] == "False":
             return seconds(each["lastTransitionTime"])
     return None
+
+
+def _came_after(change: Change, at_s: float) -> bool:
+    """Status knows whole seconds only."""
+    return int(change.at_s) > at_s
 
 
 def _told_s(status: Manifest) -> float:
@@ -185,7 +193,7 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
 def _is_time(view: "DeploymentView", kept: Turn, change: Change | None, settled_s: float) -> bool:
     asked_s = view.outcome.review.at_s if view.outcome and view.outcome.review else 0.0
     last_s = max(asked_s, _told_s(view.status), settled_s)
-    if change is not None and change.at_s > last_s:
+    if change is not None and _came_after(change, last_s):
         return True
     is_corrected = any(each.reason == CORRECTED for each in kept.conditions)
     interval_s = view.deployment.spec.planning.replan.interval_s
