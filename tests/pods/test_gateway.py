@@ -38,7 +38,8 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss"),
         *("--policy", "PrefixAware", "--session-header", "x-session"),
         *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
-        *("--flipping", "Advisory", "--min-decode", "2", "--drain-timeout", "600"),
+        *("--flipping", "Advisory", "--min-prefill", "1", "--min-decode", "2"),
+        *("--drain-timeout", "600"),
     ]
 
 

@@ -125,10 +125,20 @@ def test_who_has_nothing_to_do_at_home_is_lent_for_good_and_missed_later() -> No
 
 
 def test_closed_instances_are_neither_asked_nor_counted() -> None:
-    manager = Manager(fleet())
+    manager = Manager(fleet(decode=3))
     manager.members["is_open"][2] = 0
+    manager.members["use"][4] = 0.1
     manager.set(0, 2.0)
     assert manager.run(2) == [(3, MIXED)]
+
+
+def test_the_last_one_that_decodes_is_not_lent_unless_that_is_said() -> None:
+    alone = Manager(fleet(prefill=3, decode=1))
+    alone.set(0, 2.0)
+    assert alone.run(100) == [], "all decoding would wait for prompts"
+    lent = Manager(fleet(prefill=3, decode=1), TERMS._replace(min_decode=0))
+    lent.set(0, 2.0)
+    assert lent.run(2) == [(3, MIXED)]
 
 
 def test_mixed_pools_are_never_flipped() -> None:

@@ -24,7 +24,7 @@ class Pools(Shape):
     an instance of the other pool serves both; it goes home when it is calm. No instance restarts
     and no request is moved. Advisory: the gateway logs and counts what Auto would do. Off: roles
     stay as they are."""
-    min_prefill: Annotated[int, Field(ge=0, le=10_000)] = 0
+    min_prefill: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Prefill instances that never do anything else."""
-    min_decode: Annotated[int, Field(ge=0, le=10_000)] = 0
+    min_decode: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Decode instances that never do anything else."""

@@ -75,9 +75,9 @@ class GatewayConfig:
     """Prompts up to so long are computed where they are decoded while prefill is busy; 0: none."""
     flipping: Flipping = Flipping.OFF
     """Whether this gateway changes roles of instances as traffic does."""
-    min_prefill: int = 0
+    min_prefill: int = 1
     """Prefill instances that keep their role."""
-    min_decode: int = 0
+    min_decode: int = 1
     ttft_slo_ms: float = 0.0
     """Target of the deployment; 0: none, and then nothing is measured against it."""
     tpot_slo_ms: float = 0.0

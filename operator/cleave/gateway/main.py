@@ -283,8 +283,8 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="{" + ",".join(rule.value for rule in Flipping) + "}",
         help="whether instances take other roles while prompts wait or decoding is full",
     )
-    add("--min-prefill", type=int, default=0, help="prefill instances that keep their role")
-    add("--min-decode", type=int, default=0, help="decode instances that keep their role")
+    add("--min-prefill", type=int, default=1, help="prefill instances that keep their role")
+    add("--min-decode", type=int, default=1, help="decode instances that keep their role")
     add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
     add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")
     add("--max-clients", type=int, default=default.max_clients)

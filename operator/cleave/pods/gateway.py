@@ -226,7 +226,7 @@ def _container(
 
 def _pool_flags(pools: Pools) -> tuple[str, ...]:
     limits = (("--min-prefill", pools.min_prefill), ("--min-decode", pools.min_decode))
-    stated = [text for flag, count in limits if count for text in (flag, str(count))]
+    stated = (text for flag, count in limits for text in (flag, str(count)))
     return ("--flipping", str(pools.flipping), *stated)
 
 

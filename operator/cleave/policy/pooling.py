@@ -72,12 +72,12 @@ class Terms(NamedTuple):
     """Relief lasts so long before anybody comes home."""
     idle_ms: float = 60_000.0
     """Without work of its own for so long, an instance is lent for good (TetriInfer)."""
-    min_prefill: int = 0
+    min_prefill: int = 1
     """Instances that keep to prefill, whatever comes."""
-    min_decode: int = 0
+    min_decode: int = 1
 
 
-def make_terms(ttft_ms: float, min_prefill: int = 0, min_decode: int = 0) -> Terms:
+def make_terms(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) -> Terms:
     """Of a fleet with this TTFT target; 0: it has none."""
     wait_ms = WAIT_SHARE * ttft_ms or UNSTATED_WAIT_MS
     return Terms(wait_ms, min_prefill=min_prefill, min_decode=min_decode)
