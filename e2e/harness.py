@@ -168,3 +168,23 @@ def emulated(
             },
         },
     }
+
+
+def tiny_vllm(model: Path, **spec: object) -> dict[str, object]:
+    """A manifest for vLLM with the tiny model: a prefill and a decode instance, unless stated."""
+    return {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            # bfloat16, the engine's choice otherwise, makes ties that either side may break.
+            "model": {
+                "source": str(model),
+                "servedName": "tiny",
+                "dtype": "float32",
+                "maxModelLen": 4096,
+            },
+            "slo": {"ttftMs": 1000, "tpotMs": 200},
+            **spec,
+        },
+    }

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from clients_environment import CLIENTS, ROOT, run
-from harness import Deployment, deployed, emulated, idle, until
+from harness import Deployment, deployed, emulated, idle, tiny_vllm, until
 
 MODEL = "facebook/opt-13b"
 """As the documents name it."""
@@ -40,17 +40,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A real engine, which can hold an answer to a form."""
-    manifest = {
-        "apiVersion": "cleave.dev/v1alpha1",
-        "kind": "LLMDeployment",
-        "metadata": {"name": "tiny"},
-        "spec": {
-            "model": {"source": str(tiny_model), "servedName": "tiny", "maxModelLen": 2048},
-            "slo": {"ttftMs": 1000, "tpotMs": 200},
-            "engine": {"args": ENGINE_ARGS},
-            "placement": {"manual": [{"role": "mixed", "replicas": 1}]},
-        },
-    }
+    mixed = {"manual": [{"role": "mixed", "replicas": 1}]}
+    manifest = tiny_vllm(tiny_model, engine={"args": ENGINE_ARGS}, placement=mixed)
     with deployed(manifest, tmp_path_factory.mktemp("tiny"), 420) as deployment:
         yield deployment
 

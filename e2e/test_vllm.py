@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from harness import Deployment, deployed, until
+from harness import Deployment, deployed, tiny_vllm, until
 from vllm_cases import CASES, OUTPUT_TOKENS, TIMEOUT_S, ask, engine_url, metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -18,22 +18,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    manifest = {
-        "apiVersion": "cleave.dev/v1alpha1",
-        "kind": "LLMDeployment",
-        "metadata": {"name": "tiny"},
-        "spec": {
-            # bfloat16, the engine's choice otherwise, makes ties that either side may break.
-            "model": {
-                "source": str(tiny_model),
-                "servedName": "tiny",
-                "dtype": "float32",
-                "maxModelLen": 4096,
-            },
-            "slo": {"ttftMs": 1000, "tpotMs": 200},
-        },
-    }
-    with deployed(manifest, tmp_path_factory.mktemp("vllm"), timeout_s=420) as deployment:
+    with deployed(
+        tiny_vllm(tiny_model), tmp_path_factory.mktemp("vllm"), timeout_s=420
+    ) as deployment:
         yield deployment
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from cleave.local.tiny_model import Shape
 
-from harness import deployed
+from harness import deployed, tiny_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TIMEOUT_S = 60
@@ -50,19 +50,8 @@ def test_each_adapter_answers_over_a_hand_off_as_one_instance_does(
     for seed, name in enumerate(("sql", "law")):
         write_adapter(tmp_path / name, seed)
         adapters.append(f"{name}={tmp_path / name}")
-    model = {"source": str(tiny_model), "servedName": "tiny", "dtype": "float32"}
-    manifest = {
-        "apiVersion": "cleave.dev/v1alpha1",
-        "kind": "LLMDeployment",
-        "metadata": {"name": "adapters"},
-        "spec": {
-            "model": {**model, "maxModelLen": 2048},
-            "slo": {"ttftMs": 1000, "tpotMs": 200},
-            "engine": {
-                "args": ["--enable-lora", "--max-loras", "2", "--lora-modules", *adapters],
-            },
-        },
-    }
+    args = ["--enable-lora", "--max-loras", "2", "--lora-modules", *adapters]
+    manifest = tiny_vllm(tiny_model, engine={"args": args})
     with deployed(manifest, tmp_path, timeout_s=420) as deployment:
         listed = httpx.get(f"{deployment.url}/v1/models", timeout=TIMEOUT_S).json()["data"]
         parents = {each["id"]: each["parent"] for each in listed}

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness import Deployment, deployed, until
+from harness import Deployment, deployed, tiny_vllm, until
 from owner_process import OwnerProcess
 from vllm_cases import CASES, OUTPUT_TOKENS, TIMEOUT_S, Case, ask, engine_url, metric
 
@@ -40,24 +40,8 @@ def vllm(
             "kv_lease_duration": LEASE_S,
         },
     }
-    manifest = {
-        "apiVersion": "cleave.dev/v1alpha1",
-        "kind": "LLMDeployment",
-        "metadata": {"name": "tiny"},
-        "spec": {
-            "model": {
-                "source": str(tiny_model),
-                "servedName": "tiny",
-                "dtype": "float32",
-                "maxModelLen": 4096,
-            },
-            "engine": {
-                "connector": "Cleave",
-                "args": ["--kv-transfer-config", json.dumps(settings)],
-            },
-            "slo": {"ttftMs": 1000, "tpotMs": 200},
-        },
-    }
+    engine = {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
+    manifest = tiny_vllm(tiny_model, engine=engine)
     with deployed(manifest, tmp_path_factory.mktemp("vllm"), timeout_s=420) as deployment:
         yield deployment
 

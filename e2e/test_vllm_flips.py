@@ -13,7 +13,7 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from harness import Deployment, deployed, idle, until
+from harness import Deployment, deployed, idle, tiny_vllm, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TIMEOUT_S = 120
@@ -27,28 +27,12 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One of each, which keep the roles that a test gives them; mixed ones have a single seat."""
     many = {"maxNumSeqs": 16}
     limits = [{"role": "prefill"} | many, {"role": "decode"} | many]
-    manifest = {
-        "apiVersion": "cleave.dev/v1alpha1",
-        "kind": "LLMDeployment",
-        "metadata": {"name": "tiny"},
-        "spec": {
-            "model": {
-                "source": str(tiny_model),
-                "servedName": "tiny",
-                "dtype": "float32",
-                "maxModelLen": 4096,
-            },
-            "slo": {"ttftMs": 1000, "tpotMs": 200},
-            "pools": {"flipping": "Off"},
-            "engine": {
-                "scheduling": {
-                    "order": "ShortestFirst",
-                    "admission": "ReserveDynamic",
-                    "limits": [*limits, {"role": "mixed", "maxNumSeqs": 1}],
-                }
-            },
-        },
+    scheduling = {
+        "order": "ShortestFirst",
+        "admission": "ReserveDynamic",
+        "limits": [*limits, {"role": "mixed", "maxNumSeqs": 1}],
     }
+    manifest = tiny_vllm(tiny_model, pools={"flipping": "Off"}, engine={"scheduling": scheduling})
     with deployed(manifest, tmp_path_factory.mktemp("flips"), timeout_s=420) as deployment:
         yield deployment
 
