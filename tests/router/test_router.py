@@ -31,6 +31,11 @@ def test_a_pick_names_the_boot_it_was_made_for(fleet_of) -> None:
     assert pick.prefill.boot_id == "p-boot"
 
 
+def test_while_no_instance_answers_no_model_is_unknown(fleet_of) -> None:
+    with pytest.raises(NoInstance, match="no instance has answered"):
+        Router(fleet_of()).pick("m", 1)
+
+
 def test_an_unknown_model_is_told_apart_from_a_busy_one(fleet_of) -> None:
     router = Router(fleet_of(p="prefill"), Fallback.NEVER)
     with pytest.raises(UnknownModel, match="gpt-9"):

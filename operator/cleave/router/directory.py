@@ -12,6 +12,7 @@ from collections.abc import Collection
 from cleave.policy.affinity import to_key
 from cleave.policy.dispatch import Policy
 from cleave.router.board import Board
+from cleave.router.errors import NoInstance, RouterError, UnknownModel
 from cleave.router.instance import Contact, Instance
 from cleave.router.shared_board import SharedBoard
 from cleave.router.shared_books import SharedBooks
@@ -92,6 +93,12 @@ class Directory:
     def has_answers(self) -> bool:
         """Whether any engine has answered yet: until then nobody knows which adapters there are."""
         return any(map(_has_answered, self.instances.values()))
+
+    def miss(self, model: str) -> RouterError:
+        """Why a model is not there: a fleet that is away may have had it."""
+        if self.has_answers:
+            return UnknownModel(model)
+        return NoInstance("no instance has answered so far")
 
     def find_max_model_len(self, model: str) -> int:
         """Tokens that a request may have on every instance of a model; 0: not known."""

@@ -30,7 +30,7 @@ from cleave.router.board import Board
 from cleave.router.boards import count_todo, find_slots, is_busy
 from cleave.router.chooser import Chooser, Wish, close
 from cleave.router.directory import Directory, Model
-from cleave.router.errors import NoInstance, UnknownModel
+from cleave.router.errors import NoInstance
 from cleave.router.instance import Contact, Instance, Ledger, Target
 from cleave.router.obstacles import explain
 from cleave.router.passes import Passes
@@ -182,7 +182,7 @@ class Router:
         """
         known = self.directory.models.get(model)
         if known is None:
-            raise UnknownModel(model)
+            raise self.directory.miss(model)
         avoids = [{*avoid, *doubt}, avoid] if doubt else [avoid]
         predicted = self.lengths.predict(prompt_tokens, output_tokens)
         wish = self._chooser.make_wish(prompt_tokens, predicted, session, text, known)
@@ -238,7 +238,7 @@ class Router:
         """Why a plain request for this model could not be placed now; empty when it could."""
         known = self.directory.models.get(model)
         if known is None:
-            return str(UnknownModel(model))
+            return str(self.directory.miss(model))
         try:
             wish = Wish(1, 1.0)
             if self._place_pair(known, wish, [()]) is None:

@@ -168,4 +168,4 @@ def test_lines_of_a_gateway_are_json_where_the_environment_says_so() -> None:
         finally:
             gateway.kill()
     (access,) = [line for line in lines if line["logger"] == ACCESS]
-    assert (access["status"], access["outcome"]) == (404, "unavailable")
+    assert (access["status"], access["outcome"]) == (503, "unavailable")

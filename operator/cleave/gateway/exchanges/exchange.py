@@ -34,7 +34,7 @@ from cleave.gateway.exchanges.rescue import Rescue
 from cleave.gateway.recovery.recovery import Failure, choose
 from cleave.gateway.recovery.resume import RESUMABLE, NotResumableError
 from cleave.gateway.recovery.splice import SpliceError
-from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
+from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Phase, Pick
 
 _PREFILL = Phase.PREFILL
@@ -302,8 +302,7 @@ class Exchange:
     def _miss(self, error: RouterError) -> None:
         """No instance can take it now: wait for one, or give up."""
         context = self._context
-        empty = isinstance(error, UnknownModel) and not context.router.directory.has_answers
-        missing = isinstance(error, NoInstance) or empty
+        missing = isinstance(error, NoInstance)
         told = from_router(error)
         if missing:
             rescue = self._find_rescue()
