@@ -254,6 +254,9 @@ class Reference:
             request.decode = i
         if queue:
             self.announce(queue is self.hand_offs)
+        elif self.prompts:
+            # Mixed instances take prompts once there are no more hand-offs.
+            self.announce(False)
         return request
 
     def form(self, i: Instance, slot: Slot) -> bool:

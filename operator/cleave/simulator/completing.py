@@ -8,6 +8,7 @@ from cleave.simulator.memory import count_blocks, count_growth, hold
 from cleave.simulator.passes import cut_leap, find_busy_ms, keep_last_pass, sum_passes
 from cleave.simulator.routing import close_prompt, close_resident
 from cleave.simulator.rows import instance_at, key_at, request_at, slot_at
+from cleave.simulator.tournament import wake
 
 
 def complete(state: State, i: int, s: int, now: float) -> None:
@@ -28,11 +29,27 @@ def complete(state: State, i: int, s: int, now: float) -> None:
         r = following
 
 
-def interrupt(state: State, i: int, s: int, now: float) -> None:
-    """Something else may start beside the leap of slot `s`: end it with the pass under way."""
-    slot, inst = slot_at(state, s), instance_at(state, i)
+def alert(state: State, i: int, now: float) -> None:
+    """Something new is at instance `i`: it looks as soon as its micro-batches allow."""
+    inst = instance_at(state, i)
+    # With one stage nothing starts beside the leap, so it is accounted for when it ends.
+    interrupt(state, i, now, inst.stages > 1)
+    wake(state, i, now)
+
+
+def interrupt(state: State, i: int, now: float, is_accounted: bool) -> None:
+    """End a leap of instance `i`, if there is one, with the pass under way.
+
+    `is_accounted`: something else may start, or memory may come free, before that pass ends; so all
+    passes before it are accounted for now.
+    """
+    inst = instance_at(state, i)
+    s = inst.oldest
+    if inst.in_flight != 1 or slot_at(state, s).passes == 1:
+        return
+    slot = slot_at(state, s)
     cut_leap(slot, now)
-    if inst.stages == 1:
+    if not is_accounted:
         return
     passes = slot.passes - 1
     if passes > 0:

@@ -7,9 +7,11 @@ everything behind dispatch asks which part of a request an instance has, not whi
 import math
 
 from cleave.policy.pooling import NONE, Terms, decide, take
+from cleave.simulator.completing import interrupt
 from cleave.simulator.layout import State
 from cleave.simulator.routing import score
 from cleave.simulator.rows import instance_at, members, score_at, watch
+from cleave.simulator.tournament import set_next
 
 PERIOD_MS = 1_000.0
 
@@ -38,11 +40,14 @@ def look(state: State, now: float) -> None:
     if i != NONE:
         take(seen, i, role, now)
         state.num_flips += 1
-        _flip(state, i, role)
+        _flip(state, i, role, now)
 
 
-def _flip(state: State, i: int, role: int) -> None:
+def _flip(state: State, i: int, role: int, now: float) -> None:
     """Open the scores of the new role and close all others."""
+    # From its next pass on it may sort what waits there.
+    interrupt(state, i, now, False)
+    set_next(state, i)
     instance_at(state, i).role = role
     count = state.num_instances
     for use in range(3):

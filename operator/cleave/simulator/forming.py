@@ -10,8 +10,9 @@ import math
 
 from cleave.policy.batching import cut_chunk, joins_prompts
 from cleave.simulator.admitting import has_room, may_let_in
+from cleave.simulator.completing import interrupt
 from cleave.simulator.fleet import Batching
-from cleave.simulator.layout import NONE, PREFILL, Record, State
+from cleave.simulator.layout import HAND_OFFS, NONE, PREFILL, PROMPTS, Record, State
 from cleave.simulator.lists import (
     add_member,
     find_phase,
@@ -54,6 +55,7 @@ def form(state: State, i: int, s: int, now: float) -> bool:
         sufficed = _gather_whole(state, i, s, now, begin)
     if slot.rows + slot.tokens == 0:
         return False
+    interrupt(state, i, now, True)
     is_alone = slot.prompts == NONE and inst.partial == NONE and sufficed
     start_pass(state, i, s, begin, is_alone and not may_let_in(state, i))
     return True
@@ -168,9 +170,13 @@ def _pop(state: State, i: int, queue: int) -> None:
         request.prefill = i
     else:
         request.decode = i
+    # The next one may have room where this one had none.
+    hand_offs = 2 * state.num_instances + 1
     if queue_at(state, queue).size > 0:
-        # The next one may have room where this one had none.
-        state.offered = queue
+        state.offered |= HAND_OFFS if queue == hand_offs else PROMPTS
+    elif queue_at(state, hand_offs + 1).size > 0:
+        # Mixed instances take prompts once there are no more hand-offs.
+        state.offered |= PROMPTS
 
 
 def _join_loaded(state: State, i: int, s: int) -> bool:

@@ -19,6 +19,9 @@ from cleave.policy.pooling import WATCH as WATCH
 NONE = -1
 """No row."""
 
+HAND_OFFS, PROMPTS = 1, 2
+"""Central queues that have another head; both: their sum."""
+
 Record = Any
 """A row of one of the arrays below; compiled code reads and writes its fields."""
 
@@ -91,7 +94,7 @@ STATE = _dtype(
     # look: when the pool manager looks next; inf: there is none; wait to idle: its terms.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
     "k1 c1 k2 c2 c3 ttft tpot gamma theta look wait full rise calm idle",
-    # is_foretold: outputs are predicted, not known.
+    # offered: central queues that have another head; is_foretold: outputs are predicted, not known.
     "whole_below dispatch overlap_from is_shared is_foretold first_by_decode has_prefill "
     "has_decode random turn entry decoder num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "

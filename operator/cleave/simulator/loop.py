@@ -8,17 +8,17 @@ not started.
 
 import math
 
-from cleave.simulator.completing import complete, end_request, interrupt
+from cleave.simulator.completing import alert, complete, end_request
 from cleave.simulator.fleet import Dispatch
 from cleave.simulator.flipping import look
 from cleave.simulator.forming import form
-from cleave.simulator.layout import DECODE, NONE, PREFILL, Records, State
+from cleave.simulator.layout import DECODE, HAND_OFFS, NONE, PREFILL, PROMPTS, Records, State
 from cleave.simulator.lists import has_waiting, pop, push
 from cleave.simulator.outcome import Fate
 from cleave.simulator.ring import spin
 from cleave.simulator.routing import place
 from cleave.simulator.rows import instance_at, node_at, pull_at, queue_at, request_at, slot_at
-from cleave.simulator.tournament import set_next, wake
+from cleave.simulator.tournament import set_next
 from cleave.simulator.transfers import end_pull, pop_pull
 
 
@@ -69,7 +69,7 @@ def run_events(rows: Records) -> None:
         else:
             r = pop_pull(state)
             end_pull(state, r, now)
-            _alert(state, request_at(state, r).decode, now)
+            alert(state, request_at(state, r).decode, now)
     for r in range(count):
         if math.isnan(request_at(state, r).end) and request_at(state, r).fate == Fate.SERVED:
             request_at(state, r).fate = Fate.UNFINISHED
@@ -93,13 +93,12 @@ def _deliver(state: State, r: int, now: float) -> None:
                 return
     if state.dispatch == Dispatch.LATE:
         hand_offs = 2 * state.num_instances + 1
-        queue = hand_offs if request.is_pulled else hand_offs + 1
-        push(state, queue, r)
-        _announce(state, queue, now)
+        push(state, hand_offs if request.is_pulled else hand_offs + 1, r)
+        _announce(state, HAND_OFFS if request.is_pulled else PROMPTS, now)
         return
     i = request.prefill if request.prefill != NONE else request.decode
     push(state, i, r)
-    _alert(state, i, now)
+    alert(state, i, now)
 
 
 def _find_hand_off_ms(state: State) -> float:
@@ -113,10 +112,10 @@ def _hand_off(state: State, now: float) -> None:
     r = pop(state, 2 * state.num_instances)
     if state.dispatch == Dispatch.LATE:
         push(state, 2 * state.num_instances + 1, r)
-        _announce(state, 2 * state.num_instances + 1, now)
+        _announce(state, HAND_OFFS, now)
         return
     push(state, request_at(state, r).decode, r)
-    _alert(state, request_at(state, r).decode, now)
+    alert(state, request_at(state, r).decode, now)
 
 
 def _step(state: State, i: int, now: float) -> None:
@@ -148,18 +147,10 @@ def _has_work(state: State, i: int) -> bool:
     return instance_at(state, i).partial != NONE or has_waiting(state, i)
 
 
-def _alert(state: State, i: int, now: float) -> None:
-    """Something new is at instance `i`: it looks as soon as its micro-batches allow."""
-    inst = instance_at(state, i)
-    if inst.in_flight == 1 and slot_at(state, inst.oldest).passes > 1:
-        interrupt(state, i, inst.oldest, now)
-    wake(state, i, now)
-
-
-def _announce(state: State, queue: int, now: float) -> None:
-    """A central queue has another head: whoever can take it first does."""
+def _announce(state: State, queues: int, now: float) -> None:
+    """Central queues have another head: whoever can take it first does."""
     state.offered = 0
-    closed = PREFILL if queue == 2 * state.num_instances + 1 else DECODE
     for i in range(state.num_instances):
-        if instance_at(state, i).role != closed:
-            _alert(state, i, now)
+        role = instance_at(state, i).role
+        if (role != PREFILL and queues & HAND_OFFS) or (role != DECODE and queues & PROMPTS):
+            alert(state, i, now)

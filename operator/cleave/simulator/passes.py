@@ -25,6 +25,7 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
     slot.first = first
     slot.change = 0.0
     slot.passes = 1
+    slot.finish = walk(state, i, slot) if inst.stages > 1 else begin + first
     # Only the first of several passes would be longer by the pulls.
     if is_alone and slot.tokens == 0 and slot.pulls == 0 and inst.in_flight == 0:
         end = key_at(state, s * state.heap_size).value >> 32
@@ -35,11 +36,7 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
             last = find_pass_ms(state, inst, slot, contexts)
             slot.passes = passes
             slot.change = (last - first) / (passes - 1)
-            first = passes * (first + last) / 2
-    if inst.stages > 1 and slot.passes == 1:
-        slot.finish = walk(state, i, slot)
-    else:
-        slot.finish = begin + first
+            slot.finish = begin + passes * (first + last) / 2
     slot.next = NONE
     if inst.in_flight == 0:
         inst.oldest = s
@@ -109,8 +106,11 @@ def keep_last_pass(state: State, i: int, s: int) -> None:
     slot.passes = 1
     slot.rows = slot.batch
     slot.contexts = slot.context
-    # The stages behind it are free for others.
-    slot.finish = walk(state, i, slot) if inst.stages > 1 else slot.finish
+    if inst.stages > 1:
+        # The first one went through the stages when the leap began; behind a later one they are
+        # free for others too.
+        last = stage_at(state, i * state.max_stages + inst.stages - 1).value
+        slot.finish = walk(state, i, slot) if before > 0 else last
 
 
 def walk(state: State, i: int, slot: Record) -> float:

@@ -4,6 +4,7 @@ What is hard: transfers of one prefill instance may share its link, and those th
 time end in the order in which they began.
 """
 
+from cleave.simulator.completing import interrupt
 from cleave.simulator.layout import NONE, State
 from cleave.simulator.lists import push
 from cleave.simulator.memory import count_blocks, hold
@@ -45,6 +46,8 @@ def end_pull(state: State, r: int, now: float) -> None:
     request.is_pulled = 0
     if request.prefill != NONE:
         source = instance_at(state, request.prefill)
+        # Since it has changed its role it may decode; who waits there may have room now.
+        interrupt(state, request.prefill, now, True)
         hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
         wake(state, request.prefill, now)
     push(state, state.num_instances + request.decode, r)
