@@ -2,7 +2,7 @@
 ARGS ?=
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: run test check check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup
+.PHONY: run test check unit cluster check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup
 
 run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
@@ -11,9 +11,16 @@ test: check ## the same thing
 
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
-	$(if $(ARGS),,@$(MAKE) --no-print-directory tools)
-	.venv/bin/pytest $(ARGS)
-	$(if $(ARGS),,@$(MAKE) e2e)
+	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory -j2 unit cluster)
+	$(if $(ARGS),,.venv/bin/pytest e2e)
+
+unit: # mostly one process, so that the cluster has a core beside it
+	.venv/bin/pytest tests
+
+cluster: # told at its end, as it runs beside the unit tests
+	@mkdir -p build; $(MAKE) --no-print-directory e2e >build/cluster.log 2>&1; told=$$?; \
+	cat build/cluster.log; exit $$told
 
 check-compiled: setup ## gateway and router as images carry them pass their tests, too
 	rm -rf build/compiled && mkdir -p build/compiled && cp -r operator/cleave build/compiled
