@@ -219,12 +219,12 @@ def test_split_requests_come_to_the_gateway_and_whole_ones_pass_it_by(
 def test_when_an_instance_dies_the_gateway_takes_over(tmp_path: Path) -> None:
     """The picker may name an instance that died a moment ago; then comes the gateway it names."""
     flags = ("--endpoint-picker-direct",)
-    with staged(mixed("chat", 1), tmp_path, DUPLEX, *flags, "--wake-timeout", "30") as stage:
+    with staged(mixed("chat", 1), tmp_path, DUPLEX, *flags, "--wake-timeout", "120") as stage:
         url = f"{stage.envoy.url}/v1/completions"
         assert httpx.post(url, json=PROMPT, timeout=30).status_code == 200
         (instance,) = stage.deployment.instances()
         stage.deployment.engine(instance).kill()
-        answer = httpx.post(url, json=PROMPT, timeout=60)
+        answer = httpx.post(url, json=PROMPT, timeout=150)
         assert answer.status_code == 200, answer.text
         until(stage.is_empty, 20, "everything has left the books")
 

@@ -10,7 +10,7 @@ import pytest
 from clients_environment import CLIENTS, run
 from harness import deployed, emulated, idle, until
 
-SECONDS = int(os.environ.get("FUZZ_SECONDS", "40"))
+SECONDS = int(os.environ.get("FUZZ_SECONDS", "20"))
 """Beside what it does in any case, about 10 s."""
 
 

@@ -88,29 +88,27 @@ def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
     assert together == [ask(vllm.url, case).tokens for case in cases]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_engine_is_replaced_and_the_service_comes_back(
-    vllm: Deployment, role: str
-) -> None:
-    instance = f"tiny-{role}-0"
-    before = vllm.instances()[instance]
-    victim = vllm.engine(instance)
-    tree = [victim, *victim.children(recursive=True)]
-    os.kill(victim.pid, signal.SIGKILL)
+def test_killed_engines_are_replaced_and_the_service_comes_back(vllm: Deployment) -> None:
+    before = vllm.instances()
+    trees = []
+    for instance in before:
+        victim = vllm.engine(instance)
+        trees += [victim, *victim.children(recursive=True)]
+        os.kill(victim.pid, signal.SIGKILL)
+        # A clear answer while it is away, whichever it is: served by what is left, or an error.
+        response = httpx.post(vllm.url + CASES[0].path, json=CASES[0].body, timeout=TIMEOUT_S)
+        assert response.status_code == 200 or "message" in response.json()["error"]
 
-    # A clear answer while it is away, whichever it is: served by what is left, or an error.
-    response = httpx.post(vllm.url + CASES[0].path, json=CASES[0].body, timeout=TIMEOUT_S)
-    assert response.status_code == 200 or "message" in response.json()["error"]
-
-    until(lambda: not any(p.is_running() for p in tree), 30, "the dead engine's children end")
+    until(lambda: not any(p.is_running() for p in trees), 30, "the dead engines' children end")
     until(
-        lambda: (
+        lambda: all(
             (now := vllm.instances().get(instance))
-            and now.boot_id != before.boot_id
+            and now.boot_id != known.boot_id
             and now.kv_path.verified
+            for instance, known in before.items()
         ),
         240,
-        "the engine is back and its KV path verified",
+        "the engines are back and their KV path is verified",
     )
     until(
         lambda: httpx.get(f"{vllm.url}/health", timeout=TIMEOUT_S).status_code == 200, 30, "health"
