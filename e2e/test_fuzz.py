@@ -16,7 +16,7 @@ SECONDS = int(os.environ.get("FUZZ_SECONDS", "20"))
 
 @pytest.mark.timeout(SECONDS + 300)
 def test_nothing_that_can_be_asked_breaks_the_gateway(clients: Path, tmp_path: Path) -> None:
-    with deployed(emulated("chat", 1, 1, time_scale=0.01), tmp_path, 60) as chat:
+    with deployed(emulated("chat", 1, 1, time_scale=0.01, lease_s=5), tmp_path, 60) as chat:
         told = run(
             *(str(clients / "schemathesis"), "--config-file", str(CLIENTS / "schemathesis.toml")),
             *("run", f"{chat.url}/openapi.json", "--max-time", str(SECONDS), "--no-color"),
