@@ -43,11 +43,13 @@ class PickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         del context
         told = None
         while True:
+            # Before the status, which is then that of a gateway that drains.
+            ends = self._context.draining
             status = self._find_status(request.service)
             if status != told:
                 told = status
                 yield health_pb2.HealthCheckResponse(status=status)
-            if self._context.draining:
+            if ends:
                 return
             await asyncio.sleep(LOOK_S)
 
