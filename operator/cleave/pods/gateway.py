@@ -225,9 +225,8 @@ def _container(
 
 
 def _pool_flags(pools: Pools) -> tuple[str, ...]:
-    limits = (("--min-prefill", pools.min_prefill), ("--min-decode", pools.min_decode))
-    stated = (text for flag, count in limits for text in (flag, str(count)))
-    return ("--flipping", str(pools.flipping), *stated)
+    least = ("--min-prefill", str(pools.min_prefill), "--min-decode", str(pools.min_decode))
+    return ("--flipping", str(pools.flipping), *least)
 
 
 def _tls_flags() -> tuple[str, ...]:
