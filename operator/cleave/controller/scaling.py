@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Counts = Mapping[Role, int]
 
+_LEAST_RATE = 0.001
+"""In req/s: nothing less is told apart from it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -196,12 +199,13 @@ def sized(terms: Scaling, plan: SelectedPlan, rate: float) -> Counts:
 def _fitting(terms: Scaling, plan: SelectedPlan, rate: float, max_gpus: int | None) -> Counts:
     """What the highest rate up to this one needs for which there are GPUs."""
     sizes = {pool.role: pool.parallelism.gpus for pool in plan.pools}
+    least = max(_planned_rate(plan), _LEAST_RATE)
     while True:
         counts = sized(terms, plan, rate)
         gpus = sum(count * sizes[role] for role, count in counts.items())
-        if max_gpus is None or gpus <= max_gpus or rate <= _planned_rate(plan):
+        if max_gpus is None or gpus <= max_gpus or rate <= least:
             return counts
-        rate = max(0.95 * rate, _planned_rate(plan))
+        rate = max(0.95 * rate, least)
 
 
 def _planned_rate(plan: SelectedPlan) -> float:
