@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from cleave.api.engine import RESERVED_ENV
 from cleave.pods.labels import AGENT_PORT
 from cleave.pods.worker import command, worker_pod
 
@@ -122,6 +123,11 @@ def test_pods_learn_their_address_and_where_the_agents_are(pool) -> None:
         },
         {"name": "A", "value": "b"},
     ]
+
+
+def test_what_pods_are_told_of_themselves_nobody_may_state_otherwise(pool) -> None:
+    found = container(worker_pod(pool(), 0))["env"]
+    assert {each["name"] for each in found} <= set(RESERVED_ENV)
 
 
 def test_readiness_is_the_engines_and_liveness_the_agents(pool) -> None:
