@@ -6,8 +6,8 @@ import pytest
 
 from cleave.perf.corrected import NONE, Correction
 from cleave.planner.guard import FEWEST, Judgement, judge
-from cleave.planner.revision import to_demand
 from cleave.policy.pooling import make_terms
+from cleave.traffic.refit import to_demand
 
 from playing import Play, ask
 
@@ -82,6 +82,14 @@ def test_a_model_wrong_by_more_than_a_step_is_mended_in_several() -> None:
     assert first.correction.decode == pytest.approx(3.0, rel=0.02)
     play.correction = first.correction
     assert judged(play).correction.decode == pytest.approx(5.0, rel=0.12)
+
+
+def test_factors_that_stand_at_a_limit_are_sought_within_it() -> None:
+    patient = ask("Never", 0.2, slo={"ttftMs": 60_000, "tpotMs": 4_000})
+    found = judged(Play(patient, Correction(9.0, 2.0), correction=Correction(8.0, 1.0)))
+    assert not found.holds
+    assert found.correction.prefill == pytest.approx(9.0, rel=0.12)
+    assert found.correction.decode == pytest.approx(2.0, rel=0.12)
 
 
 def test_few_answers_say_nothing() -> None:

@@ -35,10 +35,9 @@ class Correction:
 
     def times(self, factor: float) -> "Correction":
         """With passes of both phases so much longer, as far as a correction goes."""
-        prefill, decode = (
-            min(max(each * factor, LEAST), MOST) for each in (self.prefill, self.decode)
+        return replace(
+            self, prefill=bound(self.prefill * factor), decode=bound(self.decode * factor)
         )
-        return replace(self, prefill=prefill, decode=decode)
 
     @property
     def is_none(self) -> bool:
@@ -47,6 +46,11 @@ class Correction:
 
 
 NONE = Correction()
+
+
+def bound(factor: float) -> float:
+    """The nearest one that a correction may have."""
+    return min(max(factor, LEAST), MOST)
 
 
 class CorrectedEstimator:

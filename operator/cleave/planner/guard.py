@@ -173,7 +173,8 @@ def _seek(model: Model, seen: Window, start: Correction) -> Correction:
         def slow_tokens(
             factor: float, prefill: float = prefill, ratio: float = ratio
         ) -> Correction:
-            return replace(start, decode=factor, prefill=prefill if is_apart else factor * ratio)
+            shared = corrected.bound(factor * ratio)
+            return replace(start, decode=factor, prefill=prefill if is_apart else shared)
 
         def slow_prompts(factor: float, decode: float) -> Correction:
             return replace(start, decode=decode, prefill=factor)
@@ -206,8 +207,7 @@ def _solve(
     wanted: float,
 ) -> Correction:
     """Bisection in the logarithm: longer passes never show shorter times."""
-    low = math.log(max(start / _STEP, corrected.LEAST))
-    high = math.log(min(start * _STEP, corrected.MOST))
+    low, high = (math.log(corrected.bound(each)) for each in (start / _STEP, start * _STEP))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if show(make(math.exp(middle))) < wanted:
@@ -222,10 +222,7 @@ def _step(start: Correction, wanted: Correction, weight: float, seen: Window) ->
         part = (new / old) ** weight
         return old if abs(part - 1) < _CLOSE else float(f"{old * part:.4g}")
 
-    prefill, decode = (
-        min(max(move(*each), corrected.LEAST), corrected.MOST)
-        for each in ((start.prefill, wanted.prefill), (start.decode, wanted.decode))
-    )
+    prefill, decode = move(start.prefill, wanted.prefill), move(start.decode, wanted.decode)
     if (prefill, decode) == (start.prefill, start.decode):
         return start
     return Correction(prefill, decode, start.num_requests + round(seen.ttft.num))
