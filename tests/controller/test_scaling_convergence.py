@@ -206,3 +206,12 @@ def test_a_wave_as_long_as_the_calm_never_makes_instances_come_and_go() -> None:
         gateways.pass_time(60, rate=11)
     assert ready(here.cluster) == {"prefill": 3, "decode": 6}
     assert reasons(here).count("Scaled") == told
+
+
+def test_traffic_that_is_not_what_was_planned_for_is_told() -> None:
+    here, gateways = planned()
+    gateways.pass_time(300, rate=4)
+    assert "PlanDrifted" not in reasons(here)
+    gateways.pass_time(300, rate=12)
+    assert "PlanDrifted" in reasons(here)
+    assert condition(here.cluster, "PlanDrifted")["reason"] == "TrafficChanged"

@@ -13,6 +13,8 @@ from cleave.controller.actions import PlanOutcome, Reviewed
 from cleave.controller.deployment import DeploymentView
 from cleave.controller.inventory import inventory
 from cleave.controller.loop.basis import model_digest
+from cleave.controller.loop.drift import Course
+from cleave.controller.loop.replanning import follow_course
 from cleave.controller.observed import timestamp
 from cleave.controller.placing import inputs, placed
 from cleave.gateway.counts.metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
@@ -79,8 +81,12 @@ def ask(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[Window
 
 
 def view(asked: LLMDeployment, told: Manifest, **fields: Any) -> DeploymentView:
+    """As the controller sees it: with the course of the traffic in `windows`."""
     pools = make_pools(asked, placed(told["plan"]))
-    return DeploymentView(asked, THERE, NOW_S, status=told, pools=tuple(pools), **fields)
+    course = follow_course(Course(), asked, told, fields.get("windows", ()))
+    return DeploymentView(
+        asked, THERE, NOW_S, status=told, pools=tuple(pools), course=course, **fields
+    )
 
 
 def reviewed(

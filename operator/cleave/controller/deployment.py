@@ -128,11 +128,10 @@ def _scaled(
     if not scaling.watches(view.deployment) or decision.plan is None:
         return list(asked)
     counts = scaling.find_counts(view, decision.plan)
-    return [_counted(pool, counts.get(pool.spec.role, pool.spec.replicas)) for pool in asked]
-
-
-def _counted(pool: InstancePool, replicas: int) -> InstancePool:
-    return pool.model_copy(update={"spec": pool.spec.model_copy(update={"replicas": replicas})})
+    return [
+        _counted(pool, counts.get(pool.spec.role, pool.spec.replicas), pool.spec.owner)
+        for pool in asked
+    ]
 
 
 def _told_scaled(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator[Emit]:
@@ -223,16 +222,19 @@ def _set_back(
 
 def _emptied(pool: InstancePool) -> InstancePool:
     """A pool that the plan has dropped."""
-    none = {"replicas": 0, "owner": ReplicasOwner.PLAN}
-    return pool.model_copy(update={"spec": pool.spec.model_copy(update=none)})
+    return _counted(pool, 0, ReplicasOwner.PLAN)
 
 
 def _of_owner(goal: InstancePool, there: InstancePool | None) -> InstancePool:
     """The goal with the number of instances that its owner wants, where that is not the plan."""
     if there is None or there.spec.owner is ReplicasOwner.PLAN:
         return goal
-    kept = {"replicas": there.spec.replicas, "owner": there.spec.owner}
-    return goal.model_copy(update={"spec": goal.spec.model_copy(update=kept)})
+    return _counted(goal, there.spec.replicas, there.spec.owner)
+
+
+def _counted(pool: InstancePool, replicas: int, owner: ReplicasOwner) -> InstancePool:
+    spec = pool.spec.model_copy(update={"replicas": replicas, "owner": owner})
+    return pool.model_copy(update={"spec": spec})
 
 
 def _steps(

@@ -65,7 +65,7 @@ def turn(view: "DeploymentView") -> Turn:
         kept = replace(kept, advice=status.get("advice"))
     if deployment.spec.paused:
         return kept
-    change = follow_course(view.course, deployment, status, view.windows).change
+    change = view.course.change
     answered = _answered(view)
     if answered is not None:
         return follow(view, kept, change, answered)
