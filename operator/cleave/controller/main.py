@@ -115,7 +115,7 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add(
         "--isolate-workers",
         action="store_true",
-        help="let only a deployment's pods and the operator reach its workers (NetworkPolicy)",
+        help="NetworkPolicies: workers are reached from their deployment and this namespace only",
     )
     add(
         "--watch-interval",

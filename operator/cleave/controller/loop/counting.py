@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 
 MOST_WINDOWS = 128
-"""Kept of each deployment: half an hour."""
+"""Kept of each deployment: half an hour at a window in 15 s, as `Scaling.calm_s` may ask for."""
 LATELY = 4
-"""Windows, a minute of them."""
+"""Windows, a minute of them likewise."""
 TIMEOUT_S = 2.0
 _FORGET_S = 900.0
 """Between two looks that are so far apart anything may have happened."""
