@@ -67,26 +67,28 @@ def is_free(vllm: Deployment) -> bool:
 
 def prefill(url: str, case: Case, request_id: str) -> dict[str, Any]:
     """The hand-off of a prompt."""
-    body = {**case.body, "stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_ORDER}
-    body.pop("stream_options", None)
-    response = httpx.post(
-        url + case.path, json=body, timeout=TIMEOUT_S, headers={"X-Request-Id": request_id}
-    )
-    assert response.status_code == 200, response.text
-    handed: dict[str, Any] = response.json()["kv_transfer_params"]
+    answer = post(url, case, request_id, max_tokens=1, kv_transfer_params=PREFILL_ORDER)
+    handed: dict[str, Any] = answer["kv_transfer_params"]
     return handed
 
 
 def decode(url: str, case: Case, handed: dict[str, Any] | None, request_id: str) -> list[int]:
     """Tokens that a decode engine gives with a hand-off."""
-    body = {**case.body, "stream": False, "kv_transfer_params": handed}
+    answer = post(url, case, request_id, kv_transfer_params=handed)
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def post(url: str, case: Case, request_id: str, **fields: object) -> dict[str, Any]:
+    """An engine's answer to a case with these fields, in one piece."""
+    body = {**case.body, "stream": False, **fields}
     body.pop("stream_options", None)
     response = httpx.post(
         url + case.path, json=body, timeout=TIMEOUT_S, headers={"X-Request-Id": request_id}
     )
     assert response.status_code == 200, response.text
-    tokens: list[int] = response.json()["choices"][0]["token_ids"]
-    return tokens
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 @EVERY_WAY

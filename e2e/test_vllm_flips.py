@@ -14,6 +14,7 @@ import pytest
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from harness import Deployment, deployed, idle, tiny_vllm, until
+from vllm_cases import metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TIMEOUT_S = 120
@@ -208,7 +209,4 @@ def running(url: str, start: int) -> Iterator[None]:
 
 def pulled(deployment: Deployment, instance: str) -> float:
     """Bytes of KV that an engine took from others."""
-    url = deployment.instances()[instance].engine_url
-    page = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text.splitlines()
-    name = "vllm:nixl_bytes_transferred_sum"
-    return sum(float(line.split()[-1]) for line in page if line.startswith(name))
+    return metric(deployment.instances()[instance].engine_url, "vllm:nixl_bytes_transferred_sum")

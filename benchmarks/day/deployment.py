@@ -80,8 +80,7 @@ def plan(workload: Any, time_scale: float, instances: int) -> Pools:
     spec = make_spec(time_scale) | {"workload": workload, "planning": {"maxGPUs": instances}}
     deployment = LLMDeployment.model_validate(wrap(spec))
     told = search.plan(emulated.problem(deployment))
-    chosen = told.selected or told.alternatives[0]
-    placed = selected_plan(deployment, Placement(chosen.pools, told.reason, told))
+    placed = selected_plan(deployment, Placement(told.best.pools, told.reason, told))
     # The planner counts emulated instances as GPUs; a placement by hand knows no such kind.
     return [
         pool.model_dump(mode="json", exclude={"gpu"}, exclude_none=True, by_alias=True)

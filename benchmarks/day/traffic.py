@@ -9,14 +9,13 @@ import numpy as np
 
 from cleave.simulator.trace import Trace
 from cleave.traffic import history
+from cleave.traffic.diagnosis import fit_lengths
 
 FILES = {
     "code": "AzureLLMInferenceTrace_2023_code.csv",
     "conversation": "AzureLLMInferenceTrace_2023_conv.csv",
 }
 """Of Azure/AzurePublicDataset (CC-BY-4.0; described in Splitwise, ISCA 2024)."""
-WIDEST_P90 = 2.26
-"""In means: a log-normal distribution, by which lengths are stated, has no wider one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +117,4 @@ def _draw_arrivals(rng: np.random.Generator, phase: Phase, phase_ms: float) -> n
 
 
 def _state(tokens: np.ndarray) -> dict[str, float]:
-    mean = float(tokens.mean())
-    p90 = min(float(np.percentile(tokens, 90)), WIDEST_P90 * mean)
-    return {"mean": round(mean, 1), "p90": round(max(p90, mean), 1)}
+    return fit_lengths(float(tokens.mean()), float(np.percentile(tokens, 90))).model_dump()

@@ -6,12 +6,15 @@ three minutes. timed: emulated engines; vllm: real ones, on two cores of their o
 """
 
 import argparse
-import json
+import sys
+from pathlib import Path
 
 import simulated
 import timed
-from rich.console import Console
-from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from rows import show
 
 FLIPS, VLLM_FLIPS, QUICK_FLIPS = 1_000, 200, 20
 
@@ -31,16 +34,11 @@ def main() -> None:
         found["timed"] = timed.run(QUICK_FLIPS if stated.quick else FLIPS, vllm=False)
     if "vllm" in what:
         found["vllm"] = timed.run(QUICK_FLIPS if stated.quick else VLLM_FLIPS, vllm=True)
-    if stated.output == "json":
-        print(json.dumps(found, indent=2))
-        return
-    for name, rows in found.items():
-        table = Table(title=name)
-        for column in rows[0]:
-            table.add_column(column)
-        for row in rows:
-            table.add_row(*(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()))
-        Console(width=120).print(table)
+    show(found, stated.output, 120, _text)
+
+
+def _text(_: str, value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

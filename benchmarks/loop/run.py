@@ -21,9 +21,7 @@ from world import PERIOD_S, World
 from cleave.api.manifest import validate
 from cleave.controller.loop import drift
 from cleave.perf.corrected import NONE, Correction, correct
-from cleave.planner import emulated, search
-from cleave.planner.bench import to_draft
-from cleave.planner.draft import cell_fleet
+from cleave.planner import emulated, replay, search
 from cleave.planner.guard import SETTLE_S
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
@@ -147,13 +145,12 @@ def draw(phase_s: float) -> Trace:
 def plan(problem: Problem, lending: Lending | None) -> Running:
     """The planner's answer, or the best that it has where none holds the targets."""
     told = search.plan(problem)
-    best = told.selected or told.alternatives[0]
-    return Running(best.pools, best.algorithm, lending)
+    return Running(told.best.pools, told.best.algorithm, lending)
 
 
 def live(mode: str, problem: Problem, trace: Trace, phase_s: float, truth: Correction) -> Day:
     """One mode through the day; `truth`: what passes really take, by the model's."""
-    lending = make_terms(TTFT_MS, 1, 1) if mode in ("flips", "both") else None
+    lending = make_terms(TTFT_MS) if mode in ("flips", "both") else None
     real = replace(problem, estimator=correct(problem.estimator, truth))
     end_s = len(PHASES) * phase_s
     history = [(0.0, plan(real if mode == "oracle" else problem, lending))]
@@ -175,7 +172,7 @@ def live(mode: str, problem: Problem, trace: Trace, phase_s: float, truth: Corre
         tuple(score.between(*pair) for pair in pairwise(edges)),
         spent / 3600,
         len(history) - 1,
-        world.num_flips,
+        score.num_flips,
         tuple(f"{at:.0f} s: {label(run.pools)}" for at, run in history),
     )
 
@@ -224,8 +221,7 @@ def follow(
 
 def to_fleet(problem: Problem, running: Running) -> Fleet:
     """As the simulator takes it."""
-    fleet = cell_fleet(problem, to_draft(problem, running.pools, running.algorithm))
-    return replace(fleet, flipping=running.flipping)
+    return replay.to_fleet(problem, running, replay.draft_of(problem, running))
 
 
 def gpus(pools: Sequence[PlannedPool]) -> int:

@@ -38,7 +38,6 @@ class World:
     since_s: float = 0.0
     """When `fleet` came into force."""
     done: list[_Part] = field(default_factory=list)
-    num_flips: int = 0
 
     def change(self, fleet: Fleet, at_s: float) -> None:
         """Requests that arrive from now on meet `fleet`; all others end where they are."""
@@ -55,10 +54,10 @@ class World:
     def close(self, end_s: float) -> "Score":
         """All is over."""
         parts = (*self.done, self._serve(end_s))
-        self.num_flips = sum(part.outcome.num_flips for part in parts)
-        met = [_find_met(part.outcome, self.slo) for part in parts]
         return Score(
-            np.concatenate([part.trace.arrival_ms for part in parts]) / 1000, np.concatenate(met)
+            np.concatenate([part.trace.arrival_ms for part in parts]) / 1000,
+            np.concatenate([_find_met(part.outcome, self.slo) for part in parts]),
+            sum(part.outcome.num_flips for part in parts),
         )
 
     def _serve(self, until_s: float) -> _Part:
@@ -106,6 +105,7 @@ class Score:
 
     arrival_s: np.ndarray
     met: np.ndarray
+    num_flips: int
 
     def between(self, start_s: float, end_s: float) -> float:
         """Share of those that came then."""

@@ -1,16 +1,19 @@
 """What the engine's scheduling gains: orders of prompts, chunks, admission to decode batches.
 
-`python benchmarks/scheduler/run.py [orders|chunks|admissions ...]`; without names all, about a
+`python benchmarks/scheduler/run.py [orders|chunks|admissions ...]`; without names all, half a
 minute. The simulator and the emulated engine's scheduler call the same functions in policy/.
 `--quick`: does everything work? Quote none of its figures.
 """
 
 import argparse
-import json
+import sys
+from pathlib import Path
 
 import gains_measured as measured
-from rich.console import Console
-from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from rows import show
 
 WHAT = {"orders": measured.orders, "chunks": measured.chunks, "admissions": measured.admissions}
 
@@ -23,16 +26,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     stated = parser.parse_args()
     found = {name: list(WHAT[name](stated.quick)) for name in stated.what or WHAT}
-    if stated.output == "json":
-        print(json.dumps(found, indent=2))
-        return
-    for name, rows in found.items():
-        table = Table(title=name)
-        for column in rows[0]:
-            table.add_column(column)
-        for row in rows:
-            table.add_row(*(_text(column, value) for column, value in row.items()))
-        Console(width=160).print(table)
+    show(found, stated.output, 160, _text)
 
 
 def _text(column: str, value: object) -> str:
