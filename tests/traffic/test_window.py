@@ -27,7 +27,7 @@ def test_arrivals_are_those_that_ended_and_what_more_is_under_way() -> None:
     assert (window.start_s, window.end_s) == (100.0, 115.0)
     assert window.attainment == 0.75
     assert window.ttft_p50_ms == pytest.approx(100)
-    assert window.tpot_p90_ms is None
+    assert window.tpot.find_quantile_ms(0.9) is None
 
 
 def test_work_that_drains_is_no_negative_traffic() -> None:

@@ -75,8 +75,7 @@ def growth(problem: Problem, plan: Plan) -> Growth:
     The rates lie around the asked one, or the plan's goodput where that is more: below it one
     worker is enough for all of them. Raises ScalingError when even 1,024 do not hold a rate.
     """
-    slo = problem.slo
-    targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+    targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
     # Asked for as Algorithm 2's, pools come as cells, whoever found them.
     cell = replace(to_draft(problem, plan.pools, IN_NODE), copies=1)

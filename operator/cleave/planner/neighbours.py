@@ -23,8 +23,7 @@ def neighbours(problem: Problem, plans: Sequence[Plan], known: Sequence[Plan]) -
     A step is a tenth of a role's instances, at least one. Where instances stay together
     (Algorithm 2) whole cells are added or taken away. Those of `known` are left out.
     """
-    slo = problem.slo
-    targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+    targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
     seen = {plan.pools for plan in known}
     found: list[Plan] = []

@@ -137,3 +137,8 @@ class Answer:
     num_candidates: int
     num_simulated_requests: int
     elapsed_s: float
+
+    @property
+    def best(self) -> Plan | None:
+        """The selected plan, else the best of the others; None: there are none."""
+        return self.selected or next(iter(self.alternatives), None)

@@ -89,7 +89,7 @@ class Model:
         found, num_flips = [], 0
         for seed in range(min(-(-_ENOUGH // counted), _MOST_TIMES)):
             trials = Trials(problem.demand, seed)
-            ramp = trials.span(rate, targets_of(problem)).ramp
+            ramp = trials.span(rate, Targets.of(problem.slo)).ramp
             outcome = trials.serve(fleet, rate, Span(ramp, counted))
             num_flips += outcome.num_flips
             found.append(_count(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
@@ -104,7 +104,7 @@ class Model:
 def find_attainment(problem: Problem, running: Running) -> float:
     """Of what runs, once the problem's traffic has come for long. Raises PlanError."""
     draft = draft_of(problem, running)
-    rate, targets = problem.rate / draft.copies, targets_of(problem)
+    rate, targets = problem.rate / draft.copies, Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
     span = trials.span(rate, targets)
     return trials.shares(to_fleet(problem, running, draft), rate, targets, span).both
@@ -118,12 +118,6 @@ def draft_of(problem: Problem, running: Running) -> Draft:
 def to_fleet(problem: Problem, running: Running, draft: Draft) -> Fleet:
     """One cell of `draft` as the simulator takes it."""
     return replace(cell_fleet(problem, draft), flipping=running.flipping)
-
-
-def targets_of(problem: Problem) -> Targets:
-    """What requests must meet."""
-    slo = problem.slo
-    return Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
 
 
 def _count(outcome: Outcome, start_ms: float, length_ms: float) -> NDArray[np.float64]:

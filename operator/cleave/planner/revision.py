@@ -141,7 +141,7 @@ def revise(
     margin = find_margin(windows) + (_SPARE if now.worst >= problem.slo.attainment else 0.0)
     at_most = replace(at_mean, demand=demand.at(demand.rate * (1 + margin)))
     answer = search.plan(at_most)
-    best = answer.selected or next(iter(answer.alternatives), None)
+    best = answer.best
     if best is None:
         return Revision(Decision(Verdict.KEEP, answer.reason), judgement, answer)
     then = _look_at(at_most, replace(running, pools=best.pools, algorithm=best.algorithm))

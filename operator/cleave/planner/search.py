@@ -54,8 +54,7 @@ def plan(problem: Problem, progress: Progress | None = None) -> Answer:
     """
     started = time.perf_counter()
     found = _candidates(problem)
-    slo = problem.slo
-    targets = Targets(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+    targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
     meter = _Meter(progress, total=8 * len(found) + 20)
     choice = affinity.choose(problem, trials, found)

@@ -10,10 +10,12 @@ are scaled so that the drawn rate is the rate that was asked for, not a few per 
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.api.deployment import Slo
 from cleave.planner.capacity import Lengths
 from cleave.simulator.fleet import Fleet
 from cleave.simulator.outcome import Outcome
@@ -65,6 +67,11 @@ class Targets:
     ttft_ms: float
     tpot_ms: float
     attainment: float
+
+    @classmethod
+    def of(cls, slo: Slo) -> Self:
+        """As a deployment states them."""
+        return cls(slo.ttft_ms, slo.tpot_ms, slo.attainment)
 
     def scaled(self, scale: float) -> "Targets":
         """Both latencies times `scale`."""

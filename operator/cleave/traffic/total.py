@@ -14,6 +14,9 @@ _NOW = ("in_flight", "waiting")
 """Of this moment: summed, not accumulated."""
 _SAME_FOR_ALL = ("ttft_target_ms", "tpot_target_ms")
 _TIMES = ("at_s", "started_s")
+_COUNTED = tuple(
+    each.name for each in fields(Counts) if each.name not in (*_NOW, *_SAME_FOR_ALL, *_TIMES)
+)
 
 _RESTART_S = 5.0
 """The start of a process is computed from the clock, which may be set meanwhile."""
@@ -58,18 +61,10 @@ def _since(before: Counts, after: Counts) -> Counts:
     """What has come since `before`; all of it where the gateway has begun anew meanwhile."""
     if abs(after.started_s - before.started_s) > _RESTART_S or after.requests < before.requests:
         return after
-    changes = {}
-    for each in fields(Counts):
-        first, second = getattr(before, each.name), getattr(after, each.name)
-        if each.name not in (*_NOW, *_SAME_FOR_ALL, *_TIMES):
-            changes[each.name] = second - first
-    return replace(after, **changes)
+    return replace(
+        after, **{name: getattr(after, name) - getattr(before, name) for name in _COUNTED}
+    )
 
 
 def _joined(one: Counts, other: Counts) -> Counts:
-    changes = {
-        each.name: getattr(one, each.name) + getattr(other, each.name)
-        for each in fields(Counts)
-        if each.name not in (*_NOW, *_SAME_FOR_ALL, *_TIMES)
-    }
-    return replace(one, **changes)
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in _COUNTED})

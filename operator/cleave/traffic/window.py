@@ -55,23 +55,8 @@ class Window:
 
     @property
     def ttft_p50_ms(self) -> float | None:
-        """Median."""
+        """Median of the TTFT."""
         return self.ttft.find_quantile_ms(0.5)
-
-    @property
-    def ttft_p90_ms(self) -> float | None:
-        """90th percentile."""
-        return self.ttft.find_quantile_ms(0.9)
-
-    @property
-    def tpot_p50_ms(self) -> float | None:
-        """Median."""
-        return self.tpot.find_quantile_ms(0.5)
-
-    @property
-    def tpot_p90_ms(self) -> float | None:
-        """90th percentile."""
-        return self.tpot.find_quantile_ms(0.9)
 
 
 def between(before: Counts, after: Counts) -> Window | None:
