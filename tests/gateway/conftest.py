@@ -300,6 +300,18 @@ class Stage:
         directory = self.context.router.directory
         directory.hear(engine.name, engine.registration(**fields), FAR_AWAY)
 
+    def hold(self) -> asyncio.Event:
+        """Engines answer no more until it is set."""
+        opened = asyncio.Event()
+
+        async def wait(engine, request, writer) -> None:
+            await opened.wait()
+            await engine.answer(request, writer)
+
+        for engine in self.engines.values():
+            engine.script = wait
+        return opened
+
     async def connect(self) -> RawClient:
         client = RawClient(*await asyncio.open_connection("127.0.0.1", self.gateway.port))
         self._clients.append(client)

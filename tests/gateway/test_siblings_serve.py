@@ -1,6 +1,5 @@
 """Two processes of one gateway, here side by side in one loop: what they share, seen by clients."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -12,35 +11,17 @@ from cleave.gateway.siblings import MISSING_S, Siblings
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
 
-class Two:
-    """Both, each on a port of its own so that the test says who is asked."""
-
-    def __init__(self, stages: list) -> None:
-        self.stages = stages
-
-    async def hold(self) -> asyncio.Event:
-        """Engines answer no more until it is set."""
-        opened = asyncio.Event()
-
-        async def wait(engine, request, writer) -> None:
-            await opened.wait()
-            await type(engine).answer(engine, request, writer)
-
-        for engine in self.stages[0].engines.values():
-            engine.script = wait
-        return opened
-
-
 @pytest.fixture
-def make_two(make_stage, tmp_path: Path) -> Iterator[Callable[..., Awaitable[Two]]]:
+def make_two(make_stage, tmp_path: Path) -> Iterator[Callable[..., Awaitable[list]]]:
+    """Makes both, each on a port of its own so that the test says who is asked."""
     siblings = Siblings(2, tmp_path)
 
-    async def make(roles: dict[str, str], **options: object) -> Two:
+    async def make(roles: dict[str, str], **options: object) -> list:
         first = await make_stage(roles, siblings=siblings.seen_by(0), **options)
         second = await make_stage({}, siblings=siblings.seen_by(1), **options)
         for engine in first.engines.values():
             second.state(engine)
-        return Two([first, second])
+        return [first, second]
 
     yield make
     siblings.close()
@@ -48,8 +29,8 @@ def make_two(make_stage, tmp_path: Path) -> Iterator[Callable[..., Awaitable[Two
 
 async def test_each_sends_its_requests_where_the_other_has_sent_none(make_two) -> None:
     two = await make_two({"x": "mixed", "y": "mixed"})
-    opened = await two.hold()
-    first, second = two.stages
+    first, second = two
+    opened = first.hold()
     asked = []
     for number, stage in enumerate((first, second, second, first)):
         client = await stage.connect()
@@ -73,13 +54,13 @@ async def test_a_tenants_limit_holds_for_both_together(make_two, tmp_path) -> No
     small = {"name": "small", "keys": ["s"], "maxConcurrent": 2}
     keys.write_text(f"tenants: {json.dumps([small])}\n")
     two = await make_two({"x": "mixed"}, api_keys=keys)
-    opened = await two.hold()
-    first, second = two.stages
-    asked = [await stage.connect() for stage in two.stages]
+    first, second = two
+    opened = first.hold()
+    asked = [await stage.connect() for stage in two]
     for client in asked:
         client.send(ASK, Authorization="Bearer s")
     await first.until(lambda: len(first.engines["x"].requests) == 2, "both run")
-    for stage in two.stages:
+    for stage in two:
         refused = await stage.ask(ASK, Authorization="Bearer s")
         assert refused.error["code"] == "concurrency_limit"
     opened.set()
@@ -90,8 +71,8 @@ async def test_a_tenants_limit_holds_for_both_together(make_two, tmp_path) -> No
 
 async def test_the_queue_limit_holds_for_both_together(make_two) -> None:
     two = await make_two({"x": "mixed"}, queue_limit=4)
-    opened = await two.hold()
-    first, second = two.stages
+    first, second = two
+    opened = first.hold()
     asked = []
     for _ in range(4):
         await first.until(
@@ -110,10 +91,10 @@ async def test_the_queue_limit_holds_for_both_together(make_two) -> None:
 
 async def test_metrics_are_those_of_both_whoever_is_asked(make_two) -> None:
     two = await make_two({"x": "mixed"})
-    for stage in two.stages:
+    for stage in two:
         assert (await stage.ask(ASK)).status == 200
         stage.context.leave_word()
-    for stage in two.stages:
+    for stage in two:
         page = (await stage.ask(None, "/metrics")).body.decode()
         counts = [line for line in page.splitlines() if "_requests_total{" in line]
         assert [line.split()[-1] for line in counts if 'outcome="ok"' in line] == ["2.0"]
@@ -121,7 +102,7 @@ async def test_metrics_are_those_of_both_whoever_is_asked(make_two) -> None:
 
 async def test_a_process_that_is_not_heard_makes_the_gateway_unhealthy(make_two) -> None:
     two = await make_two({"x": "mixed"})
-    first, second = two.stages
+    first, second = two
     assert (await first.ask(None, "/health")).status == 200
     for task in second.gateway._tasks:
         task.cancel()

@@ -57,17 +57,11 @@ async def test_connections_that_engines_close_while_idle_are_not_used(single) ->
 
 async def test_an_engine_gets_no_more_connections_than_allowed(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, engine_connections=2)
-    release = asyncio.Event()
-
-    async def wait(engine, request, writer):
-        await release.wait()
-        await engine.answer(request, writer)
-
-    stage.engines["x"].script = wait
+    opened = stage.hold()
     waiting = [asyncio.create_task(stage.ask(ASK)) for _ in range(2)]
     await stage.until(lambda: len(stage.engines["x"].requests) == 2, "both are used")
     assert (await stage.ask(ASK)).status in (502, 503)
-    release.set()
+    opened.set()
     assert [r.status for r in await asyncio.gather(*waiting)] == [200, 200]
 
 

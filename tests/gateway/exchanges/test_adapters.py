@@ -49,13 +49,7 @@ async def test_adapters_and_their_model_take_turns_in_one_queue(
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     engine = stage.engines["x"]
     stage.state(engine, adapters=["sql", "law"])
-    opened = asyncio.Event()
-
-    async def wait(_, request, writer) -> None:
-        await opened.wait()
-        await type(engine).answer(engine, request, writer)
-
-    engine.script = wait
+    opened = stage.hold()
     clients = []
     for number, (model, key) in enumerate((("m", "o"), ("m", "o"), ("sql", "o"), ("law", "f"))):
         clients.append(await stage.connect())

@@ -177,19 +177,13 @@ async def test_when_all_are_momentarily_away_the_client_may_come_back(make_stage
 
 async def test_more_waiting_requests_than_allowed_are_shed(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, queue_limit=2)
-    release = asyncio.Event()
-
-    async def wait(engine, request, writer):
-        await release.wait()
-        await engine.answer(request, writer)
-
-    stage.engines["x"].script = wait
+    opened = stage.hold()
     waiting = [asyncio.create_task(stage.ask(ASK)) for _ in range(2)]
     await stage.until(lambda: len(stage.engines["x"].requests) == 2, "both wait in the engine")
     shed = await stage.ask(ASK)
     assert (shed.status, shed.error["code"]) == (429, "queue_full")
     assert shed.headers["retry-after"] == "1"
-    release.set()
+    opened.set()
     assert [r.status for r in await asyncio.gather(*waiting)] == [200, 200]
     assert (await stage.ask(ASK)).status == 200
     await stage.until_idle()
