@@ -1,5 +1,6 @@
 """Hand-offs between processes: what goes well, and every way in which they fail."""
 
+import errno
 import logging
 import os
 import signal
@@ -16,8 +17,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer import reader, shared, wire  # noqa: E402
+from cleave_worker.transfer.holds import Held, Holds  # noqa: E402
 from cleave_worker.transfer.identity import HandOff, Layout, Reason, RefusedError  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
+from cleave_worker.transfer.owner import Owner  # noqa: E402
 
 from owner_process import BLOCKS, LAYERS, LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
 
@@ -342,6 +345,30 @@ def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
         connection.send(pull, BOUND_S)
         assert isinstance(connection.receive(BOUND_S), wire.Grant)
     until(lambda: owner.tell("freed")["held"] == 0)
+
+
+def test_an_owner_that_could_not_accept_a_reader_serves_the_next(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "too many open files")]
+
+    def scarce(listening: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    holds = Holds(BOUND_S, BOUND_S)
+    holds.hold("r", Held(1, "d", (3,)))
+    owner = Owner(kept_as("boot-p", caches(1000)), holds, (), 0, BOUND_S)
+    engine = engines()
+    try:
+        hand_off = HandOff("boot-p", "r", 1, "d", 4, (("127.0.0.1", owner.port),))
+        assert engine.pull(hand_off, [3]) is Way.GLOO
+    finally:
+        owner.close()
+    assert not failures
+    assert engine.values(3) == written(3)
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 from cleave.metrics import logs
 from cleave.rpc.discovery import ENV as AGENTS_ENV
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.scheduling.terms import Role, Terms, TermsError
+from cleave_worker.scheduling.terms import ROLES, Role, Terms, TermsError
 from cleave_worker.scheduling.terms import parse as parse_terms
-
-ROLES = {
-    "prefill": agent_pb2.ROLE_PREFILL,
-    "decode": agent_pb2.ROLE_DECODE,
-    "mixed": agent_pb2.ROLE_MIXED,
-}
-"""Role names of command lines and resources."""
 
 CONNECTORS = ("nixl", "cleave")
 """Names of KV connectors on command lines."""

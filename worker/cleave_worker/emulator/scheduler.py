@@ -22,7 +22,7 @@ from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.sequence import Finish, Sequence, State
 from cleave_worker.scheduling import terms
 from cleave_worker.scheduling.admitting import Admitting, Lengths
-from cleave_worker.scheduling.terms import Terms
+from cleave_worker.scheduling.terms import Terms, find_limit
 from cleave_worker.scheduling.window import Window
 
 
@@ -90,10 +90,9 @@ class Scheduler:
     def follow(self, terms: Terms) -> None:
         """Schedule like this from the next pass on; what runs goes on running."""
         self._terms = terms
-        self._max_num_seqs = terms.max_num_seqs or self.limits.max_num_seqs
-        self._max_num_seqs = min(self._max_num_seqs, self.limits.max_num_seqs)
-        self._max_tokens = terms.max_num_batched_tokens or self.limits.max_num_batched_tokens
-        self._max_tokens = min(self._max_tokens, self.limits.max_num_batched_tokens)
+        limits = self.limits
+        self._max_num_seqs = find_limit(terms.max_num_seqs, limits.max_num_seqs)
+        self._max_tokens = find_limit(terms.max_num_batched_tokens, limits.max_num_batched_tokens)
         self._window.follow(terms.order, terms.prefill_sched_batch)
 
     @property

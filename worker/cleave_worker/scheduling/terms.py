@@ -15,11 +15,12 @@ from cleave.rpc.v1 import agent_pb2
 
 Role: TypeAlias = "agent_pb2.Role.ValueType"
 
-_ROLES: dict[str, Role] = {
+ROLES: dict[str, Role] = {
     "prefill": agent_pb2.ROLE_PREFILL,
     "decode": agent_pb2.ROLE_DECODE,
     "mixed": agent_pb2.ROLE_MIXED,
 }
+"""Role names of command lines and resources."""
 
 
 class TermsError(ValueError):
@@ -55,6 +56,11 @@ DEFAULT = Terms()
 """First come first served, whoever fits."""
 
 
+def find_limit(stated: int, started: int) -> int:
+    """A limit of the terms, never above what the engine was `started` with; 0 states none."""
+    return min(stated or started, started)
+
+
 def parse(text: str) -> dict[Role, Terms]:
     """Terms by role from JSON: {"prefill": {"order": "sjf", ...}, ...}. Raises TermsError."""
     try:
@@ -65,9 +71,9 @@ def parse(text: str) -> dict[Role, Terms]:
         raise TermsError("is not a JSON object with a role for each name")
     found: dict[Role, Terms] = {}
     for role, values in stated.items():
-        if role not in _ROLES or not isinstance(values, dict):
-            raise TermsError(f"{role}: must be one of {', '.join(_ROLES)}, with an object")
-        found[_ROLES[role]] = _read(role, values)
+        if role not in ROLES or not isinstance(values, dict):
+            raise TermsError(f"{role}: must be one of {', '.join(ROLES)}, with an object")
+        found[ROLES[role]] = _read(role, values)
     return found
 
 

@@ -7,6 +7,7 @@ told in holds.py; what is refused, and why, in identity.py.
 import logging
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _IDLE_S = 120.0
 _APPEAR_S = 10.0
 """From a hand-off in an answer to the engine's next step, which says that it is held."""
 _MAX_READERS = 256
+_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,12 @@ class Owner:
         while not self._closed:
             try:
                 connected, _ = self._listening.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not self._closed:
+                    # No file descriptors, say: those who read now will give theirs back.
+                    _log.warning("cannot accept a reader of KV: %s", error)
+                    time.sleep(_PAUSE_S)
+                continue
             if len(self._wires) >= _MAX_READERS:
                 connected.close()
                 continue

@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from cleave.policy.admission import is_spared
 from cleave_worker.scheduling import terms
 from cleave_worker.scheduling.admitting import Admitting, Lengths
-from cleave_worker.scheduling.terms import Terms
+from cleave_worker.scheduling.terms import Terms, find_limit
 from cleave_worker.scheduling.terms_page import ENV, TermsPage
 from cleave_worker.scheduling.window import Window
 
@@ -113,10 +113,10 @@ class _Following(Scheduler):
     def follow(self, terms: Terms) -> None:
         """Schedule like this from the next pass on; what runs goes on running."""
         self._terms = terms
-        self.max_num_scheduled_tokens = min(
-            terms.max_num_batched_tokens or self._started_tokens, self._started_tokens
+        self.max_num_scheduled_tokens = find_limit(
+            terms.max_num_batched_tokens, self._started_tokens
         )
-        self.max_num_active_reqs = min(terms.max_num_seqs or self._started_seqs, self._started_seqs)
+        self.max_num_active_reqs = find_limit(terms.max_num_seqs, self._started_seqs)
         self.scheduler_config.long_prefill_token_threshold = (
             terms.long_prefill_token_threshold or self._started_threshold
         )
