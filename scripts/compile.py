@@ -80,7 +80,7 @@ def compile_into(folder: Path) -> None:
 def settle(source: str) -> str:
     """Say of a module's names that they stay what they are: no dictionary is asked for them then.
 
-    Those of types are left alone, which begin with one capital.
+    Left alone are those of types, which begin with one capital, and of tuples over several lines.
     """
     settled = _NAME.sub(r"\1: Final = ", source)
     if settled == source:

@@ -40,9 +40,8 @@ class Siblings:
         """Of all together, as agents count routers."""
         self.parent = parent
         self._folder = folder
-        self._is_mute = False
-        """Its counts could not be written; it has been said."""
         self._has_warned = False
+        """Its counts could not be written; it has been said."""
         self._books = make_table(count)
         self.accounts = SharedTable(MAX_TENANTS, count, own=1, common=4)
         """Of tenants."""

@@ -17,7 +17,7 @@ class UnknownModel(RouterError):  # noqa: N818 - names the condition, as callers
 
 
 class NoInstance(RouterError):  # noqa: N818
-    """The model is known and no instance may take the request now; the reason is one sentence."""
+    """Nothing may take the request now, or has answered so far; the reason is one sentence."""
 
 
 class QueueFull(RouterError):  # noqa: N818
