@@ -7,6 +7,7 @@ import pytest
 
 from cleave.policy.dispatch import Policy
 from cleave.policy.prefixes import BLOCK_BYTES, TOKENS_PER_BLOCK
+from cleave.router.chooser import Cached
 from cleave.router.directory import Directory
 from cleave.router.errors import NoInstance
 from cleave.router.router import Phase, Router, Rules
@@ -332,3 +333,38 @@ def test_cells_of_a_fleet_that_states_none_do_not_matter(routed) -> None:
     router.directory.refresh(router.directory.instances["d1"])
     pick = router.pick("m", 100)
     assert (names(pick), pick.reason) == (("p1", "d2"), "disaggregated")
+
+
+CACHED = Cached("p2-boot", 300)
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_prompt_that_was_computed_before_goes_back_whatever_the_policy(routed, policy) -> None:
+    router = routed(policy, **FOUR)
+    assert prefills(router, 3, cached=Cached("p2-boot", 100_000)) == {"p2": 3}
+
+
+def test_going_back_is_worth_as_many_tokens_of_queue_as_are_cached_there(routed) -> None:
+    router = routed(Policy.PENDING_TOKENS, **FOUR)
+    waits = router.pick("m", 301, avoid={"p1"})
+    assert prefills(router, 1, cached=CACHED) == {"p1": 1}
+    router.release(waits)
+    router.pick("m", 299, avoid={"p1"})
+    assert prefills(router, 1, cached=CACHED) == {"p2": 1}
+
+
+def test_only_what_is_not_cached_is_entered_in_the_books(routed) -> None:
+    router = routed(Policy.PENDING_TOKENS, **FOUR)
+    router.pick("m", 340, cached=CACHED)
+    assert router.directory.instances["p2"].ledger.prompt.own == 40
+
+
+@pytest.mark.parametrize("avoid", [{"p2"}, {"p2", "d1"}])
+def test_nobody_goes_back_to_an_instance_that_is_avoided(routed, avoid) -> None:
+    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    assert prefills(router, 2, cached=CACHED, avoid=avoid) == {"p1": 2}
+
+
+def test_an_engine_that_was_started_again_has_nothing_cached(routed) -> None:
+    router = routed(Policy.SHORTEST_WAIT, p1="prefill", p2="prefill", d1="decode")
+    assert prefills(router, 2, cached=Cached("p2-boot-before", 300)) == {"p1": 1, "p2": 1}

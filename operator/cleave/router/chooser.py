@@ -8,6 +8,7 @@ never among it, and one in doubt only when all are.
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,10 +56,17 @@ takes to bring one to another instance."""
 _INF = math.inf
 
 
+class Cached(NamedTuple):
+    """Where a prompt was computed that has to be computed again."""
+
+    boot_id: str
+    tokens: int
+
+
 class Wish:
     """What is known of a request that is to be placed."""
 
-    __slots__ = ("adapter", "hashes", "output_tokens", "prompt_tokens", "session")
+    __slots__ = ("adapter", "cached", "hashes", "output_tokens", "prompt_tokens", "session")
 
     def __init__(
         self,
@@ -67,6 +75,7 @@ class Wish:
         hashes: Sequence[int] = (),
         session: int | None = None,
         adapter: int | None = None,
+        cached: Cached | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
@@ -77,6 +86,7 @@ class Wish:
         """Key of the session it belongs to."""
         self.adapter = adapter
         """Key of the adapter that it keeps to an instance with."""
+        self.cached = cached
 
 
 class Chooser:
@@ -104,20 +114,23 @@ class Chooser:
         session: bytes | None,
         text: bytes | memoryview,
         known: Model,
+        cached: Cached | None,
     ) -> Wish:
         """What this policy looks at, and nothing that it does not."""
         adapter = known.adapter
-        if self._is_by_score and session is None and adapter is None:
+        if self._is_by_score and session is None and adapter is None and cached is None:
             return Wish(prompt_tokens, output_tokens)
         key = to_key(session) if session is not None else None
         # KV that one adapter made is no other's.
         hashes = hash_blocks(text, adapter or 0) if self._policy is Policy.PREFIX_AWARE else ()
         keeps = known.is_crowded and self._policy in _KEEPING_ADAPTERS
-        return Wish(prompt_tokens, output_tokens, hashes, key, adapter if keeps else None)
+        return Wish(prompt_tokens, output_tokens, hashes, key, adapter if keeps else None, cached)
 
     def count_cached(self, instance: Instance, wish: Wish) -> int:
         """Tokens of the prompt that the instance has probably computed before."""
         boot = instance.target.boot_id
+        if wish.cached is not None and wish.cached.boot_id == boot:
+            return min(wish.cached.tokens, wish.prompt_tokens)
         for count, holders in self._index.find(wish.hashes):
             if boot in holders:
                 return min(count * TOKENS_PER_BLOCK, wish.prompt_tokens)
@@ -137,7 +150,7 @@ class Chooser:
     def choose_pair(self, board: Board, uses: "Board | Uses", wish: Wish) -> tuple[int, int]:
         """(prefill slot, decode slot), or (NONE, slot): both phases there."""
         cells = board.cells
-        plain = wish.session is None and wish.adapter is None
+        plain = wish.session is None and wish.adapter is None and wish.cached is None
         if self._is_by_score and plain and not board.is_shared and cells is None:
             choose = choose_pair_of_few if len(board.instances) <= FEW else choose_pair
             return choose(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
@@ -158,6 +171,17 @@ class Chooser:
 
     def find_for_prompt(self, board: Board, scores: Scores, wish: Wish) -> int:
         """Who computes a prompt that somebody else decodes."""
+        slot = self._find_for_new(board, scores, wish)
+        if wish.cached is None or slot == NONE:
+            return slot
+        # As `find_kept` weighs it: it may wait for as many tokens as need not be computed there.
+        home = board.boots.get(wish.cached.boot_id, NONE)
+        if home == NONE or scores[home] == _INF:
+            return slot
+        queues = board.pending_prompt
+        return home if queues[home] <= queues[slot] + wish.cached.tokens else slot
+
+    def _find_for_new(self, board: Board, scores: Scores, wish: Wish) -> int:
         if not scores.size:
             return NONE
         if wish.session is not None:

@@ -28,7 +28,7 @@ from cleave.policy.lengths import ConditionalMean, Predictor
 from cleave.policy.packing import GAMMA, weigh_context
 from cleave.router.board import Board
 from cleave.router.boards import count_todo, find_slots, is_busy
-from cleave.router.chooser import Chooser, Wish, close
+from cleave.router.chooser import Cached, Chooser, Wish, close
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance
 from cleave.router.instance import Contact, Instance, Ledger, Target
@@ -170,6 +170,7 @@ class Router:
         prefill_lost: bool = False,
         session: bytes | None = None,
         text: bytes | memoryview = b"",
+        cached: Cached | None = None,
     ) -> Pick:
         """Place one request and enter it in the books.
 
@@ -177,7 +178,7 @@ class Router:
         split. `avoid`: instances that it was lost on; `doubt`: those that refused it, taken only
         before giving up on their role. `prefill_lost`: a prefill attempt of it was lost. `session`:
         requests with the same one go to the same instance where that costs little. `text`: of the
-        prompt, for policies that know what is cached.
+        prompt, for policies that know what is cached. `cached`: it was computed there before.
         Raises UnknownModel and NoInstance.
         """
         known = self.directory.models.get(model)
@@ -185,7 +186,7 @@ class Router:
             raise self.directory.miss(model)
         avoids = [{*avoid, *doubt}, avoid] if doubt else [avoid]
         predicted = self.lengths.predict(prompt_tokens, output_tokens)
-        wish = self._chooser.make_wish(prompt_tokens, predicted, session, text, known)
+        wish = self._chooser.make_wish(prompt_tokens, predicted, session, text, known, cached)
         prefill, decode, reason = self._place(model, known, wish, single, avoids, prefill_lost)
         picked = Pick(prefill, decode, reason, prompt_tokens, predicted)
         self._enter(picked, prefill, decode, wish)
@@ -361,7 +362,7 @@ class Router:
         first = decode if prefill is None else prefill
         first.ledger.last_turn = decode.ledger.last_turn = self._turn
         todo = wish.prompt_tokens
-        if wish.hashes:
+        if wish.hashes or wish.cached is not None:
             todo = max(todo - self._chooser.count_cached(first, wish), 0)
             self._chooser.note_prompt(first, decode, wish)
             if self._turn % _FORGET_EVERY == 0:

@@ -10,6 +10,7 @@ import pytest
 from cleave.gateway.engines import health
 from cleave.rpc.v1 import agent_pb2
 
+BLOCK_TOKENS = 16
 NO_PORT = 1
 """Nobody listens there."""
 CHAT = "/v1/chat/completions"
@@ -77,6 +78,18 @@ async def test_the_rest_of_an_answer_is_not_generated_twice(fleet, path) -> None
     read(await stage.ask(ask(path, temperature=0.7), path))
     made = engines["d2"].engine.metrics.generation_tokens
     assert made == STREAM["max_tokens"] - 20
+
+
+@PATHS
+async def test_a_stream_that_goes_on_is_not_computed_anew_where_its_prompt_was(fleet, path) -> None:
+    stage, engines = fleet
+    engines["d1"].engine.faults.drop = 20
+    read(await stage.ask(ask(path), path))
+    sources = [engines[name].engine.metrics.prompt_tokens_by_source for name in ("p1", "p2")]
+    prompt = sum(engines["d1"].engine.metrics.prompt_tokens_by_source.values())
+    computed = sum(each["local_compute"] for each in sources)
+    assert 0 < computed - prompt <= 20 + BLOCK_TOKENS
+    assert sorted(bool(sum(each.values())) for each in sources) == [False, True]
 
 
 @PATHS

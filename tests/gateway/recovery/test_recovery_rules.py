@@ -1,6 +1,7 @@
 """What is left after each failure, as values."""
 
 from cleave.gateway.recovery.recovery import DECODE_BUDGET, PREFILL_BUDGET, Failure, Recovery
+from cleave.router.chooser import Cached
 
 
 def test_prefill_attempts_are_budgeted_then_one_instance_does_it_all() -> None:
@@ -38,3 +39,14 @@ def test_only_a_refused_hand_off_calls_for_one_instance() -> None:
     assert not past.whole
     past.note_decode("d", Failure.STATUS, split=True)
     assert past.whole
+
+
+def test_a_prompt_is_known_to_be_cached_unless_its_hand_off_may_be_to_blame() -> None:
+    for failure in (Failure.STATUS, Failure.HANDOFF, Failure.TIMEOUT):
+        past = Recovery()
+        past.note_prompt("p-boot", 7, failure)
+        assert past.cached is None
+    past.note_prompt("p-boot", 7, Failure.LOST)
+    assert past.cached == Cached("p-boot", 7)
+    past.renew()
+    assert past.cached is not None, "it is still there when another engine is lost"

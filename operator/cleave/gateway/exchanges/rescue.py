@@ -56,7 +56,10 @@ class Rescue:
                 return False
         name = attempt.target.instance
         if attempt.prefill is None:
-            return recovery.note_decode(name, failure, attempt.pick.prefill is not None)
+            prefill = attempt.pick.prefill
+            if prefill is not None:
+                recovery.note_prompt(prefill.boot_id, attempt.prompt_tokens, failure)
+            return recovery.note_decode(name, failure, prefill is not None)
         return recovery.note_prefill(name) or self._context.router.allows_whole(True)
 
     def resume(self, relay: Relay, error: ApiError) -> Ending | None:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cleave.gateway.completion import Completion, find_text
+from cleave.router.chooser import Cached
 from cleave.router.router import Pick, Router
 
 PREFILL_BUDGET = 2
@@ -36,6 +37,10 @@ class Failure(enum.Enum):
     """Nothing more came, from an instance that gave nobody anything."""
 
 
+_GONE = (Failure.LOST, Failure.UNREACHED, Failure.STALL)
+"""The engine's own undoing; with the others the hand-off may have been to blame."""
+
+
 @dataclass(slots=True)
 class Recovery:
     """What a request has been through."""
@@ -50,6 +55,8 @@ class Recovery:
     """Engines lost in the middle of its stream."""
     whole: bool = False
     """Hand-offs have failed it: one instance shall do both phases if the fallback allows."""
+    cached: Cached | None = None
+    """Who computed its prompt, and probably has it still."""
 
     def note_prefill(self, instance: str) -> bool:
         """A prefill attempt failed; whether another is left. If not, `whole` may still be."""
@@ -74,6 +81,11 @@ class Recovery:
         else:
             self.avoid.add(instance)
         return self.decodes_lost <= DECODE_BUDGET
+
+    def note_prompt(self, boot_id: str, tokens: int, failure: Failure) -> None:
+        """A prefill instance has computed so much for it, and its decode attempt failed then."""
+        if failure in _GONE:
+            self.cached = Cached(boot_id, tokens)
 
     def renew(self) -> bool:
         """The stream got on between this loss and the one before; whether it may go on again."""
@@ -117,4 +129,5 @@ def choose(
         prefill_lost=lost,
         session=session,
         text=text,
+        cached=past.cached,
     )
