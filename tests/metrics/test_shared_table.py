@@ -1,7 +1,8 @@
 """Rows of cells in one memory, as several processes see them."""
 
-import os
-import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -56,37 +57,54 @@ def test_cells_of_one_process_are_beside_those_of_the_others(table) -> None:
     assert table.read(row, 0) == (1.0, 0.0, 3.0)
 
 
-def test_another_process_sees_what_is_written_at_once(table) -> None:
-    reading, writing = os.pipe()
-    row = table.claim(b"a")
-    child = os.fork()
-    if not child:
-        try:
+def test_another_process_sees_what_is_written_at_once() -> None:
+    run_forking(
+        """
+        row = table.claim(b"a")
+        child = os.fork()
+        if not child:
             one = table.seen_by(2)
             one.cells[one.own_at(one.claim(b"a"), 0)] = 42.0
             os.write(writing, b"x")
-        finally:
             os._exit(0)
-    assert os.read(reading, 1) == b"x"
-    assert table.read(row, 0) == (0.0, 0.0, 42.0)
-    os.waitpid(child, 0)
-    for end in (reading, writing):
-        os.close(end)
+        assert os.read(reading, 1) == b"x"
+        assert table.read(row, 0) == (0.0, 0.0, 42.0)
+        os.waitpid(child, 0)
+        """
+    )
 
 
-def test_a_lock_that_is_not_given_back_is_not_waited_for_long(table) -> None:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        with table._locked():
-            os.write(writing, b"x")
-            signal.pause()
-    try:
+def test_a_lock_that_is_not_given_back_is_not_waited_for_long() -> None:
+    run_forking(
+        """
+        child = os.fork()
+        if not child:
+            with table._locked():
+                os.write(writing, b"x")
+                signal.alarm(30)
+                signal.pause()
         assert os.read(reading, 1) == b"x"
         assert table.seen_by(0).claim(b"a") is None
-    finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert table.seen_by(0).claim(b"a") is not None
-    for end in (reading, writing):
-        os.close(end)
+        assert table.seen_by(0).claim(b"a") is not None
+        """
+    )
+
+
+def run_forking(script: str) -> None:
+    """In a process of one thread, as gateways fork: others' threads may hold locks for ever."""
+    subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script)], check=True, timeout=60
+    )
+
+
+PRELUDE = """
+import os
+import signal
+
+from cleave.metrics.shared_table import SharedTable
+
+table = SharedTable(4, 3, own=2, common=2)
+reading, writing = os.pipe()
+"""
