@@ -9,6 +9,7 @@ from cleave.planner.bench import to_draft
 from cleave.planner.plan import Answer, Plan
 from cleave.planner.problem import Problem
 from cleave.planner.queueing import QueueingError, mean_ttft_inter_op_ms
+from cleave.planner.recovering import weigh_checkpoints
 from cleave.planner.scaling import ScalingError, WorkerSize
 from cleave.planner.words import (
     milliseconds,
@@ -90,6 +91,7 @@ def _found(problem: Problem, answer: Answer) -> Iterator[Fact]:
         yield from _engines(plan)
         yield from _formula(problem, plan)
         yield from _aladdin(problem, plan)
+        yield from _recovery(problem, plan)
 
 
 def _engines(plan: Plan) -> Iterator[Fact]:
@@ -145,6 +147,24 @@ def _aladdin(problem: Problem, plan: Plan) -> Iterator[Fact]:
         yield "", f"a minute's requests are too unlike below {number(law.lowest_rate)} req/s"
     else:
         yield "", f"holds above {number(law.lowest_rate)} req/s, where every minute is like another"
+
+
+def _recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
+    """What a loss costs as it is, and with checkpoints (Splitwise, section IV-E)."""
+    found = weigh_checkpoints(problem, plan)
+    if found is None:
+        return
+    one, pause_ms = found.resuming, milliseconds(1e3 * found.pause_s)
+    returned = f"{milliseconds(one.returned_ms)} where its prompt is still cached"
+    anew = f"one stream takes {milliseconds(one.anew_ms)}, {returned}; all of an instance"
+    yield "recovery", f"computed anew, {anew} {pause_ms}"
+    restored = f"{milliseconds(one.restored_ms)} and {milliseconds(1e3 * found.restored_pause_s)}"
+    rate, room = f"{found.link_bytes_per_s / 1e9:.2g} GB/s", f"{found.host_bytes / 1e9:.3g} GB"
+    yield "", f"from checkpoints {restored}; they take {rate} of each GPU's link and {room} of host"
+    pays = (
+        f"pay in GPU time only if an instance is lost every {number(found.even_hours)} h or oftener"
+    )
+    yield "", pays if found.link_share < 1 else "never pay: the link cannot carry them"
 
 
 def _size(gpu: str, size: WorkerSize) -> str:

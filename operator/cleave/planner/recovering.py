@@ -1,0 +1,58 @@
+"""What the loss of a decoding instance of a plan costs, and whether checkpoints of KV would pay.
+
+For `cleave plan --explain`; `perf.recovery` weighs. What is planned for has no losses in it.
+"""
+
+from cleave.api.role import Role
+from cleave.perf.gpu import UnknownGpuError, find
+from cleave.perf.link import Link, LinkKind
+from cleave.perf.recovery import Computing, Keeping, Residents, Weighing, weigh
+from cleave.planner.bench import to_draft
+from cleave.planner.draft import Draft, Group
+from cleave.planner.plan import Plan
+from cleave.planner.problem import Problem
+
+
+def weigh_checkpoints(problem: Problem, plan: Plan) -> Weighing | None:
+    """At the rate that is planned for; None: the GPUs are in no catalogue, as emulated ones."""
+    draft = to_draft(problem, plan.pools, plan.algorithm)
+    decoding = _group(draft, Role.DECODE)
+    try:
+        gpu = find(decoding.instance.candidate.supply.gpu)
+    except UnknownGpuError:
+        return None
+    size = decoding.instance.candidate.parallelism
+    keeping = Keeping(
+        link=Link(LinkKind.PCIE, gpu.pcie_gbps),
+        token_bytes=problem.shape.kv_bytes_on_gpu(size.tensor, size.pipeline),
+        gpus=size.gpus,
+        block_tokens=problem.policies.kv_block_size,
+        memory_gb_per_s=gpu.memory_gbps,
+    )
+    return weigh(_computing(draft), _residents(problem, plan, draft, decoding), keeping)
+
+
+def _residents(problem: Problem, plan: Plan, draft: Draft, decoding: Group) -> Residents:
+    begun_per_s = problem.rate / (decoding.replicas * draft.copies)
+    output = problem.demand.mean_output_tokens
+    stream_s = output * plan.prediction.tpot_ms.p50 / 1e3
+    return Residents(
+        streams=begun_per_s * stream_s,
+        prompt_tokens=problem.demand.mean_prompt_tokens,
+        made_tokens=output / 2,
+        begun_per_s=begun_per_s,
+    )
+
+
+def _computing(draft: Draft) -> Computing:
+    """Prefill instances, or the mixed ones that are left."""
+    group = _group(draft, Role.PREFILL)
+    instances = group.replicas * draft.copies
+    left = instances if group.role is Role.PREFILL else max(instances - 1, 1)
+    return Computing(group.instance.engine.timing, group.instance.candidate.gpus, left)
+
+
+def _group(draft: Draft, role: Role) -> Group:
+    """Of this role, or the mixed one."""
+    groups = {group.role: group for group in draft.groups}
+    return groups.get(role) or groups[Role.MIXED]
