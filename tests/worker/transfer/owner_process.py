@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cleave_worker.transfer import owner as owner_module
-from cleave_worker.transfer.holds import Held, Holds
+from cleave_worker.transfer.holds import Begun, Held, Holds
 from cleave_worker.transfer.identity import HandOff, Layout, prompt_digest
 from cleave_worker.transfer.memory import register
 from cleave_worker.transfer.owner import Kept, Owner
@@ -88,6 +88,10 @@ def main() -> None:
             case "hold":
                 blocks = tuple(order["blocks"])
                 holds.hold(order["id"], Held(order["epoch"], order["digest"], blocks))
+                say({})
+            case "begin":
+                begun = Begun(1, order["digest"], order["num_blocks"], order["name"])
+                holds.begin(order["id"], begun)
                 say({})
             case "freed":
                 say({"freed": sorted(holds.take_freed()), "held": holds.num_held})

@@ -275,7 +275,7 @@ def test_an_owner_that_stands_still_costs_a_bounded_time(
     owner, engine = start_owner(), engines(way)
     engine.pull(owner.hold("first", PROMPT, [3]), [3])
     hand_off = owner.hold("r", PROMPT, [4])
-    monkeypatch.setattr(reader, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(reader, "ANSWER_S", 0.3)
     os.kill(owner.process.pid, signal.SIGSTOP)
     until(lambda: states_of(owner.process.pid) == {"T"})
     assert engine.refused(hand_off, [4]) is Reason.TIME_OUT

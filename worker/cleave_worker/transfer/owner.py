@@ -19,6 +19,7 @@ from cleave_worker.transfer.holds import Holds
 from cleave_worker.transfer.identity import Layout, Reason, RefusedError
 from cleave_worker.transfer.link import LinkError, TwoSided, Way
 from cleave_worker.transfer.memory import Memory, Plane, spans_of
+from cleave_worker.transfer.progress import Piece
 from cleave_worker.transfer.shared import SharedRegion
 
 _log = logging.getLogger(__name__)
@@ -135,8 +136,12 @@ class _Session:
     def answer(self, message: wire.Message) -> None:
         """Do what a reader asks. Raises WireError when that makes no sense."""
         match message:
+            case wire.Pull() if message.num_planes:
+                self._pull_piece(message)
             case wire.Pull():
                 self._pull(message)
+            case wire.Follow():
+                self._follow(message)
             case wire.Release():
                 self._read = None
                 held = self._holds.release(message.request_id, message.epoch)
@@ -165,17 +170,42 @@ class _Session:
             self._refuse(refused)
             return
         self._read = (pull.request_id, pull.epoch)
-        kept = self._kept
-        sums = checksums(kept.memory, kept.planes, blocks) if pull.checksums else ()
-        self._wire.send(wire.Grant(blocks, sums), _ANSWER_S)
-        if pull.send:
-            self._send(blocks)
+        self._give(pull, blocks, self._kept.planes)
 
-    def _send(self, blocks: Sequence[int]) -> None:
+    def _pull_piece(self, pull: wire.Pull) -> None:
+        """Whose reader follows it on a connection of its own, and releases it there."""
+        piece = Piece(pull.first_block, pull.num_blocks, pull.first_plane, pull.num_planes)
+        try:
+            blocks = self._holds.look(pull.request_id, pull.epoch, pull.prompt_digest, piece)
+        except RefusedError as refused:
+            self._refuse(refused)
+            return
+        planes = self._kept.planes[pull.first_plane : pull.first_plane + pull.num_planes]
+        self._give(pull, blocks, planes)
+
+    def _follow(self, follow: wire.Follow) -> None:
+        again = self._read is not None
+        try:
+            news = self._holds.follow(
+                follow.name, follow.prompt_digest, follow.seen, _APPEAR_S, again=again
+            )
+        except RefusedError as refused:
+            self._refuse(refused)
+            return
+        self._read = (news.request_id, news.epoch)
+        self._wire.send(wire.News(*news), _ANSWER_S)
+
+    def _give(self, pull: wire.Pull, blocks: Sequence[int], planes: Sequence[Plane]) -> None:
+        sums = checksums(self._kept.memory, planes, blocks) if pull.checksums else ()
+        self._wire.send(wire.Grant(tuple(blocks), sums), _ANSWER_S)
+        if pull.send:
+            self._send(blocks, planes)
+
+    def _send(self, blocks: Sequence[int], planes: Sequence[Plane]) -> None:
         if self._link is None:
             raise wire.WireError("no link to send over")
         try:
-            self._link.send(spans_of(self._kept.planes, blocks), self._transfer_s)
+            self._link.send(spans_of(planes, blocks), self._transfer_s)
         except LinkError as error:
             raise wire.WireError(str(error)) from error
 

@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -18,19 +18,23 @@ from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
 from cleave_worker.transfer.link import LinkError, Meter, OneSided, TwoSided, Way
 from cleave_worker.transfer.memory import moves, spans_of
 from cleave_worker.transfer.owner import Kept, checksums
+from cleave_worker.transfer.progress import Piece
 from cleave_worker.transfer.shared import SharedMemory
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 _BEAT_S = 2.0
 """For one owner; a dead one must not keep the others' heartbeats waiting."""
-_ANSWER_S = 20.0
+ANSWER_S = 20.0
 """The owner may first wait for its engine's word, see owner.py."""
 _MAX_OWNERS = 64
 _BROKEN = (Reason.LOST, Reason.TIME_OUT, Reason.LAYOUT, Reason.MALFORMED)
 """After these nobody knows what the owner does; closing the connection makes it free the blocks."""
 
-_Answer = TypeVar("_Answer", wire.Welcome, wire.Met, wire.Grant, wire.Released)
+_ALL = slice(0, None)
+"""Planes, where a prompt comes in one piece."""
+
+_Answer = TypeVar("_Answer", wire.Welcome, wire.Met, wire.News, wire.Grant, wire.Released)
 
 
 class Reader:
@@ -63,18 +67,19 @@ class Reader:
             raise RefusedError(Reason.PROMPT, "handed off for other tokens")
         if hand_off.boot_id == self._kept.boot_id:
             raise RefusedError(Reason.BOOT, "an engine cannot pull from itself")
-        pair = self._pair(hand_off)
-        try:
-            return pair.pull(hand_off, first, blocks)
-        except RefusedError as refused:
-            if refused.reason in _BROKEN:
-                self._forget(hand_off, pair)
-            raise
+        return self._use(hand_off, lambda pair: pair.pull(hand_off, first, blocks))
+
+    def pull_piece(self, hand_off: HandOff, piece: Piece, blocks: Sequence[int]) -> Way:
+        """Fill some planes of own `blocks` with a piece of what is followed (follower.py).
+
+        Whoever follows it asks in the end whether it was held all the time. Raises RefusedError.
+        """
+        return self._use(hand_off, lambda pair: pair.pull_piece(hand_off, piece, blocks))
 
     def decline(self, hand_off: HandOff) -> None:
         """Tell the owner that nobody will pull; if it cannot be reached its lease ends anyway."""
         with suppress(RefusedError, wire.WireError, TimeoutError):
-            connection, _ = self._connect(hand_off, _CONNECT_S)
+            connection, _ = self.connect(hand_off, _CONNECT_S)
             try:
                 connection.send(wire.Release(hand_off.request_id, hand_off.epoch), _CONNECT_S)
                 connection.receive(_CONNECT_S)
@@ -86,7 +91,7 @@ class Reader:
         lost = 0
         for group_of_one in _by_owner(hand_offs):
             try:
-                connection, _ = self._connect(group_of_one[0], _BEAT_S)
+                connection, _ = self.connect(group_of_one[0], _BEAT_S)
             except RefusedError:
                 lost += 1
                 continue
@@ -102,6 +107,15 @@ class Reader:
             self._pairs.clear()
         for pair in pairs:
             pair.close()
+
+    def _use(self, hand_off: HandOff, pull: "Callable[[_Pair], Way]") -> Way:
+        pair = self._pair(hand_off)
+        try:
+            return pull(pair)
+        except RefusedError as refused:
+            if refused.reason in _BROKEN:
+                self._forget(hand_off, pair)
+            raise
 
     def _pair(self, hand_off: HandOff) -> "_Pair":
         key = (hand_off.boot_id, *self._address(hand_off))
@@ -125,7 +139,7 @@ class Reader:
             raise RefusedError(Reason.LAYOUT, f"rank {self._rank} has no counterpart there")
         return hand_off.addresses[self._rank]
 
-    def _connect(self, hand_off: HandOff, seconds: float) -> tuple[wire.Wire, wire.Welcome]:
+    def connect(self, hand_off: HandOff, seconds: float) -> tuple[wire.Wire, wire.Welcome]:
         """A greeted connection; each of two steps gets `seconds`. Raises RefusedError."""
         address = self._address(hand_off)
         try:
@@ -134,7 +148,7 @@ class Reader:
             raise RefusedError(Reason.LOST, f"{address[0]}:{address[1]}: {error}") from error
         try:
             hello = wire.Hello(hand_off.boot_id, self._kept.layout)
-            return connection, _exchange(connection, hello, wire.Welcome, seconds)
+            return connection, exchange(connection, hello, wire.Welcome, seconds)
         except BaseException:
             connection.close()
             raise
@@ -167,6 +181,19 @@ class _Pair:
             self._tell(hand_off)
             return self.way
 
+    def pull_piece(self, hand_off: HandOff, piece: Piece, blocks: Sequence[int]) -> Way:
+        """See Reader.pull_piece."""
+        planes = slice(piece.first_plane, piece.first_plane + piece.num_planes)
+        with self._lock:
+            try:
+                grant = self._ask(hand_off, piece.first_block, blocks, planes)
+                self._move(grant, blocks, planes)
+            except LinkError as error:
+                raise RefusedError(Reason.LOST, str(error)) from error
+            self._check(grant, blocks, planes)
+            assert self.way
+            return self.way
+
     def close(self) -> None:
         """Break the connection; a pull that runs ends with an error."""
         connection = self._connection
@@ -176,21 +203,25 @@ class _Pair:
             if link:
                 link.close()
 
-    def _ask(self, hand_off: HandOff, first: int, blocks: Sequence[int]) -> wire.Grant:
+    def _ask(
+        self, hand_off: HandOff, first: int, blocks: Sequence[int], planes: slice = _ALL
+    ) -> wire.Grant:
         fresh = self._connection is None
         if fresh:
             self._open(hand_off)
         try:
-            return self._request(hand_off, first, blocks)
+            return self._request(hand_off, first, blocks, planes)
         except RefusedError as refused:
             if fresh or refused.reason is not Reason.LOST:
                 raise
         # The owner closes connections that are idle for long, or was lost: one more try tells.
         self.close()
         self._open(hand_off)
-        return self._request(hand_off, first, blocks)
+        return self._request(hand_off, first, blocks, planes)
 
-    def _request(self, hand_off: HandOff, first: int, blocks: Sequence[int]) -> wire.Grant:
+    def _request(
+        self, hand_off: HandOff, first: int, blocks: Sequence[int], planes: slice
+    ) -> wire.Grant:
         pull = wire.Pull(
             hand_off.request_id,
             hand_off.epoch,
@@ -199,25 +230,27 @@ class _Pair:
             len(blocks),
             send=self._two_sided is not None,
             checksums=self._reader._check_bytes,
+            first_plane=planes.start,
+            num_planes=(planes.stop or 0) - planes.start,
         )
         grant = self._exchange(pull, wire.Grant)
         if len(grant.blocks) != len(blocks):
             raise RefusedError(Reason.MALFORMED, "another number of blocks was granted")
         return grant
 
-    def _move(self, grant: wire.Grant, blocks: Sequence[int]) -> None:
-        kept = self._reader._kept
+    def _move(self, grant: wire.Grant, blocks: Sequence[int], part: slice = _ALL) -> None:
+        theirs, ours = self._planes[part], self._reader._kept.planes[part]
         seconds = self._reader._transfer_s
-        size = sum(plane.block_bytes for plane in kept.planes) * len(blocks)
+        size = sum(plane.block_bytes for plane in ours) * len(blocks)
         with self._meter.measure(size):
             if self._one_sided:
                 try:
-                    wanted = moves(self._planes, grant.blocks, kept.planes, blocks)
+                    wanted = moves(theirs, grant.blocks, ours, blocks)
                 except ValueError as error:
                     raise RefusedError(Reason.LAYOUT, str(error)) from error
                 self._one_sided.read(wanted, seconds)
             elif self._two_sided:
-                self._two_sided.receive(spans_of(kept.planes, blocks), seconds)
+                self._two_sided.receive(spans_of(ours, blocks), seconds)
 
     def _tell(self, hand_off: HandOff) -> None:
         """Log the bandwidth of this pair, each time that ten times as much has come."""
@@ -233,18 +266,21 @@ class _Pair:
         released = self._exchange(release, wire.Released)
         if not released.held:
             raise RefusedError(Reason.LAPSED, "the owner had given the blocks up")
+        self._check(grant, blocks)
+
+    def _check(self, grant: wire.Grant, blocks: Sequence[int], part: slice = _ALL) -> None:
         kept = self._reader._kept
         if self._reader._check_bytes and grant.checksums != checksums(
-            kept.memory, kept.planes, blocks
+            kept.memory, kept.planes[part], blocks
         ):
             raise RefusedError(Reason.CHECKSUM, "other bytes arrived than were sent")
 
     def _exchange(self, message: wire.Message, kind: type[_Answer]) -> _Answer:
         assert self._connection
-        return _exchange(self._connection, message, kind, _ANSWER_S)
+        return exchange(self._connection, message, kind, ANSWER_S)
 
     def _open(self, hand_off: HandOff) -> None:
-        self._connection, welcome = self._reader._connect(hand_off, _CONNECT_S)
+        self._connection, welcome = self._reader.connect(hand_off, _CONNECT_S)
         self._planes = welcome.planes
         self._one_sided = self._two_sided = None
         for way in self._reader._ways:
@@ -270,10 +306,10 @@ class _Pair:
         return True
 
 
-def _exchange(
+def exchange(
     connection: wire.Wire, question: wire.Message, kind: type[_Answer], seconds: float
 ) -> _Answer:
-    """The answer, which must be of this kind. Raises RefusedError."""
+    """The answer to a question, which must be of this kind. Raises RefusedError."""
     try:
         connection.send(question, seconds)
         message = connection.receive(seconds)

@@ -12,6 +12,7 @@ import msgspec
 from cleave_worker.transfer.identity import Layout, Reason
 from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import Plane
+from cleave_worker.transfer.progress import Progress
 from cleave_worker.transfer.shared import SharedRegion
 
 _LENGTH_BYTES = 4
@@ -61,10 +62,32 @@ class Pull(msgspec.Struct, tag=True, frozen=True):
     send: bool
     """Over the two-sided link; False: the reader reads."""
     checksums: bool
+    first_plane: int = 0
+    num_planes: int = 0
+    """0: all, of a prefill that has ended; otherwise a piece of one that the reader follows."""
+
+
+class Follow(msgspec.Struct, tag=True, frozen=True):
+    """Wait for more of a prefill than was seen. Answered by News."""
+
+    name: str
+    prompt_digest: str
+    seen: Progress
+
+
+class News(msgspec.Struct, tag=True, frozen=True):
+    """What the engine calls the request, and how much of it may be pulled."""
+
+    request_id: str
+    epoch: int
+    progress: Progress
 
 
 class Grant(msgspec.Struct, tag=True, frozen=True):
-    """The blocks are the reader's until it releases them, for a bounded time."""
+    """The blocks are the reader's until it releases them, for a bounded time.
+
+    Of a prefill that runs the time begins with its end.
+    """
 
     blocks: tuple[int, ...]
     checksums: tuple[int, ...] = ()
@@ -75,6 +98,7 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
     request_id: str
     epoch: int
+    """0: not known, and the id is the name of a prefill that nobody follows."""
 
 
 class Released(msgspec.Struct, tag=True, frozen=True):
@@ -96,7 +120,20 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-Message = Hello | Welcome | Meet | Met | Pull | Grant | Release | Released | Beat | Refusal
+Message = (
+    Hello
+    | Welcome
+    | Meet
+    | Met
+    | Pull
+    | Follow
+    | News
+    | Grant
+    | Release
+    | Released
+    | Beat
+    | Refusal
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -1,0 +1,56 @@
+"""What is moved while a prompt is computed: everything once, nothing before it is final."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave_worker.transfer.progress import NOTHING, Piece, Progress, missing
+
+PLANES = 4
+
+
+@st.composite
+def prefills(draw: st.DrawFn) -> list[Progress]:
+    """What an owner announces: steps that end at some block, layer by layer or at once."""
+    told, blocks = [NOTHING], 0
+    for size in draw(st.lists(st.integers(0, 5), min_size=1, max_size=5)):
+        if draw(st.booleans()):
+            told += [Progress(blocks, blocks + size, planes) for planes in range(1, PLANES + 1)]
+        blocks += size
+        told.append(Progress(blocks, blocks, 0))
+    return told
+
+
+@given(prefills(), st.data())
+def test_each_plane_of_each_block_is_moved_once_and_only_when_it_is_final(
+    told: list[Progress], data: st.DataObject
+) -> None:
+    total = told[-1].blocks
+    first = data.draw(st.integers(0, total))
+    heard = [one for one in told[:-1] if data.draw(st.booleans())] + told[-1:]
+    have, moved = Progress(first, first, 0), []
+    for one in heard:
+        now = one.within(first, total)
+        for piece in missing(have, now, PLANES):
+            for block in range(piece.first_block, piece.first_block + piece.num_blocks):
+                for plane in range(piece.first_plane, piece.first_plane + piece.num_planes):
+                    assert block < now.blocks or (block < now.coming and plane < now.planes)
+                    moved.append((block, plane))
+        have = now
+    assert sorted(moved) == [
+        (block, plane) for block in range(first, total) for plane in range(PLANES)
+    ]
+
+
+def test_a_reader_that_was_slow_asks_for_few_large_pieces() -> None:
+    assert missing(Progress(2, 6, 1), Progress(9, 12, 3), PLANES) == [
+        Piece(2, 4, 1, 3),
+        Piece(6, 3, 0, 4),
+        Piece(9, 3, 0, 3),
+    ]
+
+
+@pytest.mark.parametrize("now", [Progress(1, 1, 0), Progress(4, 6, 0), Progress(2, 6, 1)])
+def test_what_no_prefill_announces_is_refused(now: Progress) -> None:
+    with pytest.raises(ValueError, match="does not follow"):
+        missing(Progress(2, 6, 2), now, PLANES)
