@@ -184,6 +184,42 @@ def test_whatever_comes_flips_are_bounded_and_both_sides_are_served(
     _check_bounds(manager, hours=manager.now_ms / 3_600_000.0)
 
 
+shares = st.sampled_from([0.0, 0.04, 0.4, 0.8, 1.5, 4.0])
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(shares, shares), min_size=4, max_size=4), st.integers(1, 400))
+def test_nothing_is_missed_by_who_looks_only_when_there_may_be_something_new(
+    loads: list[tuple[float, float]], before_s: int
+) -> None:
+    """Prompts that wait get on; what holds KV stays, and so does who is there."""
+    terms = TERMS._replace(wait_ms=60_000.0)
+    each_second, seldom = Manager(fleet(), terms), Manager(fleet(), terms)
+    for manager in (each_second, seldom):
+        manager.set(0, 1.5)
+        manager.run(before_s)
+    waits_ms = np.array([prompts for prompts, _ in loads]) * terms.wait_ms
+    start_ms, skipped = each_second.now_ms, 0
+    for manager in (each_second, seldom):
+        manager.members["use"] = [decodes * TERMS.full for _, decodes in loads]
+        quiet_until_ms = 0.0
+        while manager.now_ms < start_ms + 600 * SECOND_MS:
+            if manager is seldom and manager.now_ms + 2 * SECOND_MS < quiet_until_ms:
+                manager.now_ms += SECOND_MS
+                skipped += 1
+                continue
+            ahead_ms = start_ms + SECOND_MS - manager.now_ms
+            manager.members["wait_ms"] = (waits_ms + ahead_ms).clip(0) * (waits_ms > 0)
+            if not manager.run():
+                known = manager.members, manager.watch, manager.terms, manager.now_ms
+                quiet_until_ms = pooling.find_next_ms(*known)
+    assert seldom.flips == each_second.flips
+    assert skipped > 0
+    for name in ("role", "since_ms", "stay_ms", "idle_ms"):
+        assert list(seldom.members[name]) == list(each_second.members[name])
+    assert seldom.watch.tolist() == each_second.watch.tolist()
+
+
 def _find_most_flips(hours: float) -> float:
     """What one instance does in so many hours at most.
 

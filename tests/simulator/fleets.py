@@ -92,6 +92,27 @@ def draw_case(seed: int) -> tuple[Fleet, Trace]:
     return fleet, trace
 
 
+def slow_down(fleet: Fleet, factor: float) -> Fleet:
+    """The same with passes that take `factor` times as long."""
+
+    def slow(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
+        return tuple(replace(pool, engine=_slow_engine(pool.engine, factor)) for pool in pools)
+
+    return replace(
+        fleet, prefill=slow(fleet.prefill), decode=slow(fleet.decode), mixed=slow(fleet.mixed)
+    )
+
+
+def _slow_engine(engine: Engine, factor: float) -> Engine:
+    timing = engine.timing
+    slower = replace(
+        timing,
+        prompt_ms=tuple(each * factor for each in timing.prompt_ms),
+        decode_ms=tuple(each * factor for each in timing.decode_ms),
+    )
+    return replace(engine, timing=slower)
+
+
 def _draw_engine(draw: random.Random, tight: bool) -> Engine:
     points = draw.randint(2, 6)
     timing = Timing(

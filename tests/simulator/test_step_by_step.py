@@ -3,7 +3,10 @@
 To look for more, at random: pytest tests/simulator/test_step_by_step.py --hypothesis-profile=long
 """
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from cleave.simulator.outcome import Outcome
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
-from fleets import draw_case, fixed_timing
+from fleets import draw_case, fixed_timing, slow_down
 from step_by_step import Reference
 
 REQUESTS = {
@@ -88,6 +91,47 @@ def test_two_central_queues_may_get_another_head_in_one_pass() -> None:
     fleet = Fleet(*pools, dispatch=Dispatch.LATE)
     compare_case(fleet, trace, "two queues")
     assert simulate(fleet, trace).decode_start_ms[3] == pytest.approx(42.0)
+
+
+@pytest.mark.parametrize("factor", [10.0, 300.0, 3_000.0])
+def test_looks_that_are_left_out_would_have_found_nothing(factor: float) -> None:
+    flips = 0
+    for seed in range(150):
+        fleet, trace = draw_case(seed)
+        if fleet.flipping is None or not (fleet.prefill and fleet.decode):
+            continue
+        # Passes are long as well for some, so that prompts wait through many looks.
+        if seed % 2:
+            fleet = slow_down(fleet, factor)
+        patient = fleet.flipping._replace(rise_ms=2_000.0, calm_ms=9_500.0, idle_ms=40_000.0)
+        fleet = replace(fleet, flipping=patient)
+        few = slice(0, 12)
+        arrival_ms, prompts, outputs = trace.arrival_ms, trace.prompt_tokens, trace.output_tokens
+        sparse = Trace(arrival_ms[few] * factor, prompts[few], outputs[few])
+        compare_case(fleet, sparse, f"{seed}, {factor:g} times as sparse")
+        flips += simulate(fleet, sparse).num_flips
+    assert flips > 0
+
+
+def test_hours_without_events_take_no_time_and_neither_do_times_without_seconds() -> None:
+    script = """
+import numpy as np
+from cleave.policy.pooling import make_terms
+from cleave.simulator.fleet import Engine, Fleet, Pool
+from cleave.simulator.run import simulate
+from cleave.simulator.trace import Trace
+from fleets import fixed_timing
+pool = Pool(Engine(fixed_timing(), 1_000), 2)
+fleet = Fleet((pool,), (pool,), flipping=make_terms(100.0))
+for pause_ms in (1e12, 1e15, 1e17, 1e300):
+    trace = Trace(np.array([0.0, pause_ms]), np.array([5, 5]), np.array([2, 2]))
+    assert not np.isnan(simulate(fleet, trace).end_ms).any()
+slow = Pool(Engine(fixed_timing(1e13, 1e13), 1_000), 2)
+trace = Trace(np.arange(20.0), np.full(20, 5), np.full(20, 2))
+simulate(Fleet((slow,), (slow,), flipping=make_terms(100.0)), trace)
+"""
+    line = [sys.executable, "-c", script]
+    subprocess.run(line, check=True, timeout=120, cwd=Path(__file__).parent)
 
 
 def sort(engine: Engine) -> Engine:

@@ -127,6 +127,29 @@ def decide(members: Members, watch: Watch, terms: Terms, now_ms: float) -> tuple
     return NONE, NONE
 
 
+def find_next_ms(members: Members, watch: Watch, terms: Terms, now_ms: float) -> float:
+    """When `decide` may do or note something else at the soonest, while time alone goes on.
+
+    For who has just heard NONE and need not look each second, as the simulator. Prompts that wait
+    get on; nothing else changes. inf: it will never have more to say.
+    """
+    soonest = math.inf
+    for side in range(2):
+        seen = watch[side]
+        soonest = min(soonest, _find_due(seen["high_ms"] + terms.rise_ms, now_ms))
+        soonest = min(soonest, _find_due(seen["low_ms"] + terms.calm_ms, now_ms))
+    for i in range(len(members)):
+        member = members[i]
+        idle_since_ms = max(member["idle_ms"], member["since_ms"])
+        soonest = min(soonest, _find_due(idle_since_ms + terms.idle_ms, now_ms))
+        soonest = min(soonest, _find_due(member["since_ms"] + member["stay_ms"], now_ms))
+        for share in (0.0, IDLE, RELIEF, 1.0):
+            above_ms = member["wait_ms"] - share * terms.wait_ms
+            if member["wait_ms"] > 0.0 and above_ms >= 0.0:
+                soonest = min(soonest, now_ms + above_ms)
+    return soonest
+
+
 def take(members: Members, slot: int, role: int, now_ms: float) -> None:
     """Note that an instance has taken the role that was decided."""
     member = members[slot]
@@ -160,6 +183,11 @@ def _find_load(member: Members, side: int, terms: Terms) -> float:
     return float(
         member["wait_ms"] / terms.wait_ms if side == PREFILL else member["use"] / terms.full
     )
+
+
+def _find_due(at_ms: float, now_ms: float) -> float:
+    """inf for what was due before; a ms of it is left to rounding."""
+    return at_ms if at_ms > now_ms - 1.0 else math.inf
 
 
 def _note_idle(members: Members, terms: Terms, now_ms: float) -> None:

@@ -1,12 +1,13 @@
 """The pool manager of a simulated fleet: once a second it may change an instance's role. Compiled.
 
 What is hard: a role says where new requests go, and nothing else. What was placed before stays, so
-everything behind dispatch asks which part of a request an instance has, not which role.
+everything behind dispatch asks which part of a request an instance has, not which role. And hours
+may pass between two requests, so looks that cannot find anything new are not taken.
 """
 
 import math
 
-from cleave.policy.pooling import NONE, Terms, decide, take
+from cleave.policy.pooling import NONE, Terms, decide, find_next_ms, take
 from cleave.simulator.completing import interrupt
 from cleave.simulator.layout import State
 from cleave.simulator.routing import score
@@ -16,9 +17,15 @@ from cleave.simulator.tournament import set_next
 PERIOD_MS = 1_000.0
 
 
-def look(state: State, now: float) -> None:
-    """Decide as `policy.pooling` does, and change the role at once."""
+def look(state: State, now: float, until: float) -> bool:
+    """Decide as `policy.pooling` does, and change the role at once; whether one was changed.
+
+    Nothing else happens before `until`.
+    """
     state.look = now + PERIOD_MS
+    if state.look == now:
+        # Some 300,000 years on, floats tell no second from the next.
+        state.look = math.inf
     count = state.num_instances
     seen = members(state, 0, count)
     for i in range(count):
@@ -37,10 +44,15 @@ def look(state: State, now: float) -> None:
         state.min_decode,
     )
     i, role = decide(seen, watch(state, 0, 2), terms, now)
-    if i != NONE:
-        take(seen, i, role, now)
-        state.num_flips += 1
-        _flip(state, i, role, now)
+    if i == NONE:
+        # One look sooner than need be, so that rounding cannot matter.
+        soonest = min(until, find_next_ms(seen, watch(state, 0, 2), terms, now))
+        state.look = max(state.look, (soonest // PERIOD_MS - 1.0) * PERIOD_MS)
+        return False
+    take(seen, i, role, now)
+    state.num_flips += 1
+    _flip(state, i, role, now)
+    return True
 
 
 def _flip(state: State, i: int, role: int, now: float) -> None:

@@ -41,10 +41,11 @@ def run_events(rows: Records) -> None:
         winner = node_at(state, 1).value
         passes = instance_at(state, winner).next
         now = min(min(arrival, delivery), min(hand_off, pull))
-        if state.look <= min(now, passes) < math.inf:
-            look(state, state.look)
-            # Time alone does not thrash.
-            state.events -= 1
+        soonest = min(now, passes)
+        if state.look <= soonest < math.inf:
+            if not look(state, state.look, soonest):
+                # Time alone does not thrash.
+                state.events -= 1
             continue
         if passes < now:
             if instance_at(state, winner).stages > 1 and spin(state, winner, now):
