@@ -9,6 +9,7 @@ import pytest
 
 from cleave.local.tiny_model import build
 
+from bounds import pytest_sessionfinish as pytest_sessionfinish
 from clients_environment import set_up
 from cluster.cluster import Cluster, has_addresses, opened
 

@@ -19,6 +19,7 @@ from cleave.planner.plan import (
     Verdict,
 )
 
+from bounds import pytest_sessionfinish as pytest_sessionfinish
 from doubles import Answering, Clock
 
 # A busy machine is slow, not wrong.
