@@ -109,7 +109,8 @@ class Runner:
                 self._facts.waiting_message = str(error)
                 await self._tell(_waiting(self._pod, self._facts))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._deleted.wait(), _AGAIN_S)
+                    async with asyncio.timeout(_AGAIN_S):
+                        await self._deleted.wait()
                 continue
             self._facts.waiting = self._facts.waiting_message = ""
             return PodLife(spec, self._facts, command, self.place.cores, self._changed.set)

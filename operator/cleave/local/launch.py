@@ -1,4 +1,4 @@
-"""The last step before a pod's process: tie it to the kubelet, place it on its cores, exec.
+"""The last step before a pod's process: tie it to the kubelet, exec.
 
 Run as a script by `process.start` with the standard library alone. What is hard: a fork hook
 (`preexec_fn`) would run Python between fork and exec of a process with gRPC threads and can
@@ -13,7 +13,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main(parent: int, cores: str, argv: list[str]) -> None:
+def main(parent: int, argv: list[str]) -> None:
     """Become `argv`. Exits with 127 when it cannot be executed, as a shell would."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
@@ -21,8 +21,6 @@ def main(parent: int, cores: str, argv: list[str]) -> None:
     # The kubelet may have died before the signal was set.
     if os.getppid() != parent:
         sys.exit("the kubelet is gone")
-    if cores:
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     try:
         os.execvp(argv[0], argv)  # noqa: S606 - the pod's own command, no shell wanted
     except OSError as error:
@@ -31,4 +29,4 @@ def main(parent: int, cores: str, argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -176,7 +176,8 @@ class PodLife:
 
     async def _stopped_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stop.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
         return self._stop.is_set()
 
     def _note(self, **observed: object) -> None:

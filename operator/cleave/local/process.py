@@ -44,7 +44,8 @@ class Process:
             return await self.wait()
         self.terminate()
         try:
-            return await asyncio.wait_for(self.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
         except TimeoutError:
             self.kill()
             return await self.wait()
@@ -78,7 +79,7 @@ def start(argv: Sequence[str], env: Mapping[str, str], cores: frozenset[int], lo
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         child = subprocess.Popen(
-            [*launcher, ",".join(map(str, sorted(cores))), *argv],
+            [*launcher, *argv],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
@@ -87,7 +88,10 @@ def start(argv: Sequence[str], env: Mapping[str, str], cores: frozenset[int], lo
         )
     finally:
         os.close(log_fd)
-    return Process(child)
+    process = Process(child)
+    # From here, not by the launcher: that might undo what is decided in the meantime.
+    process.place(cores)
+    return process
 
 
 def _threads(group: int) -> list[int]:

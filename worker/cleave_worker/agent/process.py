@@ -96,14 +96,16 @@ class EngineProcess:
         # The warden has seen to this, unless somebody killed it; orphans then come to us.
         await asyncio.to_thread(warden.end_children, _SWEEP_SECONDS)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._output), 1.0)
+            async with asyncio.timeout(1.0):
+                await asyncio.shield(self._output)
         return status
 
     async def stop(self) -> None:
         """End it and everything it started, gently first."""
         self._signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.wait(), self._stop_seconds + _SWEEP_SECONDS)
+            async with asyncio.timeout(self._stop_seconds + _SWEEP_SECONDS):
+                await self.wait()
         except TimeoutError:
             self._signal(signal.SIGKILL)
             await self.wait()
