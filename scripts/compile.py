@@ -31,7 +31,7 @@ MODULES = {
     "gateway.front": "client pages",
     "gateway.recovery": "recovery",
     "gateway.stories": "watched",
-    "policy": "books lengths",
+    "policy": "books length_ranges lengths",
     "router": (
         "board boards chooser directory instance router shared_board shared_books shared_router"
     ),

@@ -80,6 +80,10 @@ def cli() -> Lines:
         yield from ("", f"## cleave {name}", "", *_prose(child.help))
         if name in parsers:
             yield from _parser(parsers[name])
+        elif hasattr(child, "commands"):
+            for part, grandchild in child.commands.items():
+                yield from ("", f"### cleave {name} {part}", "", *_prose(grandchild.help))
+                yield from _command(f"cleave {name} {part}", grandchild)
         else:
             yield from _command(f"cleave {name}", child)
 

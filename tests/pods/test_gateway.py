@@ -122,6 +122,14 @@ def test_keys_come_from_a_secret(deployment) -> None:
     assert "--api-keys" not in container(gateway_pod(deployment()))["command"]
 
 
+def test_trained_lengths_come_from_a_config_map(deployment) -> None:
+    pod = gateway_pod(deployment(routing={"lengthsConfigMap": "chat-lengths"}))
+    assert pod["spec"]["volumes"][-1]["configMap"]["name"] == "chat-lengths"
+    mount = container(pod)["volumeMounts"][-1]
+    assert option(container(pod)["command"], "--lengths") == f"{mount['mountPath']}/lengths.json"
+    assert "--lengths" not in container(gateway_pod(deployment()))["command"]
+
+
 def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
     chat = deployment(gateway={"tlsSecret": "chat-tls"})
     made = gateway_deployment(chat)["spec"]["template"]

@@ -132,6 +132,10 @@ class Routing(Shape):
     ) = None
     """Prompts of requests with the same value in this HTTP header go to the same instance, unless
     that makes them wait longer than computing them elsewhere takes; absent: none do."""
+    lengths_config_map: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
+    """ConfigMap whose entry `lengths.json` was made by `cleave lengths train`: foretells how long
+    answers will be, where it was found better than the mean by prompt length that gateways learn.
+    Absent: they go by that mean."""
     fallback: Annotated[Fallback, Field(strict=False)] = Fallback.ALWAYS
     """When a decode instance also computes the prompt. Always: whenever no prefill instance can.
     OnPrefillLoss: only after a prefill instance failed the request. Never: answer 503 instead."""

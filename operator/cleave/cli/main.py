@@ -14,6 +14,7 @@ import typer
 from cleave.cli.demo import demo
 from cleave.cli.down import down
 from cleave.cli.gateway import FORWARDED, gateway
+from cleave.cli.lengths import lengths
 from cleave.cli.logs import logs
 from cleave.cli.operator import operator
 from cleave.cli.plan import plan
@@ -51,6 +52,7 @@ for command in (
     app.command()(command)
 for forwarded in (gateway, operator):
     app.command(context_settings=FORWARDED)(forwarded)
+app.add_typer(lengths, name="lengths")
 
 
 def _print_version(wanted: bool) -> None:

@@ -71,6 +71,9 @@ class GatewayConfig:
     """Which instances a request gets."""
     session_header: str = ""
     """Prompts of requests with the same value in it keep to one instance; empty: none do."""
+    lengths: Path | None = None
+    """A trained classifier of output lengths, used where it is better than what is learnt online;
+    None: there is none."""
     whole_below_tokens: int = 0
     """Prompts up to so long are computed where they are decoded while prefill is busy; 0: none."""
     flipping: Flipping = Flipping.OFF

@@ -31,6 +31,7 @@ from cleave.policy.dispatch import Policy
 from cleave.router.pool_manager import Flipping
 from cleave.router.router import Fallback
 from cleave.rpc.discovery import ENV, DiscoveryError
+from cleave.traffic.length_file import LengthsError
 
 __all__ = ["GatewayConfig", "main", "parse_size", "run"]
 
@@ -62,7 +63,7 @@ def _serve_alone(config: GatewayConfig, siblings: Siblings | None = None) -> int
     try:
         with logs.write_aside(ACCESS) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, siblings))
-    except (DiscoveryError, KeysError, PickerError, TlsError, TracingError) as error:
+    except (DiscoveryError, KeysError, LengthsError, PickerError, TlsError, TracingError) as error:
         log.error("%s", error)
         return 2
     except OSError as error:
@@ -145,6 +146,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             fallback=stated.fallback,
             policy=stated.policy,
             session_header=stated.session_header,
+            lengths=stated.lengths,
             whole_below_tokens=stated.whole_below,
             flipping=stated.flipping,
             min_prefill=stated.min_prefill,
@@ -252,6 +254,13 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         default=default.session_header,
         metavar="NAME",
         help="prompts of requests with the same value in this header keep to one instance",
+    )
+    add(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="made by cleave lengths train: foretells how long answers will be, where it was found "
+        "better than the mean by prompt length",
     )
     add(
         "--whole-below",

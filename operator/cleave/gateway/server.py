@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from cleave.gateway.admission.keys import KeysFile
@@ -29,6 +30,7 @@ from cleave.router.pool_manager import Flip, Flipping, PoolManager
 from cleave.router.router import Router, Rules
 from cleave.router.service import RouterServer
 from cleave.router.shared_router import SharedRouter
+from cleave.traffic import length_file
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, siblings: Siblings | None = None) -> None:
         """`siblings`: of which it is one process.
 
-        Raises KeysError and TlsError when the keys or the certificate cannot be read."""
+        Raises KeysError, LengthsError and TlsError when one of its files cannot be read."""
         directory = Directory(config.policy, siblings.open_books() if siblings else None)
         rules = Rules(
             config.whole_below_tokens,
@@ -62,6 +64,8 @@ class Gateway:
             self._certificate = Certificate(config.tls_certificate, config.tls_key)
         made = SharedRouter if siblings else Router
         router = made(directory, config.fallback, rules)
+        if config.lengths is not None:
+            _foretell_by(config.lengths, router)
         self.context = Context(config, router, self._keys.keys, siblings=siblings)
         self.context.take_up()
         together = (siblings.name, siblings.count) if siblings else ()
@@ -206,3 +210,13 @@ class Gateway:
             context.metrics.waiting = sum(context.door.count_waiting().values())
             context.tell_siblings(now)
             context.sweep_pools(now)
+
+
+def _foretell_by(path: Path, router: Router) -> None:
+    """Let a trained file foretell outputs, if it did better than what the router learns online."""
+    found = length_file.read(path)
+    if found.scores.is_better:
+        router.lengths = found.tree
+        log.info("outputs are foretold by %s: %s", path, found.scores.comparison)
+    else:
+        log.warning("%s is not used: %s", path, found.scores.comparison)

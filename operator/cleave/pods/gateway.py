@@ -35,6 +35,7 @@ _PICKER_SERVICE_PORT = {
 }
 _KEYS = "/etc/cleave/keys"
 _TLS = "/etc/cleave/tls"
+_LENGTHS = "/etc/cleave/lengths"
 
 
 def gateway_pod(
@@ -126,6 +127,8 @@ def _pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
         volumes.append({"name": "keys", "secret": {"secretName": secret, "optional": False}})
     if secret := deployment.spec.gateway.tls_secret:
         volumes.append({"name": "tls", "secret": {"secretName": secret, "optional": False}})
+    if name := deployment.spec.routing.lengths_config_map:
+        volumes.append({"name": "lengths", "configMap": {"name": name, "optional": False}})
     return {
         **pod_defaults(deployment.name),
         "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
@@ -176,6 +179,8 @@ def _container(
         mounts.append({"name": "keys", "mountPath": _KEYS, "readOnly": True})
     if stated.tls_secret:
         mounts.append({"name": "tls", "mountPath": _TLS, "readOnly": True})
+    if routing.lengths_config_map:
+        mounts.append({"name": "lengths", "mountPath": _LENGTHS, "readOnly": True})
     return {
         "name": "gateway",
         "image": stated.image or image("gateway", image_prefix),
@@ -187,6 +192,7 @@ def _container(
             *("--fallback", str(routing.fallback)),
             *("--policy", str(routing.policy)),
             *(("--session-header", routing.session_header) if routing.session_header else ()),
+            *(("--lengths", f"{_LENGTHS}/lengths.json") if routing.lengths_config_map else ()),
             *(("--whole-below", str(whole_below)) if whole_below else ()),
             *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
             *("--late", str(routing.late)),

@@ -4,8 +4,8 @@ engines and by the simulator.
 What is hard: a prediction must not be biased, or the errors of a batch add up instead of cancelling
 out; so it is the plain mean of the outputs that prompts of about this length had, fading slowly.
 
-Source: Aladdin, section 2.3 (conditional average by prompt length). A classifier of length ranges
-(TetriInfer, section 3.3.2) fits the same `Predictor`.
+Source: Aladdin, section 2.3 (conditional average by prompt length). TetriInfer's classifier of
+length ranges is in `length_ranges`.
 """
 
 from typing import Protocol

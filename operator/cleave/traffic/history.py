@@ -71,21 +71,19 @@ def read(path: Path) -> Trace:
     (`arrival_s` or `arrival_ms`, `prompt_tokens`, `output_tokens`). Without a column of arrivals
     all requests arrive at once: lengths alone, for a stated rate. Raises HistoryError.
     """
-    text = _text(path)
-    is_json = path.suffix in _JSON_LINES or text.lstrip()[:1] == "{"
-    table = _json_table(path, text) if is_json else _csv_table(path, text)
-    if not table.rows:
-        raise HistoryError(f"{path}: holds no requests; record some traffic first")
-    if len(table.rows) > MAX_REQUESTS:
-        raise HistoryError(
-            f"{path}: holds {len(table.rows):,} requests; {MAX_REQUESTS:,} can be read: cut it"
-        )
-    prompt, output, arrival = _columns(table)
-    return Trace(
-        _arrivals(table, arrival) if arrival is not None else np.zeros(len(table.rows)),
-        _tokens(table, prompt),
-        _tokens(table, output),
-    )
+    return _trace(_table(path))
+
+
+def read_with(path: Path, *named: Sequence[str]) -> tuple[Trace, list[NDArray[np.int64] | None]]:
+    """The same, and further columns of counts: for each of `named` the first of its names there is.
+
+    Names as they are compared: small letters and digits only. None: no such column; where a request
+    states no count it is 0. Raises HistoryError.
+    """
+    table = _table(path)
+    plain = _plain_names(table)
+    places = [next((plain.index(name) for name in names if name in plain), None) for names in named]
+    return _trace(table), [None if at is None else _stated_counts(table, at) for at in places]
 
 
 def write(path: Path, trace: Trace) -> None:
@@ -102,6 +100,28 @@ def write(path: Path, trace: Trace) -> None:
             file.writelines(f"{arrival},{prompt},{output}\n" for arrival, prompt, output in rows)
     except OSError as error:
         raise HistoryError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _table(path: Path) -> _Table:
+    text = _text(path)
+    is_json = path.suffix in _JSON_LINES or text.lstrip()[:1] == "{"
+    table = _json_table(path, text) if is_json else _csv_table(path, text)
+    if not table.rows:
+        raise HistoryError(f"{path}: holds no requests; record some traffic first")
+    if len(table.rows) > MAX_REQUESTS:
+        raise HistoryError(
+            f"{path}: holds {len(table.rows):,} requests; {MAX_REQUESTS:,} can be read: cut it"
+        )
+    return table
+
+
+def _trace(table: _Table) -> Trace:
+    prompt, output, arrival = _columns(table)
+    return Trace(
+        _arrivals(table, arrival) if arrival is not None else np.zeros(len(table.rows)),
+        _tokens(table, prompt),
+        _tokens(table, output),
+    )
 
 
 def _text(path: Path) -> str:
@@ -160,7 +180,7 @@ def _json_table(path: Path, text: str) -> _Table:
 
 def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
     """Places of prompt and output tokens, and place and unit of arrivals."""
-    plain = ["".join(filter(str.isalnum, name)).lower() for name in table.names]
+    plain = _plain_names(table)
     prompt = next((plain.index(name) for name in PROMPT_NAMES if name in plain), None)
     output = next((plain.index(name) for name in OUTPUT_NAMES if name in plain), None)
     if prompt is None or output is None:
@@ -176,6 +196,10 @@ def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
     # Mooncake's traces say `timestamp` and mean milliseconds.
     is_mooncake = plain[prompt] == "inputlength" and plain[place] == "timestamp"
     return prompt, output, (place, 0.001 if is_mooncake else unit)
+
+
+def _plain_names(table: _Table) -> list[str]:
+    return ["".join(filter(str.isalnum, name)).lower() for name in table.names]
 
 
 def _arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
@@ -215,6 +239,21 @@ def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
         )
         raise table.fault(at, f"{_shown(cells[at])}: no date and time as in line 2") from None
     return np.array([each / timedelta(seconds=1) for each in since])
+
+
+def _stated_counts(table: _Table, place: int) -> NDArray[np.int64]:
+    """0 where nothing is stated."""
+    rows = [[0 if row[place] in (None, "") else row[place]] for row in table.rows]
+    counts = _numbers(table._replace(rows=rows), 0)
+    wrong = np.flatnonzero((counts < 0) | (counts > _MOST_TOKENS) | (counts % 1 != 0))
+    if len(wrong):
+        at = int(wrong[0])
+        raise table.fault(
+            at,
+            f"{table.names[place]} {_shown(table.rows[at][place])}: must be a whole number up to "
+            f"{_MOST_TOKENS:,}; drop or mend the request",
+        )
+    return counts.astype(np.int64)
 
 
 def _tokens(table: _Table, place: int) -> NDArray[np.int64]:

@@ -43,6 +43,8 @@ async def test_a_request_is_a_line(make_stage, lines) -> None:
     assert (line["prefill"], line["decode"], line["reason"]) == ("p", "d", "disaggregated")
     assert (line["prompt_tokens"], line["output_tokens"], line["attempts"]) == (7, 3, 1)
     assert 0 < line["ttft_ms"] <= line["duration_ms"]
+    # What output lengths are learnt from: "MARKER-PROMPT" in quotes, four bytes a token.
+    assert (line["estimated_prompt_tokens"], line["max_tokens"]) == (4, 3)
     assert "error" not in line
 
 

@@ -41,6 +41,8 @@ def describe(story: Story) -> dict[str, str | int | float]:
     if story.first_at:
         told["ttft_ms"] = _to_ms(story.first_at - story.started_at)
     if story.tries:
+        told["estimated_prompt_tokens"] = story.tries[0].pick.prompt_tokens
+        told["max_tokens"] = story.max_tokens
         pick = story.tries[-1].pick
         told["reason"] = pick.reason
         told["prefill"] = pick.prefill.instance if pick.prefill is not None else ""

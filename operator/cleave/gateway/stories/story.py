@@ -81,6 +81,8 @@ class Story:
     """As in the metrics."""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    max_tokens: int = 0
+    """That the client asked for; 0: it has set no limit."""
     span_id: int = field(default_factory=make_span_id)
 
     def fail(self, fault: str, reason: str, now: float) -> None:

@@ -75,6 +75,7 @@ class WatchedExchange(Exchange):
         super().__init__(context, client, path, request_id, body, tenant, session)
         self._listener = listener
         self.story = story
+        story.max_tokens = body.output_tokens
 
     @property
     def way(self) -> str:

@@ -1,0 +1,127 @@
+"""Trains a classifier of output lengths from recorded requests. Called by `cleave lengths train`.
+
+What is hard: gateways estimate prompt tokens from bytes while a trace has counted them, so a tree
+that has seen counts alone splits finer than it will ever see again; counts are blurred as much.
+And requests that arrived late tell how it does later on: the last ones judge what the first taught.
+
+Source: TetriInfer, section 3.3.2.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cleave.traffic import history
+from cleave.traffic.length_file import (
+    FORMAT,
+    GRANULARITIES,
+    LengthFile,
+    LengthsError,
+    Score,
+    Scores,
+)
+from cleave.traffic.length_scores import Answers, Counts, judge
+
+LEAST = 1_000
+"""Requests: fewer tell nothing of the longest tenth."""
+PROMPT_ERROR = 0.2
+"""Usual spread of prompt tokens that are estimated from bytes."""
+
+_TRAINED = 0.7
+"""Share of the trace; the rest judges."""
+_MOST_LEAVES = 64
+_LEAST_IN_LEAF = 100
+_LONGEST = 4_000
+"""Outputs above it are one range."""
+_ESTIMATES = ("estimatedprompttokens",)
+_LIMITS = ("maxtokens", "maxcompletiontokens", "maxoutputtokens")
+_UNJUDGED = Score([0.0] * len(GRANULARITIES), 0.0, 0.0)
+
+
+def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float]:
+    """The requests of a trace that ended by themselves, and how much their prompts were blurred.
+
+    Raises HistoryError and LengthsError.
+    """
+    trace, (estimates, limits) = history.read_with(path, _ESTIMATES, _LIMITS)
+    if estimates is None:
+        prompts, error = _blur(trace.prompt_tokens, prompt_error), prompt_error
+    else:
+        prompts, error = estimates, 0.0
+    if limits is None:
+        limits = np.zeros(len(trace), dtype=np.int64)
+    # Those that were cut tell of the limit, not of the answer; gateways do not learn from them.
+    ended = (limits == 0) | (trace.output_tokens < limits)
+    answers = Answers(prompts[ended], limits[ended], trace.output_tokens[ended])
+    if len(answers) < LEAST:
+        raise LengthsError(
+            f"{path}: {len(answers):,} requests ended before their limit; {LEAST:,} are needed: "
+            "record more traffic"
+        )
+    return answers, error
+
+
+def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
+    """A classifier trained on the first requests of a trace and judged by the last ones.
+
+    Raises HistoryError and LengthsError.
+    """
+    answers, error = read(path, prompt_error)
+    trained = round(_TRAINED * len(answers))
+    found = _fit(answers.part(0, trained))
+    file = LengthFile(
+        format=FORMAT,
+        trace=path.name,
+        trained_on=trained,
+        judged_by=len(answers) - trained,
+        prompt_error=error,
+        scores=Scores(_UNJUDGED, _UNJUDGED, _UNJUDGED),
+        **found,
+    )
+    return msgspec.structs.replace(file, scores=judge(file, answers, trained))
+
+
+def _blur(tokens: Counts, error: float) -> Counts:
+    """As if they had been estimated; the same each time."""
+    factors = np.exp(np.random.default_rng(0).normal(0.0, error, len(tokens)))
+    blurred: Counts = np.maximum(np.rint(tokens * factors), 1).astype(np.int64)
+    return blurred
+
+
+def _fit(answers: Answers) -> dict[str, Any]:
+    """The nodes of a tree, by the file's names."""
+    try:
+        from sklearn.tree import DecisionTreeClassifier
+    except ImportError:
+        raise LengthsError(
+            "scikit-learn is not installed: pip install 'cleave[lengths]' (gateways do not need it)"
+        ) from None
+    asked = np.column_stack([answers.prompt_tokens, answers.limits])
+    outputs = answers.output_tokens
+    classes = np.minimum(outputs, _LONGEST) // GRANULARITIES[0]
+    model = DecisionTreeClassifier(
+        max_leaf_nodes=_MOST_LEAVES, min_samples_leaf=_LEAST_IN_LEAF, random_state=0
+    )
+    tree = model.fit(asked, classes).tree_
+    came = model.decision_path(asked).tocsc()
+    members = [
+        outputs[came.indices[begin:end]]
+        for begin, end in zip(came.indptr[:-1], came.indptr[1:], strict=True)
+    ]
+    is_leaf = tree.children_left < 0
+    return {
+        "features": np.where(is_leaf, 0, tree.feature).tolist(),
+        "thresholds": np.where(is_leaf, 0.0, tree.threshold).tolist(),
+        "below": np.where(is_leaf, 0, tree.children_left).tolist(),
+        "above": np.where(is_leaf, 0, tree.children_right).tolist(),
+        "tokens": [round(float(each.mean()), 1) for each in members],
+        "ranges": [_likeliest(each) for each in members],
+    }
+
+
+def _likeliest(outputs: Counts) -> Sequence[int]:
+    """Number of the range that most are in, by granularity."""
+    return [int(np.bincount(outputs // width).argmax()) for width in GRANULARITIES]
