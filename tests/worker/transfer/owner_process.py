@@ -16,7 +16,7 @@ from cleave_worker.transfer.owner import Kept, Owner
 from cleave_worker.transfer.shared import share
 
 BLOCKS, LAYERS = 16, 3
-LAYOUT = Layout("tiny@main", "float32", 16, 1, 1, LAYERS, 2, 32, "LBHNC")
+LAYOUT = Layout("tiny@main", "float32", 16, LAYERS, 2, 32, "LBHNC")
 
 
 def caches(fill: int) -> list[torch.Tensor]:

@@ -69,7 +69,7 @@ class Decode:
     def __init__(self, *ways: Way, patience_s: float = BOUND_S) -> None:
         self.tensors = caches(0)
         kept = kept_as("boot-d", self.tensors)
-        self.reader = reader.Reader(kept, 0, ways, BOUND_S, check_bytes=True)
+        self.reader = reader.Reader(kept, ways, BOUND_S, check_bytes=True)
         self.follower = follower.Follower(self.reader, LAYERS, patience_s)
         self.pool = ThreadPoolExecutor(4)
 

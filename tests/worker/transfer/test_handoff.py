@@ -21,6 +21,7 @@ from cleave_worker.transfer.holds import Held, Holds  # noqa: E402
 from cleave_worker.transfer.identity import HandOff, Layout, Reason, RefusedError  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
 from cleave_worker.transfer.owner import Owner  # noqa: E402
+from cleave_worker.transfer.shapes import Part, Shape, Source  # noqa: E402
 
 from owner_process import BLOCKS, LAYERS, LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
 
@@ -36,7 +37,7 @@ class Engine:
     def __init__(self, *ways: Way, check_bytes: bool = False, layout: Layout = LAYOUT) -> None:
         self.tensors = caches(0)
         kept = replace(kept_as("boot-d", self.tensors), layout=layout)
-        self.reader = reader.Reader(kept, 0, ways or WAYS, BOUND_S, check_bytes=check_bytes)
+        self.reader = reader.Reader(kept, ways or WAYS, BOUND_S, check_bytes=check_bytes)
 
     def pull(self, hand_off: HandOff, blocks: list[int], first: int = 0) -> Way:
         return self.reader.pull(hand_off, hand_off.prompt_digest, first, blocks)
@@ -339,7 +340,9 @@ def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
     hand_off = owner.hold("r", PROMPT, [3])
     with socket.create_connection(("127.0.0.1", owner.port)) as connected:
         connection = wire.Wire(connected)
-        connection.send(wire.Hello("boot-p", LAYOUT), BOUND_S)
+        source = Source(0, Part(0, LAYERS, 0, 2), 1)
+        hello = wire.Hello("boot-p", LAYOUT, Shape(), source, "boot-d", 0)
+        connection.send(hello, BOUND_S)
         connection.receive(BOUND_S)
         pull = wire.Pull("r", 1, hand_off.prompt_digest, 0, 1, send=False, checksums=False)
         connection.send(pull, BOUND_S)

@@ -20,9 +20,10 @@ def vllm_request() -> ModuleType:
 
 
 def side(boot_id: str) -> Any:
+    from cleave_worker.transfer.shapes import Shape
     from cleave_worker.vllm.kv.scheduler import SchedulerSide
 
-    made = SchedulerSide(boot_id, BLOCK_SIZE, (1, 1))
+    made = SchedulerSide(boot_id, BLOCK_SIZE, Shape(2, (0, 3)))
     made.addresses = (("10.0.0.1", 5601),)
     return made
 
@@ -69,7 +70,9 @@ def test_a_hand_off_says_all_that_the_gateway_and_the_reader_look_at(
         "epoch": 1,
         "num_tokens": 10,
         "addresses": (("10.0.0.1", 5601),),
+        "shape": {"tensor_parallel_size": 2, "stages": (0, 3)},
     }
+    assert (handed["tp_size"], handed["pp_size"]) == (2, 2)
     assert handed["remote_block_ids"] == [[7, 8, 9]]
     assert (handed["remote_engine_id"], handed["remote_request_id"]) == ("boot-p", "r")
     assert (handed["remote_host"], handed["remote_port"]) == ("10.0.0.1", 5601)

@@ -34,7 +34,7 @@ def start() -> Iterator[Callable[..., Any]]:
     def one(boot_id: str, tensors: list[Any], lease_s: float = BOUND_S) -> WorkerSide:
         ways = (Way.SHARED_MEMORY, Way.GLOO)
         settings = Settings(0, ways, lease_s, BOUND_S, check_bytes=True)
-        started.append(WorkerSide(kept_as(boot_id, tensors), 0, settings))
+        started.append(WorkerSide(kept_as(boot_id, tensors), settings))
         return started[-1]
 
     yield one

@@ -37,7 +37,7 @@ class Follower:
         The hand-off is ahead of its prefill. Returns the way that the bytes took, once all of them
         are there and were held all the time. Raises RefusedError.
         """
-        connection, _ = self._reader.connect(hand_off, _CONNECT_S)
+        connection, _ = self._reader.connect(self._reader.counterpart(hand_off), _CONNECT_S)
         try:
             return self._follow(connection, hand_off, prompt_digest, first, blocks)
         finally:

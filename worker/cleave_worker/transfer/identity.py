@@ -11,6 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
+from cleave_worker.transfer.shapes import Shape
+
 _DIGEST_BYTES = 16
 
 
@@ -22,7 +24,7 @@ class Reason(StrEnum):
     BOOT = "boot"
     """The owner was started again since."""
     LAYOUT = "layout"
-    """Another model, type, block size or parallelism."""
+    """Another model, type or block size, or a rank that does not hold what it should."""
     PROMPT = "prompt"
     """KV of other tokens."""
     NOT_HELD = "not_held"
@@ -49,21 +51,23 @@ class RefusedError(Exception):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """How KV lies in an engine's memory; equal on both ends, or nothing is moved."""
+    """How a model's KV lies in blocks; equal on both ends, or nothing is moved.
+
+    How it is spread over ranks may differ: shapes.py.
+    """
 
     model: str
     """Source and revision."""
     dtype: str
     block_size: int
     """Tokens."""
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
     num_layers: int
     """Of the whole model."""
     num_kv_heads: int
+    """The same; 1 with MLA, of which every rank holds all."""
     head_size: int
     arrangement: str
-    """Order of the dimensions inside a block."""
+    """Of the bytes that a block holds of one head."""
 
     def difference(self, other: "Layout") -> str:
         """The first field that differs, with both values; empty: none does."""
@@ -80,11 +84,21 @@ class HandOff(msgspec.Struct, frozen=True):
     boot_id: str
     request_id: str
     epoch: int
-    """Number of the hold within this boot."""
+    """Number of the hold within this boot, from 1; 0: see `ahead`."""
     prompt_digest: str
     num_tokens: int
     addresses: tuple[tuple[str, int], ...]
     """Host and port of each rank of the owner, in the order of ranks."""
+    shape: Shape = Shape()
+    """The owner's."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it was made before the prefill: number, digest and length are not known yet.
+
+        The request id is then a name that the prefill was told too.
+        """
+        return not self.epoch
 
 
 def prompt_digest(token_ids: Iterable[int], kind: str = "") -> str:

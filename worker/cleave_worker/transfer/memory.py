@@ -41,6 +41,11 @@ class Plane:
         """The bytes of blocks that follow each other."""
         return Span(self.region, self.offset + block * self.stride, self.block_bytes * count)
 
+    def part(self, first: int, count: int, of: int) -> "Plane":
+        """The same plane with `count` of the `of` equal parts of each block, from the first on."""
+        size = self.block_bytes // of
+        return Plane(self.region, self.offset + first * size, self.stride, count * size)
+
     @property
     def is_dense(self) -> bool:
         """Whether there is nothing between a block and the next."""

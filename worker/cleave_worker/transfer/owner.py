@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,7 +20,9 @@ from cleave_worker.transfer.identity import Layout, Reason, RefusedError
 from cleave_worker.transfer.link import LinkError, TwoSided, Way
 from cleave_worker.transfer.memory import Memory, Plane, spans_of
 from cleave_worker.transfer.progress import Piece
+from cleave_worker.transfer.shapes import Share, cut
 from cleave_worker.transfer.shared import SharedRegion
+from cleave_worker.transfer.turns import Ask, Turns, Visitor
 
 _log = logging.getLogger(__name__)
 _ANSWER_S = 10.0
@@ -34,7 +36,7 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An engine's KV as it is registered for transfers."""
+    """A rank's KV as it is registered for transfers."""
 
     boot_id: str
     layout: Layout
@@ -42,6 +44,8 @@ class Kept:
     planes: tuple[Plane, ...]
     host: str
     """Own address, which peers can reach."""
+    share: Share = field(default_factory=Share)
+    """Of the model's KV."""
 
 
 class Owner:
@@ -58,6 +62,7 @@ class Owner:
         """Listen on `port`, 0 for a free one. Raises OSError when it is taken."""
         self._kept = kept
         self._holds = holds
+        self._turns = Turns(holds)
         self._shared = tuple(shared)
         self._transfer_s = transfer_s
         self._listening = socket.create_server((kept.host, port), backlog=128)
@@ -94,7 +99,7 @@ class Owner:
             threading.Thread(target=self._serve, args=(one,), name="kv-serve", daemon=True).start()
 
     def _serve(self, one: wire.Wire) -> None:
-        session = _Session(self._kept, self._holds, one, self._transfer_s)
+        session = _Session(self._kept, self._holds, self._turns, one, self._transfer_s)
         try:
             session.greet(self._shared)
             while True:
@@ -113,25 +118,31 @@ class Owner:
 class _Session:
     """One reader's connection."""
 
-    def __init__(self, kept: Kept, holds: Holds, connection: wire.Wire, transfer_s: float) -> None:
+    def __init__(
+        self, kept: Kept, holds: Holds, turns: Turns, connection: wire.Wire, transfer_s: float
+    ) -> None:
         self._kept = kept
         self._holds = holds
+        self._turns = turns
         self._wire = connection
         self._transfer_s = transfer_s
         self._link: TwoSided | None = None
         self._read: tuple[str, int] | None = None
+        self._planes: tuple[Plane, ...] = ()
+        self._visitor = Visitor("", 0, 1)
 
     def greet(self, shared: tuple[SharedRegion, ...]) -> None:
         """Compare boot and layout. Raises RefusedError, after the reader has been told."""
         hello = self._wire.receive(_ANSWER_S)
         if not isinstance(hello, wire.Hello):
             raise wire.WireError("no greeting")
-        kept = self._kept
-        if hello.boot_id != kept.boot_id:
-            self._refuse(RefusedError(Reason.BOOT, f"this is boot {kept.boot_id}"), fatal=True)
-        elif difference := hello.layout.difference(kept.layout):
-            self._refuse(RefusedError(Reason.LAYOUT, difference), fatal=True)
-        self._wire.send(wire.Welcome(kept.planes, shared), _ANSWER_S)
+        try:
+            self._planes = _asked(self._kept, hello)
+        except RefusedError as refused:
+            self._refuse(refused)
+            raise
+        self._visitor = Visitor(hello.reader, hello.rank, hello.source.num_readers)
+        self._wire.send(wire.Welcome(self._planes, shared), _ANSWER_S)
 
     def answer(self, message: wire.Message) -> None:
         """Do what a reader asks. Raises WireError when that makes no sense."""
@@ -144,7 +155,7 @@ class _Session:
                 self._follow(message)
             case wire.Release():
                 self._read = None
-                held = self._holds.release(message.request_id, message.epoch)
+                held = self._turns.release(self._visitor, message.request_id, message.epoch)
                 self._wire.send(wire.Released(held), _ANSWER_S)
             case wire.Beat():
                 self._holds.extend(message.request_ids)
@@ -158,19 +169,19 @@ class _Session:
         if self._link:
             self._link.close()
         if self._read:
-            self._holds.release(*self._read)
+            self._turns.abandon(*self._read)
 
     def _pull(self, pull: wire.Pull) -> None:
-        wanted = slice(pull.first_block, pull.first_block + pull.num_blocks)
+        ask = Ask(
+            pull.request_id, pull.epoch, pull.prompt_digest, pull.first_block, pull.num_blocks
+        )
         try:
-            blocks = self._holds.take(
-                pull.request_id, pull.epoch, pull.prompt_digest, wanted, _APPEAR_S
-            )
+            blocks = self._turns.take(self._visitor, ask, _APPEAR_S)
         except RefusedError as refused:
             self._refuse(refused)
             return
         self._read = (pull.request_id, pull.epoch)
-        self._give(pull, blocks, self._kept.planes)
+        self._give(pull, blocks, self._planes)
 
     def _pull_piece(self, pull: wire.Pull) -> None:
         """Whose reader follows it on a connection of its own, and releases it there."""
@@ -180,7 +191,7 @@ class _Session:
         except RefusedError as refused:
             self._refuse(refused)
             return
-        planes = self._kept.planes[pull.first_plane : pull.first_plane + pull.num_planes]
+        planes = self._planes[pull.first_plane : pull.first_plane + pull.num_planes]
         self._give(pull, blocks, planes)
 
     def _follow(self, follow: wire.Follow) -> None:
@@ -218,10 +229,25 @@ class _Session:
         except (LinkError, RuntimeError) as error:
             raise wire.WireError(str(error)) from error
 
-    def _refuse(self, refused: RefusedError, *, fatal: bool = False) -> None:
+    def _refuse(self, refused: RefusedError) -> None:
         self._wire.send(wire.Refusal(refused.reason, str(refused)), _ANSWER_S)
-        if fatal:
-            raise refused
+
+
+def _asked(kept: Kept, hello: wire.Hello) -> tuple[Plane, ...]:
+    """Where what a reader needs of this rank lies. Raises RefusedError."""
+    share, source = kept.share, hello.source
+    if hello.boot_id != kept.boot_id:
+        raise RefusedError(Reason.BOOT, f"this is boot {kept.boot_id}")
+    if difference := hello.layout.difference(kept.layout):
+        raise RefusedError(Reason.LAYOUT, difference)
+    if (hello.shape, source.rank) != (share.shape, share.rank):
+        raise RefusedError(Reason.LAYOUT, f"this is rank {share.rank} of {share.shape}")
+    if source.part is None:
+        return ()
+    try:
+        return cut(kept.planes, share, source.part, kept.layout.num_kv_heads)
+    except ValueError as error:
+        raise RefusedError(Reason.LAYOUT, str(error)) from error
 
 
 def checksums(memory: Memory, planes: Sequence[Plane], blocks: Sequence[int]) -> tuple[int, ...]:

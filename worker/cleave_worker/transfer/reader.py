@@ -18,6 +18,7 @@ from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
 from cleave_worker.transfer.link import LinkError, Meter, OneSided, TwoSided, Way
 from cleave_worker.transfer.memory import moves, spans_of
 from cleave_worker.transfer.owner import Kept, checksums
+from cleave_worker.transfer.peers import Peer, counterpart, own_planes, peers
 from cleave_worker.transfer.progress import Piece
 from cleave_worker.transfer.shared import SharedMemory
 
@@ -43,7 +44,6 @@ class Reader:
     def __init__(
         self,
         kept: Kept,
-        rank: int,
         ways: Sequence[Way],
         transfer_s: float,
         *,
@@ -51,52 +51,62 @@ class Reader:
     ) -> None:
         """`ways`: which to use, best first; the first that works with an owner serves."""
         self._kept = kept
-        self._rank = rank
         self._ways = tuple(ways)
         self._transfer_s = transfer_s
         self._check_bytes = check_bytes
-        self._pairs: OrderedDict[tuple[str, str, int], _Pair] = OrderedDict()
+        self._pairs: OrderedDict[Peer, _Pair] = OrderedDict()
         self._lock = threading.Lock()
 
     def pull(self, hand_off: HandOff, prompt_digest: str, first: int, blocks: Sequence[int]) -> Way:
         """Fill own `blocks` with the owner's, from its block number `first` of this prompt.
 
-        Returns the way that the bytes took. Raises RefusedError.
+        From as many of its ranks as have a part of what this one holds, each with its own last
+        word. Returns the way that the bytes took. Raises RefusedError.
         """
         if hand_off.prompt_digest != prompt_digest:
             raise RefusedError(Reason.PROMPT, "handed off for other tokens")
         if hand_off.boot_id == self._kept.boot_id:
             raise RefusedError(Reason.BOOT, "an engine cannot pull from itself")
-        return self._use(hand_off, lambda pair: pair.pull(hand_off, first, blocks))
+        found = peers(self._kept, hand_off)
+        needed = [peer for peer in found if peer.source.part]
+        ways = [self._use(peer, lambda pair: pair.pull(hand_off, first, blocks)) for peer in needed]
+        for peer in found:
+            if peer not in needed:
+                self._decline(hand_off, peer)
+        return ways[0]
 
     def pull_piece(self, hand_off: HandOff, piece: Piece, blocks: Sequence[int]) -> Way:
         """Fill some planes of own `blocks` with a piece of what is followed (follower.py).
 
         Whoever follows it asks in the end whether it was held all the time. Raises RefusedError.
         """
-        return self._use(hand_off, lambda pair: pair.pull_piece(hand_off, piece, blocks))
+        peer = self.counterpart(hand_off)
+        return self._use(peer, lambda pair: pair.pull_piece(hand_off, piece, blocks))
+
+    def counterpart(self, hand_off: HandOff) -> Peer:
+        """The one rank of the owner that holds just what this one does.
+
+        Raises RefusedError: there is none, so that nothing can be followed.
+        """
+        return counterpart(self._kept, hand_off)
 
     def decline(self, hand_off: HandOff) -> None:
         """Tell the owner that nobody will pull; if it cannot be reached its lease ends anyway."""
-        with suppress(RefusedError, wire.WireError, TimeoutError):
-            connection, _ = self.connect(hand_off, _CONNECT_S)
-            try:
-                connection.send(wire.Release(hand_off.request_id, hand_off.epoch), _CONNECT_S)
-                connection.receive(_CONNECT_S)
-            finally:
-                connection.close()
+        with suppress(RefusedError):
+            for peer in peers(self._kept, hand_off):
+                self._decline(hand_off, peer)
 
     def beat(self, hand_offs: Iterable[HandOff]) -> int:
-        """Extend the leases of what will be pulled later; the number of owners not reached."""
+        """Extend the leases of what will be pulled later; the number of ranks not reached."""
         lost = 0
-        for group_of_one in _by_owner(hand_offs):
+        for peer, request_ids in self._by_peer(hand_offs).items():
             try:
-                connection, _ = self.connect(group_of_one[0], _BEAT_S)
+                connection, _ = self.connect(peer, _BEAT_S)
             except RefusedError:
                 lost += 1
                 continue
             with suppress(wire.WireError):
-                connection.send(wire.Beat(tuple(one.request_id for one in group_of_one)), _BEAT_S)
+                connection.send(wire.Beat(tuple(request_ids)), _BEAT_S)
             connection.close()
         return lost
 
@@ -108,46 +118,58 @@ class Reader:
         for pair in pairs:
             pair.close()
 
-    def _use(self, hand_off: HandOff, pull: "Callable[[_Pair], Way]") -> Way:
-        pair = self._pair(hand_off)
+    def _decline(self, hand_off: HandOff, peer: Peer) -> None:
+        with suppress(RefusedError, wire.WireError, TimeoutError):
+            connection, _ = self.connect(peer, _CONNECT_S)
+            try:
+                connection.send(wire.Release(hand_off.request_id, hand_off.epoch), _CONNECT_S)
+                connection.receive(_CONNECT_S)
+            finally:
+                connection.close()
+
+    def _by_peer(self, hand_offs: Iterable[HandOff]) -> dict[Peer, list[str]]:
+        found: dict[Peer, list[str]] = {}
+        for hand_off in hand_offs:
+            with suppress(RefusedError):
+                for peer in peers(self._kept, hand_off):
+                    found.setdefault(peer, []).append(hand_off.request_id)
+        return found
+
+    def _use(self, peer: Peer, pull: "Callable[[_Pair], Way]") -> Way:
+        pair = self._pair(peer)
         try:
             return pull(pair)
         except RefusedError as refused:
             if refused.reason in _BROKEN:
-                self._forget(hand_off, pair)
+                self._forget(peer, pair)
             raise
 
-    def _pair(self, hand_off: HandOff) -> "_Pair":
-        key = (hand_off.boot_id, *self._address(hand_off))
+    def _pair(self, peer: Peer) -> "_Pair":
         with self._lock:
-            pair = self._pairs.pop(key, None) or _Pair(self)
-            self._pairs[key] = pair
+            pair = self._pairs.pop(peer, None) or _Pair(self, peer)
+            self._pairs[peer] = pair
             old = self._pairs.popitem(last=False)[1] if len(self._pairs) > _MAX_OWNERS else None
         if old:
             old.close()
         return pair
 
-    def _forget(self, hand_off: HandOff, pair: "_Pair") -> None:
-        key = (hand_off.boot_id, *self._address(hand_off))
+    def _forget(self, peer: Peer, pair: "_Pair") -> None:
         with self._lock:
-            if self._pairs.get(key) is pair:
-                del self._pairs[key]
+            if self._pairs.get(peer) is pair:
+                del self._pairs[peer]
         pair.close()
 
-    def _address(self, hand_off: HandOff) -> tuple[str, int]:
-        if not self._rank < len(hand_off.addresses):
-            raise RefusedError(Reason.LAYOUT, f"rank {self._rank} has no counterpart there")
-        return hand_off.addresses[self._rank]
-
-    def connect(self, hand_off: HandOff, seconds: float) -> tuple[wire.Wire, wire.Welcome]:
+    def connect(self, peer: Peer, seconds: float) -> tuple[wire.Wire, wire.Welcome]:
         """A greeted connection; each of two steps gets `seconds`. Raises RefusedError."""
-        address = self._address(hand_off)
+        kept, address = self._kept, peer.address
+        hello = wire.Hello(
+            peer.boot_id, kept.layout, peer.shape, peer.source, kept.boot_id, kept.share.rank
+        )
         try:
             connection = wire.Wire(socket.create_connection(address, seconds))
         except (OSError, UnicodeError, OverflowError) as error:
             raise RefusedError(Reason.LOST, f"{address[0]}:{address[1]}: {error}") from error
         try:
-            hello = wire.Hello(hand_off.boot_id, self._kept.layout)
             return connection, exchange(connection, hello, wire.Welcome, seconds)
         except BaseException:
             connection.close()
@@ -155,13 +177,16 @@ class Reader:
 
 
 class _Pair:
-    """The connection with one owner, and the link over which its bytes come."""
+    """The connection with one rank of an owner, and the link over which its bytes come."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, peer: Peer) -> None:
+        """Raises RefusedError when own planes have no room for what the peer is asked for."""
         self._reader = reader
+        self._peer = peer
+        self._own = own_planes(reader._kept, peer)
         self._lock = threading.Lock()
         self._connection: wire.Wire | None = None
-        self._planes = reader._kept.planes
+        self._planes = self._own
         self._one_sided: OneSided | None = None
         self._two_sided: TwoSided | None = None
         self.way: Way | None = None
@@ -178,7 +203,7 @@ class _Pair:
             except LinkError as error:
                 raise RefusedError(Reason.LOST, str(error)) from error
             assert self.way
-            self._tell(hand_off)
+            self._tell()
             return self.way
 
     def pull_piece(self, hand_off: HandOff, piece: Piece, blocks: Sequence[int]) -> Way:
@@ -208,7 +233,7 @@ class _Pair:
     ) -> wire.Grant:
         fresh = self._connection is None
         if fresh:
-            self._open(hand_off)
+            self._open()
         try:
             return self._request(hand_off, first, blocks, planes)
         except RefusedError as refused:
@@ -216,7 +241,7 @@ class _Pair:
                 raise
         # The owner closes connections that are idle for long, or was lost: one more try tells.
         self.close()
-        self._open(hand_off)
+        self._open()
         return self._request(hand_off, first, blocks, planes)
 
     def _request(
@@ -239,7 +264,7 @@ class _Pair:
         return grant
 
     def _move(self, grant: wire.Grant, blocks: Sequence[int], part: slice = _ALL) -> None:
-        theirs, ours = self._planes[part], self._reader._kept.planes[part]
+        theirs, ours = self._planes[part], self._own[part]
         seconds = self._reader._transfer_s
         size = sum(plane.block_bytes for plane in ours) * len(blocks)
         with self._meter.measure(size):
@@ -252,13 +277,13 @@ class _Pair:
             elif self._two_sided:
                 self._two_sided.receive(spans_of(ours, blocks), seconds)
 
-    def _tell(self, hand_off: HandOff) -> None:
+    def _tell(self) -> None:
         """Log the bandwidth of this pair, each time that ten times as much has come."""
         meter = self._meter
         if meter.num_bytes > 10 * self._told_at:
             self._told_at = meter.num_bytes
             rate = meter.bytes_per_s / 1e9
-            _log.info("KV of %s comes over %s at %.3f GB/s", hand_off.boot_id, self.way, rate)
+            _log.info("KV of %s comes over %s at %.3f GB/s", self._peer.boot_id, self.way, rate)
 
     def _settle(self, hand_off: HandOff, grant: wire.Grant, blocks: Sequence[int]) -> None:
         """Give the blocks back, learn whether they were held all the time, compare the bytes."""
@@ -269,9 +294,8 @@ class _Pair:
         self._check(grant, blocks)
 
     def _check(self, grant: wire.Grant, blocks: Sequence[int], part: slice = _ALL) -> None:
-        kept = self._reader._kept
         if self._reader._check_bytes and grant.checksums != checksums(
-            kept.memory, kept.planes[part], blocks
+            self._reader._kept.memory, self._own[part], blocks
         ):
             raise RefusedError(Reason.CHECKSUM, "other bytes arrived than were sent")
 
@@ -279,17 +303,19 @@ class _Pair:
         assert self._connection
         return exchange(self._connection, message, kind, ANSWER_S)
 
-    def _open(self, hand_off: HandOff) -> None:
-        self._connection, welcome = self._reader.connect(hand_off, _CONNECT_S)
+    def _open(self) -> None:
+        self._connection, welcome = self._reader.connect(self._peer, _CONNECT_S)
         self._planes = welcome.planes
+        if [one.block_bytes for one in self._planes] != [one.block_bytes for one in self._own]:
+            raise RefusedError(Reason.LAYOUT, "the owner holds other layers, or heads of them")
         self._one_sided = self._two_sided = None
         for way in self._reader._ways:
-            if self._use(way, welcome, hand_off):
+            if self._use(way, welcome):
                 self.way = way
                 return
         raise RefusedError(Reason.LOST, "no way to move KV works with this owner")
 
-    def _use(self, way: Way, welcome: wire.Welcome, hand_off: HandOff) -> bool:
+    def _use(self, way: Way, welcome: wire.Welcome) -> bool:
         kept = self._reader._kept
         try:
             if way is Way.SHARED_MEMORY:
@@ -298,10 +324,10 @@ class _Pair:
                 self._one_sided = SharedMemory(kept.memory, welcome.shared)
             else:
                 met = self._exchange(wire.Meet(way), wire.Met)
-                peer = (self._reader._address(hand_off)[0], met.port)
+                peer = (self._peer.address[0], met.port)
                 self._two_sided = group.join(kept.memory, way, peer, kept.host, _CONNECT_S)
         except LinkError as error:
-            _log.info("%s does not reach %s: %s", way, hand_off.boot_id, error)
+            _log.info("%s does not reach %s: %s", way, self._peer.boot_id, error)
             return False
         return True
 
@@ -322,10 +348,3 @@ def exchange(
     if not isinstance(message, kind):
         raise RefusedError(Reason.LOST, f"{type(message).__name__} in place of {kind.__name__}")
     return message
-
-
-def _by_owner(hand_offs: Iterable[HandOff]) -> list[list[HandOff]]:
-    found: dict[tuple[object, ...], list[HandOff]] = {}
-    for one in hand_offs:
-        found.setdefault((one.boot_id, one.addresses), []).append(one)
-    return list(found.values())

@@ -13,6 +13,7 @@ from cleave_worker.transfer.identity import Layout, Reason
 from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import Plane
 from cleave_worker.transfer.progress import Progress
+from cleave_worker.transfer.shapes import Shape, Source
 from cleave_worker.transfer.shared import SharedRegion
 
 _LENGTH_BYTES = 4
@@ -29,12 +30,21 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     boot_id: str
     """Of the owner that is meant."""
     layout: Layout
+    shape: Shape
+    """The owner's, as the hand-off has it."""
+    source: Source
+    """Which rank is meant, and what this reader needs of it."""
+    reader: str
+    """Boot id of the reader's engine."""
+    rank: int
+    """Of the reader."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The owner is the one that was meant and has the same layout."""
+    """The owner is the one that was meant, has the same layout and what the reader needs."""
 
     planes: tuple[Plane, ...]
+    """Where that lies."""
     shared: tuple[SharedRegion, ...]
     """Empty: its memory cannot be mapped."""
 

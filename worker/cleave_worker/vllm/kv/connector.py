@@ -6,7 +6,6 @@ another boot or memory that somebody else uses now: those are refused, counted a
 """
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cleave_worker.transfer.identity import Layout
 from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import register
 from cleave_worker.transfer.owner import Kept
+from cleave_worker.transfer.shapes import Share
+from cleave_worker.vllm.kv.layout import check, layout_of, shape_of
 from cleave_worker.vllm.kv.metrics import TransferMetrics, Transfers
 from cleave_worker.vllm.kv.orders import Orders, Place
 from cleave_worker.vllm.kv.scheduler import SchedulerSide
@@ -124,14 +125,18 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV is allocated: move it into shared memory if that serves, and start to serve."""
-        config = self._vllm_config
-        memory, planes = register(kv_caches.values(), self._kv_cache_config.num_blocks)
-        kept = Kept(
-            self._boot_id, self._layout(kv_caches.values()), memory, tuple(planes), self._host
-        )
-        rank = get_pp_group().rank_in_group * config.parallel_config.tensor_parallel_size
+        # Ranks of another shape find layers by their numbers.
+        layers = sorted((extract_layer_index(name), name) for name in kv_caches)
+        caches = [kv_caches[name] for _, name in layers]
+        memory, planes = register(caches, self._kv_cache_config.num_blocks)
+        shape = shape_of(self._vllm_config)
+        rank = get_pp_group().rank_in_group * shape.tensor_parallel_size
         rank += get_tp_group().rank_in_group
-        self._worker = WorkerSide(kept, rank, self._settings(memory.regions[0].device))
+        layout = layout_of(self._vllm_config, caches[0])
+        share = Share(shape, rank, tuple(number for number, _ in layers))
+        check(share, layout, caches)
+        kept = Kept(self._boot_id, layout, memory, tuple(planes), self._host, share)
+        self._worker = WorkerSide(kept, self._settings(memory.regions[0].device))
 
     def get_handshake_metadata(self) -> Place | None:
         """Where this rank serves."""
@@ -192,11 +197,10 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         return str(self._kv_transfer_config.get_from_extra_config("host", "127.0.0.1"))
 
     def _scheduler_side(self) -> SchedulerSide:
-        parallel = self._vllm_config.parallel_config
         return SchedulerSide(
             self._boot_id,
             self._vllm_config.cache_config.block_size,
-            (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+            shape_of(self._vllm_config),
         )
 
     def _settings(self, device: torch.device) -> Settings:
@@ -208,21 +212,6 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
             lease_s=float(extra("kv_lease_duration", 30)),
             transfer_s=float(extra("transfer_timeout", 30)),
             check_bytes=bool(extra("checksums", False)),
-        )
-
-    def _layout(self, caches: Iterable[torch.Tensor]) -> Layout:
-        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
-        first = next(iter(caches))
-        return Layout(
-            model=f"{model.model}@{model.revision or ''}",
-            dtype=str(first.dtype),
-            block_size=self._vllm_config.cache_config.block_size,
-            tensor_parallel_size=parallel.tensor_parallel_size,
-            pipeline_parallel_size=parallel.pipeline_parallel_size,
-            num_layers=model.get_total_num_hidden_layers(),
-            num_kv_heads=model.get_total_num_kv_heads(),
-            head_size=model.get_head_size(),
-            arrangement=f"{tuple(first.shape[1:])} {first.stride()[1:]}",
         )
 
     def _told_scheduler(self) -> SchedulerSide:

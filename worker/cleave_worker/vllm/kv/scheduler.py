@@ -13,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from cleave_worker.transfer.holds import Held
 from cleave_worker.transfer.identity import HandOff, Reason, prompt_digest
+from cleave_worker.transfer.shapes import Shape
 from cleave_worker.vllm.kv.metrics import Transfers
 from cleave_worker.vllm.kv.orders import Orders, Wanted
 
@@ -28,12 +29,12 @@ class SchedulerSide:
         self,
         boot_id: str,
         block_size: int,
-        parallelism: tuple[int, int],
+        shape: Shape,
     ) -> None:
-        """`parallelism`: tensor and pipeline."""
+        """`shape`: of this engine."""
         self._boot_id = boot_id
         self._block_size = block_size
-        self._parallelism = parallelism
+        self._shape = shape
         self.addresses: tuple[tuple[str, int], ...] = ()
         """Where the ranks serve, in their order; known once they have started."""
         self._epochs = itertools.count(1)
@@ -125,8 +126,8 @@ class SchedulerSide:
             held.prompt_digest,
             request.num_prompt_tokens,
             self.addresses,
+            self._shape,
         )
-        tensor, pipeline = self._parallelism
         # As vLLM's own connector writes it, for whoever reads hand-offs of any kind.
         return {
             "do_remote_prefill": True,
@@ -136,8 +137,8 @@ class SchedulerSide:
             "remote_request_id": request.request_id,
             "remote_host": self.addresses[0][0],
             "remote_port": self.addresses[0][1],
-            "tp_size": tensor,
-            "pp_size": pipeline,
+            "tp_size": self._shape.tensor_parallel_size,
+            "pp_size": len(self._shape.stages),
             "remote_num_tokens": request.num_prompt_tokens,
             "transfer_mode": "pull",
             KEY: msgspec.to_builtins(hand_off),

@@ -1,8 +1,8 @@
 """The workers' half of the connector: serves what is held, pulls what is wanted.
 
 Runs in each rank of an engine; everything that may wait runs in threads of its own, so that no step
-ever does. Rank r pulls from rank r. What is hard: vLLM must hear exactly once of the end of each
-hold and each pull, whatever comes of it, or blocks are lost for ever.
+ever does. What is hard: vLLM must hear exactly once of the end of each hold and each pull, whatever
+comes of it, or blocks are lost for ever.
 """
 
 import logging
@@ -56,16 +56,16 @@ class _Ended(NamedTuple):
 class WorkerSide:
     """One rank's."""
 
-    def __init__(self, kept: Kept, rank: int, settings: Settings) -> None:
+    def __init__(self, kept: Kept, settings: Settings) -> None:
         """Serve from now on. Raises OSError when the port is taken."""
         self._block_bytes = sum(plane.block_bytes for plane in kept.planes)
         self._lease_s = settings.lease_s
         shared = share(kept.memory) if Way.SHARED_MEMORY in settings.ways else ()
         self._holds = Holds(settings.lease_s, settings.transfer_s + _GRACE_S)
-        port = settings.port if rank == 0 else 0
+        port = settings.port if kept.share.rank == 0 else 0
         self._owner = Owner(kept, self._holds, shared, port, settings.transfer_s)
         self._reader = Reader(
-            kept, rank, settings.ways, settings.transfer_s, check_bytes=settings.check_bytes
+            kept, settings.ways, settings.transfer_s, check_bytes=settings.check_bytes
         )
         self._pool = ThreadPoolExecutor(_PULLS, "kv-pull")
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()

@@ -1,0 +1,59 @@
+"""How vLLM lays a model's KV out and spreads it, in the words that hand-offs compare."""
+
+from collections.abc import Sequence
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.attention.backends import cpu_attn
+
+from cleave_worker.transfer.identity import Layout
+from cleave_worker.transfer.shapes import Shape, Share
+
+
+def shape_of(config: VllmConfig) -> Shape:
+    """Parallelism of an engine."""
+    parallel, num_layers = config.parallel_config, config.model_config.get_total_num_hidden_layers()
+    stages = parallel.pipeline_parallel_size
+    return Shape(
+        parallel.tensor_parallel_size,
+        tuple(get_pp_indices(num_layers, stage, stages)[0] for stage in range(stages)),
+    )
+
+
+def layout_of(config: VllmConfig, cache: torch.Tensor) -> Layout:
+    """What must agree with every peer; `cache`: one layer's, [block, head, token, state]."""
+    model = config.model_config
+    return Layout(
+        model=f"{model.model}@{model.revision or ''}",
+        dtype=str(cache.dtype),
+        block_size=config.cache_config.block_size,
+        num_layers=model.get_total_num_hidden_layers(),
+        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        arrangement=f"{tuple(cache.shape[2:])} {_packing(config, cache)}".strip(),
+    )
+
+
+def check(share: Share, layout: Layout, caches: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError when a rank does not hold what its place in the engine says."""
+    fault = share.shape.fault(layout.num_kv_heads)
+    if fault:
+        raise ValueError(f"{layout.model}: {fault}")
+    share.layers_of(len(caches))
+    heads = len(share.shape.heads(share.rank, layout.num_kv_heads))
+    for cache in caches:
+        if cache.dim() != 4 or cache.shape[1] != heads:
+            raise ValueError(
+                f"a KV cache of shape {tuple(cache.shape)} has not {heads} heads after its blocks: "
+                "CleaveConnector cannot move it, use NixlConnector"
+            )
+
+
+def _packing(config: VllmConfig, cache: torch.Tensor) -> str:
+    """On CPU the instruction set decides how keys lie inside a block."""
+    if cache.device.type != "cpu":
+        return ""
+    model, kv = config.model_config, config.cache_config
+    told = cpu_attn._get_attn_isa(model.dtype, kv.block_size, model.get_head_size(), kv.cache_dtype)
+    return str(told)
