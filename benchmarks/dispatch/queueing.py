@@ -38,7 +38,9 @@ class Way(IntEnum):
     """The less pending of two drawn ones."""
     EARLIEST = 6
     """The one whose prompt queue is predicted to be through first."""
-    HOME = 7
+    BY_TOKENS = 7
+    """The same, with all of a prompt's time taken for its tokens'."""
+    HOME = 8
     """Earliest, own share of the instances first: each is home to one gateway."""
 
 
@@ -94,7 +96,6 @@ def measure(load: Load, *, instances: int, gateways: int, way: Way, seed: int) -
         np.sort(rng.uniform(0.0, REPORT_MS, instances)),
         gateways,
         int(way),
-        float(load.service_ms.sum() / load.tokens.sum()),
         seed * 7919 + 12_345,
     )
     counted = waits[int(WARM_UP * len(waits)) :]
@@ -112,21 +113,39 @@ _find_at_home = _compile(dispatch.find_at_home, find_least=_find_least)
 _draw = _compile(dispatch.draw)
 _find_sampled = _compile(dispatch.find_sampled, find_least=_find_least, draw=_draw)
 _predict_end_ms = _compile(books.predict_end_ms)
+_add_answer = _compile(books.add_answer)
+_fit_line = _compile(books.fit_line)
+_PROMPT_MS, _TOKEN_MS, _SAFE_MS, _SUMS = 0, 1, 2, 3
+"""What a gateway has learnt of an instance."""
 
 
 @numba.njit(cache=False)
-def _score(way, own, others, since, ms_per_token, turn):
+def _learn(learnt, tokens, ms, way):
+    """As `books.Queue` does."""
+    a, b, c, d, e, f, g, h, i = learnt[_SUMS:]
+    sums = _add_answer((a, b, c, d, e, f, g, h, i), tokens, ms)
+    for at in range(len(sums)):
+        learnt[_SUMS + at] = sums[at]
+    if way == Way.BY_TOKENS:
+        learnt[_TOKEN_MS] = learnt[_SAFE_MS] = sums[4] / sums[2]
+    else:
+        learnt[_PROMPT_MS], learnt[_TOKEN_MS], learnt[_SAFE_MS] = _fit_line(sums)
+
+
+@numba.njit(cache=False)
+def _score(way, own, others, sent, since, learnt, turn):
     tie = turn * TIE
     if way == Way.ROUND_ROBIN:
         return float(turn)
     pending = own + others
     if way < Way.EARLIEST:
         return pending + tie
-    return _predict_end_ms(pending, since, ms_per_token, tie)
+    prompts = sent + others * learnt[_SUMS + 1] / learnt[_SUMS + 2]
+    return _predict_end_ms(pending, prompts, since, learnt[_PROMPT_MS], learnt[_SAFE_MS], tie)
 
 
 @numba.njit(cache=False)
-def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token, seed):
+def serve(arrival, service, tokens, gateway, phases, gateways, way, seed):
     """Wait of each request in ms. `phases`: when each instance reports first, ascending."""
     count, total = len(phases), len(arrival)
     free_at = np.zeros(count)
@@ -135,18 +154,23 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token
     # Amounts are tokens, or requests where these are what counts.
     amounts = np.ones(total) if way == Way.LEAST_REQUESTS else tokens
     own = np.zeros((gateways, count))
+    sent = np.zeros((gateways, count))
     others = np.zeros((gateways, count))
     since = np.zeros((gateways, count))
     turns = np.zeros((gateways, count), np.int64)
     turn = np.zeros(gateways, np.int64)
     away = np.zeros((gateways, count), np.bool_)
     scores = np.zeros((gateways, count))
+    learnt = np.zeros((gateways, count, 12))
+    for at, value in enumerate(books.NOMINAL_SUMS):
+        learnt[:, :, _SUMS + at] = value
+    learnt[:, :, _TOKEN_MS:_SUMS] = books.NOMINAL_TOKEN_MS
     for g in range(gateways):
         for i in range(count):
             # Gateways that start together must not all begin with the first instance.
             turns[g, i] = (i + g * count // gateways) % count
             away[g, i] = i % gateways != g
-            scores[g, i] = _score(way, 0.0, 0.0, 0.0, ms_per_token, turns[g, i])
+            scores[g, i] = _score(way, 0.0, 0.0, 0.0, 0.0, learnt[g, i], turns[g, i])
         turn[g] = count
     ends = [(math.inf, 0)]
     report_round, reporter = 0.0, 0
@@ -161,9 +185,11 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token
                 heapq.heappop(ends)
                 g, i = gateway[ended], chosen[ended]
                 own[g, i] -= amounts[ended]
+                sent[g, i] -= 1.0
+                _learn(learnt[g, i], tokens[ended], end - since[g, i], way)
                 since[g, i] = end
                 scores[g, i] = _score(
-                    way, own[g, i], others[g, i], since[g, i], ms_per_token, turns[g, i]
+                    way, own[g, i], others[g, i], sent[g, i], end, learnt[g, i], turns[g, i]
                 )
                 continue
             i = reporter
@@ -173,7 +199,13 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token
                 if own[g, i] < 0.5:
                     since[g, i] = report
                 scores[g, i] = _score(
-                    way, own[g, i], others[g, i], since[g, i], ms_per_token, turns[g, i]
+                    way,
+                    own[g, i],
+                    others[g, i],
+                    sent[g, i],
+                    since[g, i],
+                    learnt[g, i],
+                    turns[g, i],
                 )
             reporter += 1
             if reporter == count:
@@ -186,7 +218,9 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token
         elif way == Way.POWER_OF_TWO:
             i, seed = _find_sampled(scores[g], 2, seed)
         elif way == Way.HOME and gateways > 1:
-            i = _find_at_home(scores[g], away[g], tokens[r] * ms_per_token, now)
+            one = learnt[g, _find_least(scores[g])]
+            worth_ms = one[_PROMPT_MS] + tokens[r] * one[_TOKEN_MS]
+            i = _find_at_home(scores[g], away[g], worth_ms, now)
         else:
             i = _find_least(scores[g])
         chosen[r] = i
@@ -197,7 +231,10 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, ms_per_token
         if own[g, i] + others[g, i] < 0.5:
             since[g, i] = now
         own[g, i] += amounts[r]
+        sent[g, i] += 1.0
         turn[g] += 1
         turns[g, i] = turn[g]
-        scores[g, i] = _score(way, own[g, i], others[g, i], since[g, i], ms_per_token, turns[g, i])
+        scores[g, i] = _score(
+            way, own[g, i], others[g, i], sent[g, i], since[g, i], learnt[g, i], turns[g, i]
+        )
     return waits

@@ -41,9 +41,17 @@ WAYS = (
     Way.POWER_OF_TWO,
     Way.LEAST_REQUESTS,
     Way.PENDING_TOKENS,
+    Way.BY_TOKENS,
     Way.EARLIEST,
 )
-APART = (Way.POWER_OF_TWO, Way.LEAST_REQUESTS, Way.PENDING_TOKENS, Way.EARLIEST, Way.HOME)
+APART = (
+    Way.POWER_OF_TWO,
+    Way.LEAST_REQUESTS,
+    Way.PENDING_TOKENS,
+    Way.BY_TOKENS,
+    Way.EARLIEST,
+    Way.HOME,
+)
 
 Rows = list[dict[str, object]]
 

@@ -60,6 +60,37 @@ def test_own_dispatches_count_before_any_report(fleet_of) -> None:
     assert [names(router.pick("m", 100))[0] for _ in range(3)] == ["p2", "p2", "p2"]
 
 
+def test_of_queues_of_equal_tokens_the_one_with_fewer_prompts_is_through_first(fleet_of) -> None:
+    """Each prompt takes 50 ms, and 0.1 ms for each of its tokens."""
+    now_ms = 0.0
+    router = Router(fleet_of(p1="prefill", p2="prefill", d="decode"), clock=lambda: now_ms / 1000)
+    for number in range(200):
+        pick = router.pick("m", 100 + number * 37 % 900)
+        now_ms += 50.0 + 0.1 * pick.prompt_tokens
+        router.release(pick, Phase.PREFILL)
+        router.release(pick)
+    first = names(router.pick("m", 1_000))[0]
+    many = [names(router.pick("m", 190))[0] for _ in range(4)]
+    assert first not in many[:3]
+    assert many[3] == first, "150 ms are less than three times 69"
+
+
+def test_the_time_when_nothing_of_ours_was_there_is_not_taken_for_a_prompts(
+    fleet_of, loaded
+) -> None:
+    now = 0.0
+    directory = fleet_of(p="prefill", d="decode")
+    router = Router(directory, clock=lambda: now)
+    for _ in range(20):
+        now += 3_600.0
+        directory.hear("p", loaded("p", 500), now)
+        pick = router.pick("m", 1_000)
+        now += 0.1
+        router.release(pick, Phase.PREFILL)
+        router.release(pick)
+    assert directory.instances["p"].ledger.queue.token_ms < 1.0
+
+
 def test_work_of_others_counts_as_reported(fleet_of, loaded) -> None:
     directory = fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode")
     directory.hear("p1", loaded("p1", prompt=5_000), 0.1)

@@ -247,6 +247,7 @@ def test_sums_are_never_negative_and_all_processes_agree(stated, policy, actions
             assert ledger.prompt.pending < 1e-6
             assert ledger.resident.pending < 1e-6
             assert ledger.count_requests() == 0
+            assert ledger.count_prompts() == pytest.approx(0, abs=1e-6)
     finally:
         fleet.table.close()
 
@@ -254,7 +255,12 @@ def test_sums_are_never_negative_and_all_processes_agree(stated, policy, actions
 def check(fleet: Together) -> None:
     for name in FLEET:
         views = {
-            (each.prompt.pending, each.resident.pending, each.count_requests())
+            (
+                each.prompt.pending,
+                each.count_prompts(),
+                each.resident.pending,
+                each.count_requests(),
+            )
             for each in (fleet.ledger(name, process) for process in range(PROCESSES))
         }
         assert len(views) == 1

@@ -99,6 +99,7 @@ class Reference:
                     entry = first or second
                     entry.since = entry.since if entry.prompt_book else self.now
                     entry.prompt_book += request.prompt
+                    entry.unanswered += 1
                 if second:
                     second.resident_book += request.prompt + request.predicted
         if not request.refused:

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cleave.policy import pooling
-from cleave.policy.books import FADING
+from cleave.policy.books import NOMINAL_SUMS, add_answer, fit_line
 from cleave.policy.dispatch import RECENCY
 from cleave.simulator.fleet import Batching, Engine, Terms
 
@@ -77,7 +77,9 @@ class Instance:
         self.stage_free = [0.0] * engine.timing.stages
         self.link = 0.0
         self.prompt_book = self.resident_book = self.turn = 0
-        self.since, self.learnt_ms, self.learnt_tokens = 0.0, 200.0, 2_000.0
+        self.since, self.prompt_ms, self.token_ms, self.safe_token_ms = 0.0, 0.0, 0.1, 0.1
+        self.unanswered = 0
+        self.learnt = NOMINAL_SUMS
         self.busy = self.area = self.kv_at = 0.0
         self.kv = self.peak = self.passes = self.decode_passes = 0
         self.prompt_tokens = self.decode_tokens = self.preemptions = self.batch_peak = 0
@@ -98,14 +100,15 @@ class Instance:
         tie = self.turn * RECENCY
         if in_tokens:
             return self.prompt_book + tie
-        token_ms = self.learnt_ms / self.learnt_tokens
-        return self.since + self.prompt_book * token_ms if self.prompt_book else tie
+        end = self.since + self.unanswered * self.prompt_ms + self.prompt_book * self.safe_token_ms
+        return end if self.prompt_book else tie
 
     def answer(self, tokens: int, now: float) -> None:
         """A prompt has been computed."""
         self.prompt_book -= tokens
-        self.learnt_ms = self.learnt_ms * FADING + now - self.since
-        self.learnt_tokens = self.learnt_tokens * FADING + tokens
+        self.unanswered -= 1
+        self.learnt = add_answer(self.learnt, tokens, now - self.since)
+        self.prompt_ms, self.token_ms, self.safe_token_ms = fit_line(self.learnt)
         self.since = now
 
     def take(self, request: Request, tokens: int, now: float) -> None:
@@ -144,7 +147,7 @@ class Manager:
     def look(self, now: float) -> None:
         for member, i in zip(self.members, self.instances, strict=True):
             worked = now - i.since if i.prompt_book else 0.0
-            wait = i.prompt_book * (i.learnt_ms / i.learnt_tokens) - worked
+            wait = i.unanswered * i.prompt_ms + i.prompt_book * i.token_ms - worked
             member["wait_ms"] = max(wait, 0.0)
             member["use"] = i.resident_book / (i.total * i.size)
         slot, role = pooling.decide(self.members, self.watch, self.terms, now)

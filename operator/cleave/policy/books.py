@@ -6,6 +6,8 @@ tokens on their sum stays within 1-15 % of an oracle where stale reports alone f
 What is hard: what is both in the report and in the books must count once.
 """
 
+import math
+
 
 def estimate_pending(own: float, reported: float, own_at_report: float) -> float:
     """Tokens pending now: `own` live plus what others had when the report was taken.
@@ -18,19 +20,82 @@ def estimate_pending(own: float, reported: float, own_at_report: float) -> float
 
 NOMINAL_TOKEN_MS = 0.1
 """Of a prompt, before anything is learnt."""
-NOMINAL_TOKENS = 2_000.0
-"""How much that counts beside what is learnt."""
+NOMINAL_SUMS = (0.1, 0.1, 200.0, 0.000_05, 20.0, 0.01, 2.0, 0.0, 0.0)
+"""What `fit_line` takes then: a tenth of a prompt of 2,000 tokens."""
 FADING = 1 - 1 / 200
-"""About the last 200 prompts count."""
+"""About the last 200 passes count."""
+TOGETHER = 0.1
+"""Of the usual time for its tokens: what is answered faster was not computed by itself."""
+
+MARGIN = 1.5
+"""Of the spread that lengths do not explain; least is waited so (benchmarks/dispatch)."""
+
+Sums = tuple[float, float, float, float, float, float, float, float, float]
+"""Over what was answered: passes, prompts, their tokens, 1 / tokens of each pass, ms, ms / tokens
+and ms squared / tokens of each pass; tokens and ms of the latest one."""
 
 
-def predict_end_ms(pending: float, since_ms: float, token_ms: float, tie: float) -> float:
-    """When a queue of `pending` prompt tokens is through, in ms of some clock; without one: `tie`.
+def predict_end_ms(
+    pending: float, prompts: float, since_ms: float, prompt_ms: float, token_ms: float, tie: float
+) -> float:
+    """When a queue of `pending` tokens in `prompts` is through, in ms of a clock; no queue: `tie`.
 
     `since_ms`: when its first prompt began, which is when the one before it was answered. Times of
     one clock compare as what is left of the work does, without looking at the clock.
     """
-    return tie if pending < 0.5 else since_ms + pending * token_ms
+    return tie if pending < 0.5 else since_ms + prompts * prompt_ms + pending * token_ms
+
+
+def add_answer(sums: Sums, tokens: float, ms: float) -> Sums:
+    """A prompt was answered, `ms` after it came first in its queue.
+
+    Prompts of one pass are answered together, and all but the first seem to take no time. So the
+    line is one through passes: what is answered that fast belongs to the pass before.
+    """
+    passes, prompts, all_tokens, inverses, all_ms, rates, squares, pass_tokens, pass_ms = sums
+    whole, whole_ms = tokens, ms
+    if ms * all_tokens < TOGETHER * tokens * all_ms and pass_tokens > 0.0:
+        fading, begun = 1.0, 0.0
+        whole, whole_ms = pass_tokens + tokens, pass_ms + ms
+        inverses -= 1.0 / pass_tokens
+        rates -= pass_ms / pass_tokens
+        squares -= pass_ms * pass_ms / pass_tokens
+    else:
+        fading, begun = FADING, 1.0
+    return (
+        passes * fading + begun,
+        prompts * fading + 1.0,
+        all_tokens * fading + tokens,
+        inverses * fading + 1.0 / whole,
+        all_ms * fading + ms,
+        rates * fading + whole_ms / whole,
+        squares * fading + whole_ms * whole_ms / whole,
+        whole,
+        whole_ms,
+    )
+
+
+def fit_line(sums: Sums) -> tuple[float, float, float]:
+    """(ms of a prompt, ms of each of its tokens, the same with a margin); none is below 0.
+
+    By least squares of errors that grow as the root of the tokens: those of long prompts are larger
+    and short ones tell most of what each takes. One pass more is added that takes no time, for
+    where all are alike nothing tells the two apart, and all is the tokens' then.
+    What the line does not explain, mistaken lengths above all, makes the margin: of a prompt that
+    should be through by now nobody knows how much is left, so that too late is foretold rather
+    than too early.
+    """
+    passes, prompts, tokens, inverses, ms, rates, squares, _, _ = sums
+    spread = inverses * tokens + passes - passes * passes
+    each_ms = 0.0
+    # Sums that several have told at the very same time may not go together.
+    if spread > 0.0:
+        each_ms = min(max((rates * tokens - ms * passes) / spread, 0.0), ms / passes)
+    token_ms = (ms - each_ms * passes) / tokens
+    unexplained = squares - each_ms * rates - token_ms * ms
+    unexplained -= each_ms * (rates - each_ms * inverses - token_ms * passes)
+    margin_ms = MARGIN * math.sqrt(max(unexplained, 0.0) / tokens)
+    return each_ms * passes / prompts, token_ms, token_ms + min(margin_ms, ms / tokens)
 
 
 class Queue:
@@ -41,14 +106,17 @@ class Queue:
     has passed since the last answer tells how much of it is done.
     """
 
-    __slots__ = ("_learnt_ms", "_learnt_tokens", "since_ms", "token_ms")
+    __slots__ = ("_sums", "prompt_ms", "safe_token_ms", "since_ms", "token_ms")
 
     def __init__(self) -> None:
         self.since_ms = 0.0
-        self._learnt_ms = NOMINAL_TOKEN_MS * NOMINAL_TOKENS
-        self._learnt_tokens = NOMINAL_TOKENS
+        self._sums: Sums = NOMINAL_SUMS
+        self.prompt_ms = 0.0
+        """Time for a prompt, however short."""
         self.token_ms = NOMINAL_TOKEN_MS
-        """Time for a token of a prompt."""
+        """Time for each of its tokens."""
+        self.safe_token_ms = NOMINAL_TOKEN_MS
+        """The same with a margin, by which queues are compared."""
 
     def sync(self) -> None:
         """Tell and hear what others know of it that keep the same books; there are none here."""
@@ -56,11 +124,20 @@ class Queue:
     def answer(self, tokens: float, now_ms: float) -> float:
         """A prompt of that many tokens was answered, the next one begins; how long it took."""
         ms = now_ms - self.since_ms
-        self._learnt_ms = self._learnt_ms * FADING + ms
-        self._learnt_tokens = self._learnt_tokens * FADING + tokens
-        self.token_ms = self._learnt_ms / self._learnt_tokens
         self.since_ms = now_ms
+        # What was cached in full tells nothing.
+        if tokens >= 1.0:
+            self._sums = add_answer(self._sums, tokens, ms)
+            self.prompt_ms, self.token_ms, self.safe_token_ms = fit_line(self._sums)
         return ms
+
+    def predict_ms(self, tokens: float, prompts: float) -> float:
+        """How long that much will take."""
+        return prompts * self.prompt_ms + tokens * self.token_ms
+
+    def count_prompts(self, tokens: float) -> float:
+        """How many prompts that many tokens are."""
+        return tokens * self._sums[1] / self._sums[2]
 
 
 class Book:
@@ -85,6 +162,7 @@ class Book:
         """That request, or its phase, has ended."""
         self.own -= tokens
 
-    def report(self, reported: float) -> None:
-        """The instance's own count arrived."""
+    def report(self, reported: float) -> float:
+        """The instance's own count arrived; what is outstanding of those that keep this book."""
         self._others = estimate_pending(0.0, reported, self.own)
+        return self.own

@@ -194,7 +194,7 @@ class Chooser:
             return self._draw(scores)
         if board.is_shared and self._policy is Policy.SHORTEST_WAIT:
             queue = board.instances[find_least(scores)].ledger.queue
-            worth_ms = wish.prompt_tokens * queue.token_ms
+            worth_ms = queue.predict_ms(wish.prompt_tokens, 1.0)
             return find_at_home(scores, board.away, worth_ms, self._clock() * 1000)
         return self._find_least(board, scores, wish.prompt_tokens)
 

@@ -64,6 +64,7 @@ class Ledger:
         "last_turn",
         "others",
         "prompt",
+        "prompts",
         "queue",
         "requests",
         "resident",
@@ -77,6 +78,8 @@ class Ledger:
         """How they get on."""
         self.resident = Book()
         """Tokens that hold KV blocks of requests being decoded."""
+        self.prompts = 0
+        """Requests that these are of."""
         self.requests = 0
         self.others = 0.0
         """Requests of other gateways, when the last report was taken."""
@@ -92,6 +95,11 @@ class Ledger:
     def count_requests(self) -> int:
         """What is running there of those that keep these books."""
         return self.requests
+
+    def count_prompts(self) -> float:
+        """Prompts that are not computed yet; those of other gateways as long as usual."""
+        others = self.prompt.pending - self.prompt.own
+        return self.prompts + self.queue.count_prompts(others)
 
     def report_requests(self, here: int) -> None:
         """The instance's own count arrived."""
@@ -191,7 +199,9 @@ class Instance:
             self.stood_still_at = now
         self.load = load
         self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
-        self.ledger.prompt.report(load.pending_prompt_tokens)
+        if self.ledger.prompt.report(load.pending_prompt_tokens) < 0.5:
+            # What waits there others have sent, and only they know when its first prompt began.
+            self.ledger.queue.since_ms = now * 1000
         self.ledger.resident.report(count_resident_tokens(self.registration, load))
         here = load.num_running + load.num_waiting
         self.ledger.report_requests(here)

@@ -203,7 +203,8 @@ async def send(flip: Flip) -> None:
 def _measure(member: pooling.Members, instance: Instance, now_ms: float) -> None:
     """Fill in what the policy looks at."""
     stated, ledger = instance.registration, instance.ledger
-    pending, queue = ledger.prompt.pending, ledger.queue
+    queue = ledger.queue
+    pending_ms = queue.predict_ms(ledger.prompt.pending, ledger.count_prompts())
     # Of what others have sent nobody here knows when it began.
     worked_ms = max(now_ms - queue.since_ms, 0.0) if ledger.prompt.own >= 1.0 else 0.0
     capacity = stated.kv_blocks_total * stated.kv_block_size
@@ -211,7 +212,7 @@ def _measure(member: pooling.Members, instance: Instance, now_ms: float) -> None
     if member["role"] != role:
         # Somebody else flipped it.
         member["since_ms"] = now_ms
-    member["wait_ms"] = max(pending * queue.token_ms - worked_ms, 0.0)
+    member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
     member["use"] = ledger.resident.pending / capacity if capacity else 0.0
     member["home"] = _to_number(stated.home or stated.role)
     member["role"] = role

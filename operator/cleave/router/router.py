@@ -200,6 +200,7 @@ class Router:
             now = pick.decoding_since = self._clock()
             instance, ledger, tokens = entry
             ledger.prompt.close(tokens)
+            ledger.prompts -= 1
             if phase is _PREFILL:
                 ms = ledger.queue.answer(tokens, now * 1000)
                 if self._learns_passes:
@@ -372,6 +373,7 @@ class Router:
         if ahead.prompt.pending < 1.0:
             ahead.queue.since_ms = self._clock() * 1000
         ahead.prompt.enter(todo)
+        ahead.prompts += 1
         pick._prefill_entry = (first, ahead, todo)
         resident = pick.prompt_tokens + pick.output_tokens
         ledger = decode.ledger

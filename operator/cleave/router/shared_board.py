@@ -20,6 +20,7 @@ from cleave.router.shared_books import (
     FIRST,
     OTHER_PROMPTS,
     OTHER_RESIDENTS,
+    OWN,
     PENDING,
     PROMPT,
     TOTAL,
@@ -56,8 +57,8 @@ class SharedBoard(Board):
         fields = FIRST, TOTAL, PENDING, OTHER_PROMPTS, OTHER_RESIDENTS
         self._at = [tuple(table.common_at(row, field) for field in fields) for row in rows]
         self._memory, self._count = table.memory, table.processes
-        # Columns of prompts and residents are side by side: one look at both.
-        self._look = struct.Struct(f"{2 * table.processes}d").unpack_from
+        # The columns of a row are side by side, tokens first: one look at all.
+        self._look = struct.Struct(f"{OWN * table.processes}d").unpack_from
         self._starts = [CELL_BYTES * table.column_at(row, PROMPT) for row in rows]
         self._doubts = [0.0] * len(instances)
         self._masks, self._weights = np.zeros((1, len(instances))), np.zeros(1)
@@ -106,7 +107,7 @@ class SharedBoard(Board):
         for _ in range(_ATTEMPTS):
             seen = now
             prompt = add_up(seen[:count]) + cells[prompt_at]
-            resident = add_up(seen[count:]) + cells[resident_at]
+            resident = add_up(seen[count : 2 * count]) + cells[resident_at]
             cells[first_at], cells[total_at] = self._score(ledger, prompt, resident, 0.0)
             cells[pending_at] = prompt
             now = look(memory, start)

@@ -10,7 +10,7 @@ boot that are free again when nobody needs them.
 import logging
 
 from cleave.metrics.shared_table import CELL_BYTES, SharedTable
-from cleave.policy.books import Book, Queue, estimate_pending
+from cleave.policy.books import NOMINAL_SUMS, Book, Queue, Sums, estimate_pending
 from cleave.router.instance import Ledger
 
 log = logging.getLogger(__name__)
@@ -21,10 +21,13 @@ all of them together, and is taken last."""
 
 FIRST, TOTAL, PENDING = 0, 1, 2
 """Common cells with what boards compare: `shared_board`."""
-_SINCE, _TOKEN_MS, _LEARNT_MS, _LEARNT_TOKENS, _TURN = 3, 4, 5, 6, 7
-_OTHERS = 8
+_SINCE, _TURN, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 3, 4, 5, 6, 7
+_LEARNT, _NUM_LEARNT = 8, len(NOMINAL_SUMS)
+"""The sums of a queue."""
+_OTHERS = _LEARNT + _NUM_LEARNT
 """Plus the own field: what other gateways have there, as the latest report tells any process."""
-PROMPT, _RESIDENT, _REQUESTS = 0, 1, 2
+PROMPT, _RESIDENT, _REQUESTS, _PROMPTS = 0, 1, 2, 3
+OWN = 4
 """Own cells."""
 OTHER_PROMPTS, OTHER_RESIDENTS = _OTHERS + PROMPT, _OTHERS + _RESIDENT
 _SPILL, _TURNS = 0, 1
@@ -33,7 +36,7 @@ _SPILL, _TURNS = 0, 1
 
 def make_table(processes: int) -> SharedTable:
     """Before the processes are forked."""
-    table = SharedTable(MAX_BOOTS, processes, own=3, common=_OTHERS + 3)
+    table = SharedTable(MAX_BOOTS, processes, own=OWN, common=_OTHERS + 3)
     table.claim(b"what has no row of its own")
     table.claim(b"turns")
     return table
@@ -68,7 +71,18 @@ class SharedBooks:
 class SharedLedger(Ledger):
     """A ledger in one row of the table; what is not a sum is brought in step by `sync`."""
 
-    __slots__ = ("_cells", "_others_at", "_requests_at", "_table", "_told", "_turn_at", "row")
+    __slots__ = (
+        "_cells",
+        "_other_prompts_at",
+        "_others_at",
+        "_prompts_at",
+        "_requests_at",
+        "_table",
+        "_told",
+        "_told_prompts",
+        "_turn_at",
+        "row",
+    )
 
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
@@ -79,9 +93,17 @@ class SharedLedger(Ledger):
         self._table = table
         self._cells = table.cells
         self._requests_at = table.own_at(row, _REQUESTS)
+        self._prompts_at = table.own_at(row, _PROMPTS)
+        self._other_prompts_at = table.common_at(row, OTHER_PROMPTS)
         self._others_at = table.common_at(row, _OTHERS + _REQUESTS)
         self._turn_at = table.common_at(row, _TURN)
-        self._told = 0
+        self._told = self._told_prompts = 0
+
+    def count_prompts(self) -> float:
+        """Of all processes, and other gateways' as long as usual."""
+        others = self._cells[self._other_prompts_at]
+        here = add_up(self._table.read(self.row, _PROMPTS))
+        return here + self.queue.count_prompts(others)
 
     def count_requests(self) -> int:
         """Of all processes."""
@@ -98,6 +120,9 @@ class SharedLedger(Ledger):
         if self.requests != self._told:
             cells[self._requests_at] += self.requests - self._told
             self._told = self.requests
+        if self.prompts != self._told_prompts:
+            cells[self._prompts_at] += self.prompts - self._told_prompts
+            self._told_prompts = self.prompts
         turn = int(cells[self._turn_at])
         if self.last_turn > turn:
             cells[self._turn_at] = float(self.last_turn)
@@ -109,6 +134,7 @@ class SharedLedger(Ledger):
     def leave(self) -> None:
         """Take what is this process's off the row; what is released later changes nothing there."""
         self._cells[self._requests_at] -= self._told
+        self._cells[self._prompts_at] -= self._told_prompts
         for book in (self.prompt, self.resident):
             book.close(book.own)
         if self.row != _SPILL:
@@ -143,10 +169,11 @@ class SharedBook(Book):
         self.own -= tokens
         self._cells[self._own_at] -= tokens
 
-    def report(self, reported: float) -> None:
-        """The instance's own count arrived."""
+    def report(self, reported: float) -> float:
+        """The instance's own count arrived; what is outstanding of those that keep this book."""
         here = add_up(self._unpack(self._memory, self._start))
         self._cells[self._others_at] = estimate_pending(0.0, reported, here)
+        return here
 
 
 class SharedQueue(Queue):
@@ -155,24 +182,24 @@ class SharedQueue(Queue):
     Two that learn at the same moment may lose what one has seen; of two hundred that is little.
     """
 
-    __slots__ = ("_cells", "_learnt_at", "_since_at", "_token_at", "_tokens_at")
+    __slots__ = ("_cells", "_learnt_at", "_prompt_at", "_safe_token_at", "_since_at", "_token_at")
 
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
         self._cells = table.cells
         self._since_at = table.common_at(row, _SINCE)
+        self._prompt_at = table.common_at(row, _PROMPT_MS)
         self._token_at = table.common_at(row, _TOKEN_MS)
-        self._learnt_at = table.common_at(row, _LEARNT_MS)
-        self._tokens_at = table.common_at(row, _LEARNT_TOKENS)
-        if not self._cells[self._tokens_at]:
+        self._safe_token_at = table.common_at(row, _SAFE_TOKEN_MS)
+        self._learnt_at = tuple(table.common_at(row, _LEARNT + at) for at in range(_NUM_LEARNT))
+        if not self._cells[self._learnt_at[2]]:
             self._tell()
         self.sync()
 
     def answer(self, tokens: float, now_ms: float) -> float:
         """A prompt of that many tokens was answered, the next one begins; how long it took."""
         self.sync()
-        self._learnt_ms = self._cells[self._learnt_at]
-        self._learnt_tokens = self._cells[self._tokens_at]
+        self._sums = self._hear()
         ms = super().answer(tokens, now_ms)
         self._tell()
         return ms
@@ -185,14 +212,25 @@ class SharedQueue(Queue):
             cells[self._since_at] = self.since_ms
         else:
             self.since_ms = since_ms
-        self.token_ms = cells[self._token_at]
+        self.prompt_ms, self.token_ms = cells[self._prompt_at], cells[self._token_at]
+        self.safe_token_ms = cells[self._safe_token_at]
+
+    def count_prompts(self, tokens: float) -> float:
+        """How many prompts that many tokens are."""
+        return tokens * self._cells[self._learnt_at[1]] / self._cells[self._learnt_at[2]]
+
+    def _hear(self) -> Sums:
+        cells = self._cells
+        a, b, c, d, e, f, g, *last = (cells[at] for at in self._learnt_at)
+        return a, b, c, d, e, f, g, last[0], last[1]
 
     def _tell(self) -> None:
         cells = self._cells
         cells[self._since_at] = max(self.since_ms, cells[self._since_at])
-        cells[self._token_at] = self.token_ms
-        cells[self._learnt_at] = self._learnt_ms
-        cells[self._tokens_at] = self._learnt_tokens
+        cells[self._prompt_at], cells[self._token_at] = self.prompt_ms, self.token_ms
+        cells[self._safe_token_at] = self.safe_token_ms
+        for at, value in zip(self._learnt_at, self._sums, strict=True):
+            cells[at] = value
 
 
 def add_up(tokens: tuple[float, ...]) -> float:

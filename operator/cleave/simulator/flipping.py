@@ -30,9 +30,9 @@ def look(state: State, now: float, until: float) -> bool:
     seen = members(state, 0, count)
     for i in range(count):
         inst, member = instance_at(state, i), seen[i]
-        token_ms = inst.learnt_ms / inst.learnt_tokens
+        pending_ms = inst.waiting * inst.prompt_ms + inst.prompt_book * inst.token_ms
         worked_ms = now - inst.since if inst.prompt_book > 0 else 0.0
-        member["wait_ms"] = max(inst.prompt_book * token_ms - worked_ms, 0.0)
+        member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
         member["use"] = inst.resident_book / (inst.blocks * inst.block)
     terms = Terms(
         state.wait,

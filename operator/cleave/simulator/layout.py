@@ -69,12 +69,13 @@ INSTANCE = _dtype(
     "prompt_step prompt_square hop hop_token "
     # next, wake: of its next event and of an idle slot; link: when its transfers are through;
     # prompt_book, resident_book: what the router counts, in tokens;
-    # since, learnt_ms, learnt_tokens: its `policy.books.Queue`; kv_at, kv_area: integral.
-    "next wake link prompt_book resident_book context_book since learnt_ms learnt_tokens turn "
-    "kv_at kv_area busy",
-    # requests: placed and not over; heavy: those that decode there with long outputs, of `booked`;
-    # booked_first: the list of these.
-    "requests heavy booked booked_first "
+    # since, learnt*, *_ms: its `policy.books.Queue`; kv_at, kv_area: integral.
+    "next wake link prompt_book resident_book context_book since prompt_ms token_ms safe_token_ms "
+    "learnt_passes learnt_prompts learnt_tokens learnt_inverses learnt_ms learnt_rates "
+    "learnt_squares learnt_last learnt_last_ms turn kv_at kv_area busy",
+    # requests: placed and not over; waiting: those whose prompt is not computed; heavy: those that
+    # decode there with long outputs, of `booked`; booked_first: the list of these.
+    "requests waiting heavy booked booked_first "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "prompt_table prompt_points decode_table decode_points context_table context_points "
     # first_slot: the row of its first slot; oldest, newest: slots in flight, in order; partial:

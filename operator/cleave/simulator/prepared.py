@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.books import NOMINAL_TOKEN_MS, NOMINAL_TOKENS
+from cleave.policy.books import NOMINAL_SUMS, NOMINAL_TOKEN_MS
 from cleave.policy.pooling import make_members
 from cleave.simulator import layout
 from cleave.simulator.checks import check_engine, check_fleet
@@ -107,9 +107,11 @@ def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> layout.Record
         "stages": timing.stages,
         "partial": layout.NONE,
         "booked_first": layout.NONE,
-        "learnt_ms": NOMINAL_TOKENS * NOMINAL_TOKEN_MS,
-        "learnt_tokens": NOMINAL_TOKENS,
+        "token_ms": NOMINAL_TOKEN_MS,
+        "safe_token_ms": NOMINAL_TOKEN_MS,
     }
+    learnt = (name for name in row.dtype.names or () if name.startswith("learnt_"))
+    values |= zip(learnt, NOMINAL_SUMS, strict=True)
     values["prompt_table"], values["prompt_points"] = prompt
     values["decode_table"], values["decode_points"] = decode
     values["context_table"], values["context_points"] = context

@@ -5,7 +5,7 @@ computed, so the books are kept here as `cleave.router` keeps them: prompt token
 is answered, prompt and output tokens of what decodes until it ends.
 """
 
-from cleave.policy.books import FADING, predict_end_ms
+from cleave.policy.books import add_answer, fit_line, predict_end_ms
 from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, RECENCY, weigh
 from cleave.policy.packing import weigh_context
 from cleave.simulator.choosing import choose, choose_short
@@ -104,6 +104,7 @@ def _enter(state: State, r: int) -> None:
         if inst.prompt_book == 0:
             inst.since = state.now
         inst.prompt_book += request.prompt
+        inst.waiting += 1
         inst.turn = state.turn
         if request.prefill != NONE:
             inst.requests += 1
@@ -140,9 +141,35 @@ def close_prompt(state: State, r: int) -> None:
     i = request.prefill if request.prefill != NONE else request.decode
     inst = instance_at(state, i)
     inst.prompt_book -= request.prompt
-    inst.learnt_ms = inst.learnt_ms * FADING + state.now - inst.since
-    inst.learnt_tokens = inst.learnt_tokens * FADING + request.prompt
+    inst.waiting -= 1
+    sums = add_answer(
+        (
+            inst.learnt_passes,
+            inst.learnt_prompts,
+            inst.learnt_tokens,
+            inst.learnt_inverses,
+            inst.learnt_ms,
+            inst.learnt_rates,
+            inst.learnt_squares,
+            inst.learnt_last,
+            inst.learnt_last_ms,
+        ),
+        float(request.prompt),
+        state.now - inst.since,
+    )
     inst.since = state.now
+    inst.prompt_ms, inst.token_ms, inst.safe_token_ms = fit_line(sums)
+    (
+        inst.learnt_passes,
+        inst.learnt_prompts,
+        inst.learnt_tokens,
+        inst.learnt_inverses,
+        inst.learnt_ms,
+        inst.learnt_rates,
+        inst.learnt_squares,
+        inst.learnt_last,
+        inst.learnt_last_ms,
+    ) = sums
     if request.prefill != NONE:
         inst.requests -= 1
     score(state, i)
@@ -178,8 +205,9 @@ def score(state: State, i: int) -> None:
     first = inst.prompt_book + tie
     total = inst.prompt_book + inst.resident_book + tie
     if state.dispatch == Dispatch.SHORTEST_WAIT:
-        token_ms = inst.learnt_ms / inst.learnt_tokens
-        first = predict_end_ms(inst.prompt_book, inst.since, token_ms, tie)
+        first = predict_end_ms(
+            inst.prompt_book, inst.waiting, inst.since, inst.prompt_ms, inst.safe_token_ms, tie
+        )
     elif state.dispatch == Dispatch.LEAST_REQUESTS:
         first = total = inst.requests + tie
     if inst.role == PREFILL:

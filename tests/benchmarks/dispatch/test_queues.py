@@ -7,10 +7,12 @@ import queueing
 from queueing import Way
 
 
-def delay(way: Way, *, instances: int = 4, gateways: int = 1, load: float = 0.8) -> float:
+def delay(
+    way: Way, *, instances: int = 4, gateways: int = 1, load: float = 0.8, error: float = 0.0
+) -> float:
     lengths = np.array([200, 400, 3_000])
     drawn = queueing.draw_load(
-        lengths, instances=instances, utilisation=load, requests=40_000, seed=3
+        lengths, instances=instances, utilisation=load, requests=40_000, seed=3, error=error
     )
     return queueing.measure(drawn, instances=instances, gateways=gateways, way=way, seed=3).mean
 
@@ -32,6 +34,18 @@ def test_the_better_a_way_knows_the_queues_the_less_is_waited() -> None:
     ways = (Way.EARLIEST, Way.PENDING_TOKENS, Way.POWER_OF_TWO, Way.ROUND_ROBIN, Way.RANDOM)
     delays = [delay(way) for way in ways]
     assert delays == sorted(delays)
+
+
+@pytest.mark.parametrize(("instances", "load"), [(4, 0.5), (32, 0.8), (32, 0.95)])
+def test_the_default_waits_as_little_as_who_knows_everything(instances: int, load: float) -> None:
+    bound = delay(Way.BOUND, instances=instances, load=load)
+    assert delay(Way.EARLIEST, instances=instances, load=load) <= 1.03 * bound
+
+
+def test_with_mistaken_lengths_a_margin_and_the_time_of_each_prompt_spare_waiting() -> None:
+    ways = (Way.EARLIEST, Way.BY_TOKENS)
+    careful, plain = (delay(way, instances=32, load=0.9, error=0.2) for way in ways)
+    assert careful < 0.97 * plain
 
 
 def test_gateways_that_share_instances_out_wait_less_than_those_that_do_not() -> None:
