@@ -166,3 +166,67 @@ def test_whatever_decides_the_kv_decides_the_digest(handed: dict[str, Any]) -> N
         decode.allocated(request, blocks(3), 10)
         digests.add(decode.take_orders().pull["r"].prompt_digest)
     assert len(digests) == 5
+
+
+AHEAD = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "boot-p",
+    "remote_request_id": "name",
+    "cleave": {
+        "boot_id": "boot-p",
+        "request_id": "name",
+        "epoch": 0,
+        "prompt_digest": "",
+        "num_tokens": 0,
+        "addresses": [["10.0.0.1", 5601]],
+    },
+}
+
+
+def test_a_prompt_that_is_asked_for_ahead_is_pulled_under_its_own_digest(
+    vllm_request: ModuleType,
+) -> None:
+    prefilling = request_of({"do_remote_decode": True, "cleave": {"name": "name"}})
+    prefill, decode = side("boot-p"), side("boot-d")
+    prefill.on_new_request(prefilling)
+    begun = prefill.take_orders().begin["r"]
+    assert (begun.name, begun.num_blocks) == ("name", 3)
+    request = request_of(dict(AHEAD))
+    decode.on_new_request(request)
+    decode.allocated(request, blocks(3), 10)
+    wanted = decode.take_orders().pull["r"]
+    assert wanted.hand_off.ahead
+    assert wanted.prompt_digest == begun.prompt_digest
+
+    prefilling.status = vllm_request.RequestStatus.FINISHED_LENGTH_CAPPED
+    kept, params = prefill.finished(prefilling, [7, 8, 9])
+    assert kept
+    assert params
+    assert prefill.take_orders().hold["r"].epoch == begun.epoch == params["cleave"]["epoch"]
+
+
+def test_a_followed_prefill_that_was_aborted_or_preempted_is_not_held(
+    vllm_request: ModuleType,
+) -> None:
+    status = vllm_request.RequestStatus
+    for lost, ending, given_up in (
+        (set(), status.FINISHED_ABORTED, {"r"}),
+        ({"r"}, status.FINISHED_LENGTH_CAPPED, {"r"}),
+    ):
+        request = request_of({"do_remote_decode": True, "cleave": {"name": "name"}})
+        prefill = side("boot-p")
+        prefill.on_new_request(request)
+        output = SimpleNamespace(
+            preempted_req_ids=lost,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], new_block_ids=[], num_computed_tokens=[]
+            ),
+            num_scheduled_tokens={},
+        )
+        first = prefill.take_orders(output)
+        request.status = ending
+        assert prefill.finished(request, [7, 8, 9]) == (False, None)
+        second = prefill.take_orders()
+        assert first.give_up | second.give_up == given_up
+        assert not second.hold

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.holds import Held, Holds  # noqa: E402
+from cleave_worker.transfer.holds import Begun, Held, Holds  # noqa: E402
 from cleave_worker.transfer.identity import HandOff, Reason  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
 from cleave_worker.transfer.reader import Reader  # noqa: E402
@@ -122,3 +122,37 @@ def test_what_waits_for_its_turn_sends_heartbeats_until_it_was_pulled(
     decode.start({"mine": wanted(prefill.port)}, {})
     assert received(decode) == ({"mine"}, set())
     assert not decode._expected
+
+
+def test_a_prefill_is_followed_from_its_first_step_to_its_hold(start: Callable[..., Any]) -> None:
+    from cleave_worker.vllm.kv.orders import Chunk, Wanted
+
+    theirs, ours = caches(1000), caches(0)
+    prefill, decode = start("boot-p", theirs), start("boot-d", ours)
+    ahead = HandOff("boot-p", "name", 0, "", 0, (("127.0.0.1", prefill.port),))
+    decode.start({"mine": Wanted(ahead, "d", 0, (5, 6))}, {})
+    prefill.note(orders(begin={"theirs": Begun(1, "d", 2, "name")}))
+    for number, chunk in enumerate((Chunk((2,), 0, 1, False), Chunk((2, 9), 1, 2, True))):
+        prefill.note(orders(compute={"theirs": chunk}))
+        for plane in range(len(theirs)):
+            prefill.layer_done(plane)
+        assert number == 0 or prefill.take_sent() == set()
+        prefill.step_done()
+    prefill.note(orders(hold={"theirs": Held(1, "d", (2, 9))}))
+    assert received(decode) == ({"mine"}, set())
+    assert prefill.take_sent() == {"theirs"}
+    for own, other in zip(ours, theirs, strict=True):
+        assert torch.equal(own[5], other[2])
+        assert torch.equal(own[6], other[9])
+
+
+def test_a_prefill_that_is_given_up_fails_its_follower(start: Callable[..., Any]) -> None:
+    from cleave_worker.vllm.kv.orders import Wanted
+
+    prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0))
+    ahead = HandOff("boot-p", "name", 0, "", 0, (("127.0.0.1", prefill.port),))
+    prefill.note(orders(begin={"theirs": Begun(1, "d", 2, "name")}))
+    decode.start({"mine": Wanted(ahead, "d", 0, (5, 6))}, {})
+    prefill.note(orders(give_up={"theirs"}))
+    assert received(decode) == ({"mine"}, {"mine"})
+    assert prefill.take_sent() == set()

@@ -25,6 +25,7 @@ from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import register
 from cleave_worker.transfer.owner import Kept
 from cleave_worker.transfer.shapes import Share
+from cleave_worker.vllm.kv.announcing import Pace
 from cleave_worker.vllm.kv.layout import check, layout_of, shape_of
 from cleave_worker.vllm.kv.metrics import TransferMetrics, Transfers
 from cleave_worker.vllm.kv.orders import Orders, Place
@@ -52,6 +53,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
                 "CleaveConnector moves one: use NixlConnector"
             )
         self._worker: WorkerSide | None = None
+        self._plane_of: dict[str, int] = {}
         self._scheduler = self._scheduler_side() if role is KVConnectorRole.SCHEDULER else None
 
     # vLLM's questions about the class
@@ -95,9 +97,9 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         """A request has blocks."""
         self._told_scheduler().allocated(request, blocks.blocks[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Orders:  # noqa: ANN401, ARG002
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:  # noqa: ANN401
         """What workers are to do with this step."""
-        return self._told_scheduler().take_orders()
+        return self._told_scheduler().take_orders(scheduler_output)
 
     def request_finished(
         self,
@@ -128,6 +130,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         # Ranks of another shape find layers by their numbers.
         layers = sorted((extract_layer_index(name), name) for name in kv_caches)
         caches = [kv_caches[name] for _, name in layers]
+        self._plane_of = {name: plane for plane, (_, name) in enumerate(layers)}
         memory, planes = register(caches, self._kv_cache_config.num_blocks)
         shape = shape_of(self._vllm_config)
         rank = get_pp_group().rank_in_group * shape.tensor_parallel_size
@@ -160,14 +163,16 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self,
         layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
+        kv_layer: torch.Tensor,  # noqa: ARG002
+        attn_metadata: Any,  # noqa: ANN401, ARG002
+        **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> None:
-        """Readers take it from where it is."""
+        """Readers take it from where it is; those that wait for it are told."""
+        self._told_worker().layer_done(self._plane_of.get(layer_name, -1))
 
     def wait_for_save(self) -> None:
-        """Nothing is saved elsewhere."""
+        """Nothing is saved elsewhere; readers hear that the step is over."""
+        self._told_worker().step_done()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """What has ended since the last step."""
@@ -212,7 +217,16 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
             lease_s=float(extra("kv_lease_duration", 30)),
             transfer_s=float(extra("transfer_timeout", 30)),
             check_bytes=bool(extra("checksums", False)),
+            pace=self._pace,
+            patience_s=float(extra("follow_timeout", 120)),
         )
+
+    @property
+    def _pace(self) -> Pace:
+        pace = Pace(self._kv_transfer_config.get_from_extra_config("pace", Pace.LAYER))
+        # With microbatches a layer is said to be done when it is for some of the step's tokens.
+        halved = self._vllm_config.parallel_config.use_ubatching
+        return Pace.CHUNK if halved and pace is Pace.LAYER else pace
 
     def _told_scheduler(self) -> SchedulerSide:
         assert self._scheduler, "a worker was asked what its scheduler knows"

@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from cleave_worker.transfer.holds import Held
+from cleave_worker.transfer.holds import Begun, Held
 from cleave_worker.transfer.identity import HandOff
 
 
@@ -24,11 +24,30 @@ class Wanted:
     """Own blocks to fill."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a step computes of a prefill that is followed."""
+
+    blocks: tuple[int, ...]
+    """All that the prompt has so far."""
+    num_before: int
+    """Of them, final before the step."""
+    num_final: int
+    """After it."""
+    is_last: bool
+
+
 @dataclass
 class Orders(KVConnectorMetadata):
     """By request id of this engine."""
 
     hold: dict[str, Held] = field(default_factory=dict)
+    begin: dict[str, Begun] = field(default_factory=dict)
+    """Prefills that will be followed while they run."""
+    compute: dict[str, Chunk] = field(default_factory=dict)
+    """What this step computes of them."""
+    give_up: set[str] = field(default_factory=set)
+    """Of them, those whose blocks are gone."""
     expect: dict[str, HandOff] = field(default_factory=dict)
     """Will be pulled when it is their turn; their leases are to be extended until then."""
     pull: dict[str, Wanted] = field(default_factory=dict)

@@ -9,13 +9,15 @@ import itertools
 from typing import Any
 
 import msgspec
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from cleave_worker.transfer.holds import Held
+from cleave_worker.transfer.holds import Begun, Held
 from cleave_worker.transfer.identity import HandOff, Reason, prompt_digest
 from cleave_worker.transfer.shapes import Shape
 from cleave_worker.vllm.kv.metrics import Transfers
 from cleave_worker.vllm.kv.orders import Orders, Wanted
+from cleave_worker.vllm.kv.running import Running
 
 KEY = "cleave"
 """Of a hand-off in vLLM's kv_transfer_params."""
@@ -38,19 +40,26 @@ class SchedulerSide:
         self.addresses: tuple[tuple[str, int], ...] = ()
         """Where the ranks serve, in their order; known once they have started."""
         self._epochs = itertools.count(1)
+        self._running = Running(block_size)
         self._coming: dict[str, HandOff] = {}
         self._orders = Orders()
         self._transfers = Transfers()
 
     def on_new_request(self, request: Request) -> None:
-        """Read the hand-off that came with a request: the owner hears from us until the end."""
+        """Read the hand-off that came with a request: the owner hears from us until the end.
+
+        Or the name by which a decode engine that was asked already will follow the request.
+        """
         params = request.kv_transfer_params
+        if params and params.get("do_remote_decode"):
+            self._begin(request, params)
+            return
         if not params or not params.get("do_remote_prefill"):
             return
         hand_off = _read(params)
         if (
             hand_off is None
-            or hand_off.num_tokens < request.num_prompt_tokens
+            or (not hand_off.ahead and hand_off.num_tokens < request.num_prompt_tokens)
             or request.prompt_token_ids is None
         ):
             params["do_remote_prefill"] = False
@@ -96,27 +105,48 @@ class SchedulerSide:
         if hand_off is not None:
             # It ends before its turn has come.
             self._orders.decline[request.request_id] = hand_off
-        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        num_blocks = self._count_blocks(request)
+        begun = self._running.end(request.request_id)
         if (
             not params.get("do_remote_decode")
             or request.status not in _FINISHED
             or len(block_ids) < num_blocks
             # A prompt of embeddings has no tokens to know it by.
             or request.prompt_token_ids is None
+            # Who followed it has been told that it is lost, and nobody else knows of it.
+            or (begun is None and _name(params))
         ):
+            if begun:
+                self._orders.give_up.add(request.request_id)
             return False, None
-        held = Held(next(self._epochs), _digest(request), tuple(block_ids[:num_blocks]))
+        epoch = begun.epoch if begun else next(self._epochs)
+        held = Held(epoch, _digest(request), tuple(block_ids[:num_blocks]))
         self._orders.hold[request.request_id] = held
         return True, self._params(request, held)
 
-    def take_orders(self) -> Orders:
-        """What has changed since the last step."""
+    def take_orders(self, output: SchedulerOutput | None = None) -> Orders:
+        """What has changed since the last step, and what the next one computes (`output`)."""
         orders, self._orders = self._orders, Orders()
+        if output is not None:
+            orders.compute, lost = self._running.step(output)
+            orders.give_up |= lost
         return orders
 
     def take_transfers(self) -> Transfers:
         """What the scheduler itself has refused since the last step."""
         return self._transfers.clone_and_reset()
+
+    def _begin(self, request: Request, params: dict[str, Any]) -> None:
+        name = _name(params)
+        if not name or request.prompt_token_ids is None:
+            return
+        begun = Begun(next(self._epochs), _digest(request), self._count_blocks(request), name)
+        self._running.begin(request.request_id, begun, request.num_prompt_tokens)
+        self._orders.begin[request.request_id] = begun
+
+    def _count_blocks(self, request: Request) -> int:
+        count: int = -(-request.num_prompt_tokens // self._block_size)
+        return count
 
     def _params(self, request: Request, held: Held) -> dict[str, object]:
         hand_off = HandOff(
@@ -143,6 +173,13 @@ class SchedulerSide:
             "transfer_mode": "pull",
             KEY: msgspec.to_builtins(hand_off),
         }
+
+
+def _name(params: dict[str, Any]) -> str:
+    """By which a prefill may be followed; empty: it may not."""
+    own = params.get(KEY)
+    name = own.get("name") if isinstance(own, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _read(params: dict[str, Any]) -> HandOff | None:

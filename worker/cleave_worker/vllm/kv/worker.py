@@ -14,18 +14,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cleave_worker.transfer.follower import Follower
 from cleave_worker.transfer.holds import Holds
 from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
 from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.owner import Kept, Owner
 from cleave_worker.transfer.reader import Reader
 from cleave_worker.transfer.shared import share
+from cleave_worker.vllm.kv.announcing import Announcer, Pace
 from cleave_worker.vllm.kv.metrics import Transfers
 from cleave_worker.vllm.kv.orders import Orders, Wanted
 
 _log = logging.getLogger(__name__)
 _PULLS = 4
 """Side by side; those from one owner are moved one after the other."""
+_FOLLOWS = 64
+"""Prompts of this rank that come while they are computed; further ones wait."""
 _GRACE_S = 10.0
 """What a reader gets beyond the longest transfer before its blocks are taken away."""
 
@@ -41,6 +45,10 @@ class Settings:
     transfer_s: float
     """Longest time for one prompt's bytes."""
     check_bytes: bool
+    pace: Pace = Pace.LAYER
+    """Of prefills that are followed."""
+    patience_s: float = 120.0
+    """Longest time for which one is followed."""
 
 
 class _Ended(NamedTuple):
@@ -67,7 +75,10 @@ class WorkerSide:
         self._reader = Reader(
             kept, settings.ways, settings.transfer_s, check_bytes=settings.check_bytes
         )
+        self._announcer = Announcer(self._holds, settings.pace, kept.memory.regions[0].device)
+        self._follower = Follower(self._reader, len(kept.planes), settings.patience_s)
         self._pool = ThreadPoolExecutor(_PULLS, "kv-pull")
+        self._following = ThreadPoolExecutor(_FOLLOWS, "kv-follow")
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
         self._expected: dict[str, HandOff] = {}
         self._lock = threading.Lock()
@@ -83,6 +94,11 @@ class WorkerSide:
 
     def note(self, orders: Orders) -> None:
         """Before a step computes: readers may come as soon as the answer is out."""
+        for request_id, begun in orders.begin.items():
+            self._holds.begin(request_id, begun)
+        for request_id in orders.give_up:
+            self._holds.give_up(request_id)
+        self._announcer.begin(orders.compute)
         for request_id, held in orders.hold.items():
             self._holds.hold(request_id, held)
         with self._lock:
@@ -93,9 +109,18 @@ class WorkerSide:
     def start(self, wanted: Mapping[str, Wanted], declined: Mapping[str, HandOff]) -> None:
         """Begin what the step asks for."""
         for request_id, one in wanted.items():
-            self._pool.submit(self._pull, request_id, one)
+            pool = self._following if one.hand_off.ahead else self._pool
+            pool.submit(self._pull, request_id, one)
         for hand_off in declined.values():
             self._pool.submit(self._reader.decline, hand_off)
+
+    def layer_done(self, plane: int) -> None:
+        """The step is through with a layer."""
+        self._announcer.layer_done(plane)
+
+    def step_done(self) -> None:
+        """The step is through with all layers."""
+        self._announcer.step_done()
 
     def take_sent(self) -> set[str]:
         """Holds that are over."""
@@ -128,13 +153,15 @@ class WorkerSide:
         self._stop.set()
         self._owner.close()
         self._reader.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._following):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _pull(self, request_id: str, wanted: Wanted) -> None:
         begun = time.perf_counter()
         how: Way | Reason = Reason.LOST
         try:
-            how = self._reader.pull(
+            follows = wanted.hand_off.ahead
+            how = (self._follower.follow if follows else self._reader.pull)(
                 wanted.hand_off, wanted.prompt_digest, wanted.first_block, wanted.blocks
             )
         except RefusedError as refused:
