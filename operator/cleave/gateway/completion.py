@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 _FALSE = msgspec.Raw(b"false")
 _TRUE = msgspec.Raw(b"true")
 _ONE = msgspec.Raw(b"1")
-_ASK_FOR_KV = msgspec.Raw(
+ASK_FOR_KV = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
@@ -176,7 +176,7 @@ def build_whole(completion: Completion) -> bytes:
     return _encode(completion.fields)
 
 
-def build_prefill(completion: Completion) -> bytes:
+def build_prefill(completion: Completion, ask: msgspec.Raw = ASK_FOR_KV) -> bytes:
     """The body that computes the prompt and keeps its KV for another engine."""
     fields = completion.fields.copy()
     for key in _NOT_FOR_PREFILL:
@@ -185,7 +185,7 @@ def build_prefill(completion: Completion) -> bytes:
     fields["max_tokens"] = _ONE
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE
-    fields[KV_KEY] = _ASK_FOR_KV
+    fields[KV_KEY] = ask
     return _encode(fields)
 
 

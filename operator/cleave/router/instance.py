@@ -31,6 +31,10 @@ class Target:
     epoch: int
     role: str = ""
     """prefill, decode or mixed: what it served when it was picked."""
+    kv_port: int = 0
+    """Where KV can be followed while it is computed."""
+    ahead_from_tokens: int = 0
+    """Prompts from so many on are worth following; 0: none are."""
 
 
 class Contact(enum.Enum):
@@ -169,6 +173,12 @@ class Instance:
         self.router_rank = 0
         """Of this one among them."""
 
+    def has_room(self, prompt_tokens: int) -> bool:
+        """Whether a prompt's KV finds free blocks there at once, as the last report tells."""
+        load = self.load
+        free = load.kv_blocks_free * self.registration.kv_block_size
+        return not load.num_waiting and free >= prompt_tokens
+
     @property
     def selectable(self) -> bool:
         """Whether new requests may be sent there; what is ready has a boot and an address."""
@@ -227,4 +237,6 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         boot_id=registration.boot_id,
         epoch=registration.epoch,
         role=agent_pb2.Role.Name(registration.role).removeprefix("ROLE_").lower(),
+        kv_port=registration.kv_port,
+        ahead_from_tokens=registration.ahead_from_tokens,
     )

@@ -17,6 +17,8 @@ from cleave_worker.scheduling.terms import parse as parse_terms
 
 CONNECTORS = ("nixl", "cleave")
 """Names of KV connectors on command lines."""
+PACES = {"push": "prompt", "perchunk": "chunk", "perlayer": "layer", "auto": "layer"}
+"""Transfers that begin before the prefill has ended, and how much of its KV goes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,10 @@ class AgentConfig:
     """Terms by role, which the engine follows while it has the role; empty: it is as it comes."""
     connector: str = "nixl"
     """`nixl`, or `cleave`: what hands KV over, unless the engine's arguments name one."""
+    transfer: str = "pull"
+    """`pull` after the prefill, or one of PACES."""
+    ahead_from: int = 1
+    """Prompt tokens from which on a transfer begins before the prefill has ended."""
     drain_timeout: float = 30.0
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
@@ -95,6 +101,12 @@ class AgentConfig:
     def address(self) -> str:
         """host:port as discovery names this agent."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def ahead_from_tokens(self) -> int:
+        """The same; 0: never. Only a lone rank's address is known before its engine has started."""
+        follows = self.connector == "cleave" and self.transfer in PACES and self.ranks == 1
+        return self.ahead_from if follows else 0
 
     @property
     def ranks(self) -> int:
@@ -132,6 +144,8 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         max_model_len=options.max_model_len,
         scheduling=options.scheduling or {},
         connector=options.connector,
+        transfer=options.transfer,
+        ahead_from=options.ahead_from,
         drain_timeout=options.drain_timeout,
         log_format=options.log_format,
         engine_args=engine_args,
@@ -179,6 +193,19 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         "--scheduling", type=_terms, metavar="JSON", help="terms of the engine, by role"
     )
     parser.add_argument("--connector", choices=CONNECTORS, default="nixl", help="of KV, with vLLM")
+    parser.add_argument(
+        "--transfer",
+        choices=("pull", *PACES),
+        default="pull",
+        help="when connector cleave moves KV: after the prefill, or while it runs",
+    )
+    parser.add_argument(
+        "--ahead-from",
+        type=_count,
+        default=1,
+        metavar="TOKENS",
+        help="prompts from so many on are moved while they are computed",
+    )
     parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
     parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")
     parser.add_argument("--peer-wait", type=_seconds, default=20.0, metavar="SECONDS")

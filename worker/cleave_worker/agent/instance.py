@@ -81,6 +81,7 @@ class Instance:
             pipeline_parallel_size=config.pipeline_parallel_size,
             max_model_len=config.max_model_len,
             max_adapters=max_adapters(config),
+            ahead_from_tokens=config.ahead_from_tokens,
             reason="engine starts",
         )
         self._scheduling = config.scheduling
@@ -140,7 +141,12 @@ class Instance:
             return
 
     def boot(
-        self, boot_id: str, engine_url: str, page: LoadPage, terms: TermsPage | None = None
+        self,
+        boot_id: str,
+        engine_url: str,
+        page: LoadPage,
+        terms: TermsPage | None = None,
+        kv_port: int = 0,
     ) -> None:
         """A new engine was started: it writes its load into a page and follows another."""
         self._page, self._terms = page, terms
@@ -148,6 +154,7 @@ class Instance:
         state = self._registration
         state.boot_id = boot_id
         state.engine_url = engine_url
+        state.kv_port = kv_port
         state.ClearField("kv_path")
         self._proven.clear()
         self._enter(agent_pb2.STATE_STARTING, "engine starts")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.metrics.load_page import ENV as LOAD_PAGE_ENV
-from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.config import PACES, AgentConfig
 from cleave_worker.agent.cores import omp_binding
 from cleave_worker.scheduling.terms_page import ENV as TERMS_PAGE_ENV
 
@@ -152,8 +152,10 @@ def _kv_transfer(config: AgentConfig, boot: Boot, given: Mapping[str, object]) -
     if config.connector == "cleave":
         settings |= _OWN_CONNECTOR
         extra = given.get(_EXTRA)
-        address = {"host": config.host, "port": boot.kv_port}
-        given = {**given, _EXTRA: {**address, **(extra if isinstance(extra, dict) else {})}}
+        own: dict[str, object] = {"host": config.host, "port": boot.kv_port}
+        if pace := PACES.get(config.transfer):
+            own["pace"] = pace
+        given = {**given, _EXTRA: {**own, **(extra if isinstance(extra, dict) else {})}}
     return {**settings, **given, "engine_id": boot.boot_id}
 
 

@@ -9,7 +9,7 @@ import re
 
 import msgspec
 
-from cleave.gateway.completion import KV_KEY
+from cleave.gateway.completion import ASK_FOR_KV, KV_KEY
 from cleave.gateway.engines.answers import (
     Usage,
     decode_blocks,
@@ -18,6 +18,7 @@ from cleave.gateway.engines.answers import (
     decode_origin,
     decode_prefill,
 )
+from cleave.router.instance import Target
 
 _KEY = b'"kv_transfer_params"'
 _KEY_WITH_VALUE = re.compile(rb'"kv_transfer_params"\s*:')
@@ -49,6 +50,33 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     if f"-{request_id.decode()}-" not in f"{origin.remote_request_id}-":
         raise HandoffError("is of another request")
     return answer.kv_transfer_params, tokens
+
+
+def ask_ahead(name: bytes) -> msgspec.Raw:
+    """What a prefill engine is asked, so that another may follow it under this name."""
+    return msgspec.Raw(bytes(ASK_FOR_KV)[:-1] + b',"cleave":{"name":"%b"}}' % name)
+
+
+def promise(prefill: Target, name: bytes) -> msgspec.Raw:
+    """The hand-off of a prefill that has not ended: where to follow it, and under which name."""
+    own = {
+        "boot_id": prefill.boot_id,
+        "request_id": name.decode(),
+        "epoch": 0,
+        "prompt_digest": "",
+        "num_tokens": 0,
+        "addresses": ((prefill.host, prefill.kv_port),),
+    }
+    told = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": prefill.boot_id,
+        "remote_request_id": name.decode(),
+        "remote_host": prefill.host,
+        "remote_port": prefill.kv_port,
+        "cleave": own,
+    }
+    return msgspec.Raw(msgspec.json.encode(told))
 
 
 def count_blocks(body: bytes) -> int:

@@ -8,6 +8,8 @@ first thing in a stream), and all of them must be known before anything goes to 
 from http import HTTPStatus
 from typing import Protocol
 
+import msgspec
+
 from cleave.gateway import head
 from cleave.gateway.completion import Completion, build_decode, build_prefill, build_whole
 from cleave.gateway.context import Context
@@ -15,6 +17,7 @@ from cleave.gateway.engines.engine import Call, EnginePool
 from cleave.gateway.engines.handoff import HandoffError, read_handoff
 from cleave.gateway.engines.health import Pulse
 from cleave.gateway.engines.opening import Opening, judge_opening
+from cleave.gateway.exchanges.ahead import Prefill, bodies, may_follow
 from cleave.gateway.recovery.recovery import Failure
 from cleave.router.instance import Target
 from cleave.router.router import Phase, Pick
@@ -56,9 +59,11 @@ class Asker(Protocol):
 
 
 class Attempt:
-    """Calls to one or two engines, one after the other. Start it once; end it once it is over."""
+    """Calls to one or two engines, one after the other, or both at once where the decode engine
+    follows the prefill (ahead.py). Start it once; end it once it is over."""
 
     __slots__ = (
+        "_ahead",
         "_answer",
         "_answer_bytes",
         "_asker",
@@ -97,6 +102,8 @@ class Attempt:
         self._id = context.make_id()
         self._fields = fields
         self._call: Call | None = None
+        self._ahead: Prefill | None = None
+        """Runs beside the decode engine's call."""
         self._answer: list[bytes] = []
         self._answer_bytes = 0
         self._opening = b""
@@ -132,7 +139,12 @@ class Attempt:
             return
         prefill = context.find_pool(self.prefill)
         self.labels = prefill.prefill_label + self.labels
-        self._send(prefill, build_prefill(self._completion))
+        if self.prefill.ahead_from_tokens and may_follow(
+            context, pick, self._completion.prompt_tokens
+        ):
+            self._send_both(self.prefill, prefill, pool)
+        else:
+            self._send(prefill, build_prefill(self._completion))
 
     def hold(self, blocked: bool) -> None:
         """Read no more of the answer, or read on."""
@@ -146,12 +158,17 @@ class Attempt:
         """Stop what still runs and release the books."""
         if self._call is not None:
             self._call.abort()
+        if self._ahead is not None:
+            self._ahead.end()
         self._context.router.release(self.pick)
 
     # --- what calls to engines call ---
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
         """Bytes of an engine's answer."""
+        if self._ahead is not None:
+            # It could not answer if the prompt were not computed.
+            self.prefill = None
         if self.prefill is None and call.status == _OK and _is_stream(call):
             self._open_stream(call, piece, complete)
         else:
@@ -159,7 +176,32 @@ class Attempt:
 
     def lose(self, call: Call, reason: str) -> None:
         """A call failed."""
+        if self._ahead is not None:
+            self.prefill = None
         self._asker.fail(Failure.LOST if call.sent else Failure.UNREACHED, reason)
+
+    # --- what a prefill that runs beside the decode calls ---
+
+    def prefilled(self, prefill: Target, body: bytes) -> None:
+        """The prompt is computed; the decode engine has its KV already, or soon."""
+        if self.prefill is None:
+            self._context.metrics.handoffs["ahead"] += 1
+        elif self._read_handoff(prefill, body, "ahead"):
+            self.prefill = None
+            timeouts = self._context.config.timeouts
+            stream = self._completion.stream
+            self.sent_at = self._context.clock()
+            self.deadline = self.sent_at + (timeouts.first_byte_s if stream else timeouts.answer_s)
+
+    def lose_prefill(self, call: Call, reason: str) -> None:
+        """The prompt was not computed there, unless the decode engine knows better."""
+        if self.prefill is not None:
+            self._asker.fail(Failure.LOST if call.sent else Failure.UNREACHED, reason)
+
+    def refuse_prefill(self, call: Call, body: bytes) -> None:
+        """Fault was found with the request, unless the decode engine answers it."""
+        if self.prefill is not None:
+            self._asker.refuse(call, body)
 
     # --- sending ---
 
@@ -169,31 +211,49 @@ class Attempt:
         wait_s = timeouts.answer_s if whole_answer else timeouts.first_byte_s
         self.sent_at = self._context.clock()
         self.deadline = self.sent_at + wait_s
-        payload = (
+        self.pulse = pool.pulse
+        self._call = pool.send(self, self._payload(pool, body))
+
+    def _send_both(self, prefill: Target, pool: EnginePool, decode: EnginePool) -> None:
+        first, second = bodies(self._completion, prefill, self._id)
+        self._ahead = Prefill(self, prefill, pool, self._payload(pool, first))
+        self._send(decode, second)
+
+    def _payload(self, pool: EnginePool, body: bytes) -> bytes:
+        return (
             head.build_engine_head(self._path, pool.host, self._id, len(body), self._fields) + body
         )
-        self.pulse = pool.pulse
-        self._call = pool.send(self, payload)
 
     def _hand_over(self, prefill: Target, body: bytes) -> None:
         """Prefill is done: continue on the decode engine."""
-        context, completion = self._context, self._completion
+        completion = self._completion
+        handed = self._read_handoff(prefill, body, "used")
+        if handed is None:
+            return
+        self.prefill = None
+        handoff = handed[0]
+        second = build_whole(completion) if handoff is None else build_decode(completion, handoff)
+        self._send(self._context.find_pool(self.pick.decode), second)
+
+    def _read_handoff(
+        self, prefill: Target, body: bytes, result: str
+    ) -> tuple[msgspec.Raw | None] | None:
+        """The hand-off of a prefill's answer, if it has one; None: it must not be used."""
+        context = self._context
         try:
             handoff, prompt_tokens = read_handoff(body, prefill.boot_id, self._id)
         except HandoffError as error:
             context.metrics.handoffs["refused"] += 1
             self._asker.fail(Failure.HANDOFF, f"gave a hand-off that {error}")
-            return
-        context.metrics.handoffs["used" if handoff is not None else "none"] += 1
-        counted = context.metrics.models[completion.model]
+            return None
+        context.metrics.handoffs[result if handoff is not None else "none"] += 1
+        counted = context.metrics.models[self._completion.model]
         counted.phases["prefill"].observe(context.clock() - self.sent_at)
         self.prompt_tokens = prompt_tokens
         if handoff is not None:
             counted.handoff_tokens += prompt_tokens
         context.router.release(self.pick, _PREFILL)
-        self.prefill = None
-        second = build_whole(completion) if handoff is None else build_decode(completion, handoff)
-        self._send(context.find_pool(self.pick.decode), second)
+        return (handoff,)
 
     # --- receiving ---
 

@@ -142,6 +142,8 @@ class Registration(_message.Message):
     HOME_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
+    KV_PORT_FIELD_NUMBER: _builtins.int
+    AHEAD_FROM_TOKENS_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
     deployment: _builtins.str
@@ -177,6 +179,10 @@ class Registration(_message.Message):
     """its pool's role: flips change role, never this; a lasting order does"""
     max_adapters: _builtins.int
     """of them that it holds at a time (vLLM: --max-loras)"""
+    kv_port: _builtins.int
+    """where KV can be followed while it is computed, at the agent's host"""
+    ahead_from_tokens: _builtins.int
+    """prompts from so many on are worth following; 0: none are"""
     @_builtins.property
     def kv_path(self) -> Global___KvPath:
         """result of the self-test"""
@@ -210,10 +216,12 @@ class Registration(_message.Message):
         home: Global___Role.ValueType = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         max_adapters: _builtins.int = ...,
+        kv_port: _builtins.int = ...,
+        ahead_from_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

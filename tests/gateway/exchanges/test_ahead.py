@@ -1,0 +1,171 @@
+"""Prefill and decode engine asked at once: who is told what, and what each loss leads to."""
+
+import asyncio
+
+import pytest
+
+from cleave.rpc.v1 import agent_pb2
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+
+
+def offer(stage, *, from_tokens: int = 1, free: int = 100, waiting: int = 0) -> None:
+    """Engines whose KV can be followed, with so much room at the decode engine."""
+    for engine in stage.engines.values():
+        stage.state(engine, kv_port=5601, ahead_from_tokens=from_tokens, kv_block_size=16)
+        load = agent_pb2.LoadReport(
+            boot_id=engine.boot_id, kv_blocks_free=free, num_waiting=waiting, sampled_ns=1
+        )
+        directory = stage.context.router.directory
+        directory.hear(engine.name, agent_pb2.WatchEvent(load=load), 1e12)
+
+
+@pytest.fixture
+def ahead(pair):
+    offer(pair)
+    return pair
+
+
+def gate(engine) -> asyncio.Event:
+    """The engine answers once this is set."""
+    opened = asyncio.Event()
+
+    async def wait(engine, request, writer):
+        await opened.wait()
+        await engine.answer(request, writer)
+
+    engine.script = wait
+    return opened
+
+
+async def test_both_engines_are_asked_at_once_and_know_one_name(ahead) -> None:
+    opened = gate(ahead.engines["p"])
+    asking = asyncio.create_task(ahead.ask(ASK | {"stream": True}))
+    prefill, decode = ahead.engines["p"], ahead.engines["d"]
+    await ahead.until(lambda: prefill.requests and decode.requests, "both are asked")
+    first, second = (e.requests[0].body["kv_transfer_params"] for e in (prefill, decode))
+    name = prefill.requests[0].headers["x-request-id"]
+    assert (first["do_remote_decode"], first["cleave"]) == (True, {"name": name})
+    assert second["do_remote_prefill"]
+    assert (second["remote_engine_id"], second["remote_request_id"]) == (prefill.boot_id, name)
+    assert second["cleave"] == {
+        "boot_id": prefill.boot_id,
+        "request_id": name,
+        "epoch": 0,
+        "prompt_digest": "",
+        "num_tokens": 0,
+        "addresses": [["127.0.0.1", 5601]],
+    }
+    opened.set()
+    assert (await asking).events[-1] == b"data: [DONE]"
+    await ahead.until_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_answer_is_the_decode_engines_whichever_comes_first(ahead, stream) -> None:
+    for late in ("p", "d"):
+        opened = gate(ahead.engines[late])
+        asking = asyncio.create_task(ahead.ask(ASK | {"stream": stream}))
+        other = ahead.engines["d" if late == "p" else "p"]
+        await ahead.until(lambda other=other: other.requests, "the other is asked")
+        opened.set()
+        response = await asking
+        assert response.status == 200
+        assert b"kv_transfer_params" not in response.body
+        await ahead.until_idle()
+        ahead.engines[late].script = None
+    assert {len(engine.requests) for engine in ahead.engines.values()} == {2}
+
+
+async def test_a_prefill_that_hands_over_is_counted_as_asked_ahead(ahead) -> None:
+    opened = gate(ahead.engines["d"])
+    asking = asyncio.create_task(ahead.ask(ASK))
+    await ahead.until(lambda: ahead.context.metrics.handoffs == {"ahead": 1}, "it is counted")
+    assert ahead.context.router.directory.instances["p"].ledger.prompt.own == 0
+    opened.set()
+    assert (await asking).status == 200
+
+
+@pytest.mark.parametrize(
+    "told", [{"from_tokens": 1000}, {"free": 0}, {"waiting": 1}], ids=["short", "full", "queue"]
+)
+async def test_the_prompt_waits_in_the_prefill_engine_where_the_other_could_not_begin(
+    pair, told
+) -> None:
+    offer(pair, **told)
+    assert (await pair.ask(ASK)).status == 200
+    assert pair.engines["d"].requests[0].body["kv_transfer_params"] == pair.engines["p"].handoff()
+    assert pair.context.metrics.handoffs == {"used": 1}
+
+
+async def fail(engine, request, writer):
+    engine.send_json(writer, {"error": {}}, status=500)
+
+
+async def vanish(engine, request, writer):
+    writer.transport.abort()
+
+
+async def hand_over_anothers(engine, request, writer):
+    answer = engine.prefill_answer(request)
+    answer["kv_transfer_params"]["remote_engine_id"] = "boot-before"
+    engine.send_json(writer, answer)
+
+
+@pytest.mark.parametrize("script", [fail, vanish, hand_over_anothers])
+async def test_a_lost_prefill_ends_the_decode_and_another_one_is_tried(make_stage, script) -> None:
+    stage = await make_stage({"p": "prefill", "d": "decode", "e": "decode"})
+    offer(stage)
+    stage.engines["p"].script = script
+    held = [gate(stage.engines[name]) for name in "de"]
+    asking = asyncio.create_task(stage.ask(ASK))
+    decodes = [stage.engines["d"], stage.engines["e"]]
+
+    def cut() -> list:
+        return [request for engine in decodes for request in engine.requests if request.cut]
+
+    await stage.until(cut, "the decode engine that waited is let go")
+    for opened in held:
+        opened.set()
+    assert (await asking).status == 200
+    whole = [r for engine in decodes for r in engine.requests if "kv_transfer_params" not in r.body]
+    assert len(whole) == 1, "the fallback computes the prompt itself"
+    await stage.until_idle()
+
+
+async def test_a_lost_decode_ends_the_prefill(ahead) -> None:
+    gate(ahead.engines["p"])
+    ahead.engines["d"].script = fail
+    asking = asyncio.create_task(ahead.ask(ASK))
+    await ahead.until(
+        lambda: ahead.engines["p"].requests and ahead.engines["p"].requests[0].cut,
+        "the prefill engine is let go",
+    )
+    assert ahead.context.metrics.retries["decode", "status"]
+    assert (await asking).status == 502
+    await ahead.until_idle()
+
+
+async def test_a_client_that_leaves_lets_both_engines_go(ahead) -> None:
+    for engine in ahead.engines.values():
+        gate(engine)
+    client = await ahead.connect()
+    client.send(ASK)
+    engines = ahead.engines.values()
+    await ahead.until(lambda: all(e.requests for e in engines), "both are asked")
+    client.close()
+    await ahead.until(lambda: all(e.requests[0].cut for e in engines), "both are let go")
+    await ahead.until_idle()
+
+
+async def test_the_prefill_engines_refusal_goes_to_the_client(ahead) -> None:
+    refusal = {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}
+
+    async def refuse(engine, request, writer):
+        engine.send_json(writer, refusal, status=400)
+
+    gate(ahead.engines["d"])
+    ahead.engines["p"].script = refuse
+    response = await ahead.ask(ASK)
+    assert (response.status, response.json()) == (400, refusal)
+    await ahead.until_idle()
