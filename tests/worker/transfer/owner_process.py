@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import torch
 
 from cleave_worker.transfer import owner as owner_module
@@ -13,24 +14,30 @@ from cleave_worker.transfer.holds import Begun, Held, Holds
 from cleave_worker.transfer.identity import HandOff, Layout, prompt_digest
 from cleave_worker.transfer.memory import register
 from cleave_worker.transfer.owner import Kept, Owner
+from cleave_worker.transfer.shapes import Shape, Share
 from cleave_worker.transfer.shared import share
 
 BLOCKS, LAYERS = 16, 3
 LAYOUT = Layout("tiny@main", "float32", 16, LAYERS, 2, 32, "LBHNC")
+ALONE = Shape()
 
 
-def caches(fill: int) -> list[torch.Tensor]:
-    """KV whose values tell who wrote them: engine, layer and block."""
-    layers = [torch.empty(BLOCKS, 2, 16, 64) for _ in range(LAYERS)]
-    for number, layer in enumerate(layers):
+def caches(fill: int, shape: Shape = ALONE, rank: int = 0) -> list[torch.Tensor]:
+    """A rank's KV, whose values tell who wrote them: engine, layer, block and head."""
+    heads = shape.heads(rank, LAYOUT.num_kv_heads)
+    layers = [number for number in range(LAYERS) if number in shape.layers(rank)]
+    tensors = [torch.empty(BLOCKS, len(heads), 16, 64) for _ in layers]
+    for number, tensor in zip(layers, tensors, strict=True):
         for block in range(BLOCKS):
-            layer[block] = fill + number * 100 + block
-    return layers
+            for at, head in enumerate(heads):
+                tensor[block, at] = fill + number * 100 + block + head / 2
+    return tensors
 
 
-def kept_as(boot_id: str, tensors: list[torch.Tensor]) -> Kept:
+def kept_as(boot_id: str, tensors: list[torch.Tensor], shape: Shape = ALONE, rank: int = 0) -> Kept:
     memory, planes = register(tensors, BLOCKS)
-    return Kept(boot_id, LAYOUT, memory, tuple(planes), "127.0.0.1")
+    share_of = Share(shape, rank)
+    return Kept(boot_id, LAYOUT, memory, tuple(planes), "127.0.0.1", share_of)
 
 
 class OwnerProcess:
@@ -39,7 +46,7 @@ class OwnerProcess:
     def __init__(self, **told: object) -> None:
         self.boot_id = str(told.setdefault("boot_id", "boot-p"))
         self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(told)],
+            [sys.executable, __file__, msgspec.json.encode(told).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -76,8 +83,9 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     owner_module._APPEAR_S = 0.5
-    tensors = caches(1000)
-    kept = kept_as(told["boot_id"], tensors)
+    shape, rank = msgspec.convert(told.get("shape", {}), Shape), told.get("rank", 0)
+    tensors = caches(1000, shape, rank)
+    kept = kept_as(told["boot_id"], tensors, shape, rank)
     shared = share(kept.memory) if told.get("shared", True) else ()
     holds = Holds(told.get("lease_s", 60.0), told.get("reading_s", 60.0))
     owner = Owner(kept, holds, shared, 0, told.get("transfer_s", 30.0))
