@@ -1,0 +1,135 @@
+"""What better predictions are worth: to dispatch between instances, to admission inside one."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from foretelling import Foretold
+from numpy.typing import NDArray
+
+sys.path.append(str(Path(__file__).parents[1] / "dispatch"))
+sys.path.append(str(Path(__file__).parents[1] / "scheduler"))
+
+from goodput import Targets, bisect, colocated, split
+from one_engine import BURST, ENGINE
+from workers import worker
+
+from cleave.simulator.fleet import Admission, Dispatch, Fleet, Pool, Transfer
+from cleave.simulator.run import prepare, simulate
+from cleave.simulator.trace import Trace
+
+MOST_TOKENS = 4_096
+"""Longest context of the models here."""
+WARM_UP = 0.2
+SEEDS = 3
+BURSTS = 20
+POLICIES = (Dispatch.SHORTEST_WAIT, Dispatch.LEAST_HEAVY, Dispatch.BEST_FIT)
+"""Those that look at predicted outputs; the first is the default."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchRow:
+    """One policy with one way to foretell."""
+
+    fleet: str
+    policy: str
+    foretold_by: str
+    per_gpu: float
+    """Goodput, req/s."""
+    gain: float
+    """Beside the mean by prompt length."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRow:
+    """One admission on one decode instance; means over seeds."""
+
+    admission: str
+    foretold_by: str
+    jct_ms: float
+    """Job completion time: from arrival to end."""
+    gain: float
+    """Beside greedy."""
+    preemptions: float
+
+
+def dispatch(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
+    """Fleets of benchmarks/dispatch, goodput by policy."""
+    one = worker("llama-2-70b", "H100-SXM-80GB", 4)
+    targets = Targets(2_000, 100)
+    fleets = {
+        "8 mixed": (colocated(one, 8, targets), 8),
+        "4 prefill, 6 decode": (split(one, 4, 6, targets), 10),
+    }
+    for name, (fleet, instances) in fleets.items():
+        for policy in POLICIES[: 1 if quick else None]:
+            prepared = prepare(replace(fleet, dispatch=policy))
+            found = {
+                by: _goodput(prepared, told, tokens, targets, 300 if quick else 4_000)
+                / (instances * one.gpus)
+                for by, tokens in _ways(told).items()
+            }
+            first = found["mean by prompt length"]
+            for by, per_gpu in found.items():
+                yield asdict(DispatchRow(name, policy.name, by, per_gpu, per_gpu / first - 1))
+
+
+def admissions(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
+    """256 requests at once, their prompts computed, on one decode instance that is short of KV."""
+    ways = {**_ways(told), "likeliest range, low end": told.low}
+    greedy = 0.0
+    for by, tokens in ways.items():
+        for admission in Admission:
+            if admission is Admission.GREEDY and greedy:
+                continue
+            engine = replace(ENGINE, admission=admission, max_num_batched_tokens=2_048)
+            fleet = Fleet(decode=(Pool(engine, 1),), transfer=Transfer())
+            times, preempted = [], []
+            for seed in range(1 if quick else BURSTS):
+                trace = _draw(told, tokens, BURST, seed)
+                outcome = simulate(fleet, replace(trace, arrival_ms=np.zeros(BURST)))
+                times.append(outcome.end_ms.mean())
+                preempted.append(outcome.num_preemptions.sum())
+            jct_ms = float(np.mean(times))
+            greedy = greedy or jct_ms
+            label = "any" if admission is Admission.GREEDY else by
+            yield asdict(
+                AdmissionRow(
+                    admission.name, label, jct_ms, 1 - jct_ms / greedy, float(np.mean(preempted))
+                )
+            )
+
+
+def _ways(told: Foretold) -> dict[str, NDArray[np.float64] | NDArray[np.int64]]:
+    return {
+        "mean by prompt length": told.mean,
+        "classifier": told.tree,
+        "known": told.answers.output_tokens,
+    }
+
+
+def _goodput(
+    fleet: object, told: Foretold, tokens: NDArray, targets: Targets, requests: int
+) -> float:
+    def attainment(rate: float) -> float:
+        shares = []
+        for seed in range(SEEDS):
+            trace = _draw(told, tokens, requests, seed, rate)
+            outcome = simulate(fleet, trace, seed)
+            met = (outcome.ttft_ms <= targets.ttft_ms) & (outcome.tpot_ms <= targets.tpot_ms)
+            shares.append(float(np.mean(met[int(WARM_UP * requests) :])))
+        return sum(shares) / SEEDS
+
+    return bisect(lambda rate: attainment(rate) >= targets.attainment)
+
+
+def _draw(told: Foretold, tokens: NDArray, num: int, seed: int, rate: float = 1.0) -> Trace:
+    """Poisson arrivals of requests drawn from those that judge; the same ones for every way."""
+    rng = np.random.default_rng(seed)
+    prompts, outputs = told.answers.prompt_tokens, told.answers.output_tokens
+    some = rng.choice(np.flatnonzero(prompts + outputs <= MOST_TOKENS), num)
+    arrival = np.cumsum(rng.exponential(1000 / rate, num))
+    foretold = np.maximum(np.rint(tokens[some]), 1).astype(np.int64)
+    return Trace(arrival, prompts[some], outputs[some], foretold)
