@@ -165,6 +165,17 @@ def blocks_of(tokens: int, *, scattered: bool) -> list[int]:
     return blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """An order to the owner's process: a prefill that has ended."""
+
+    request_id: str
+    held: Held
+
+    def __call__(self, holds: Holds) -> None:
+        holds.hold(self.request_id, self.held)
+
+
 class Puller:
     """Has prompts held by the other process, and pulls them."""
 
@@ -178,7 +189,7 @@ class Puller:
         """Seconds from the question to the owner's last word."""
         epoch = next(self._epochs)
         request_id, digest = f"r{epoch}", prompt_digest([epoch])
-        self._orders.send((request_id, Held(epoch, digest, tuple(blocks))))
+        self._orders.send(Hold(request_id, Held(epoch, digest, tuple(blocks))))
         self._orders.recv()
         hand_off = HandOff("boot-p", request_id, epoch, digest, 0, (self._owner,))
         begun = time.perf_counter()
@@ -187,7 +198,7 @@ class Puller:
 
 
 def own(orders: Connection, shape: Shape, num_blocks: int, place: Place) -> None:
-    """The other process: holds what it is told to, serves it, and streams for the limit."""
+    """The other process: does what it is told with its holds, serves, and streams for the limit."""
     if place.prepare:
         place.prepare()
     torch.set_num_threads(1)
@@ -205,8 +216,7 @@ def own(orders: Connection, shape: Shape, num_blocks: int, place: Place) -> None
                 side = nixl_pull.Side(kept)
                 orders.send(side.told)
             else:
-                holds.hold(*order)
-                orders.send(None)
+                orders.send(order(holds))
 
 
 def stream(listening: socket.socket) -> None:
