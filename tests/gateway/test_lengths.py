@@ -1,5 +1,6 @@
 """Which predictor a gateway goes by."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,11 @@ import pytest
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.main import main
 from cleave.gateway.server import Gateway
+from cleave.gateway.stories.access_log import ACCESS
+from cleave.metrics.logs import JsonLines
 from cleave.policy.length_ranges import RangeTree
 from cleave.policy.lengths import ConditionalMean
-from cleave.traffic import length_file
+from cleave.traffic import length_file, length_training
 from cleave.traffic.length_file import LengthFile, Score, Scores
 
 MEAN = Score([0.3, 0.5, 0.8], 100, 0)
@@ -53,6 +56,27 @@ async def test_a_request_is_entered_with_what_the_file_foretells(make_stage, tmp
         router.release(pick)
     await stage.ask({"model": "m", "prompt": "hello", "stream": True})
     assert router.lengths.predict(2) == 20
+
+
+async def test_the_access_log_is_a_trace_to_train_from(
+    make_stage, tmp_path, caplog, monkeypatch
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+    stage = await make_stage({"p": "prefill", "d": "decode"}, access_log=True)
+    for limit in (None, 2, 40):
+        ask = {"model": "m", "prompt": "hello" * 20, "stream": True}
+        await stage.ask(ask if limit is None else ask | {"max_tokens": limit})
+    await stage.until_idle()
+    lines = [JsonLines().format(each) for each in caplog.records if each.name == ACCESS]
+    path = tmp_path / "access.jsonl"
+    path.write_text("\n".join(lines))
+    monkeypatch.setattr(length_training, "LEAST", 2)
+    answers, blurred = length_training.read(path)
+    assert blurred == 0
+    # Three tokens each, whatever is asked for; two of them are the second one's limit.
+    assert answers.limits.tolist() == [0, 40]
+    assert answers.output_tokens.tolist() == [3, 3]
+    assert answers.prompt_tokens.tolist() == [(100 + len('""')) // 4 + 1] * 2
 
 
 @pytest.mark.parametrize("content", ["", "{}"])

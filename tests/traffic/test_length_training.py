@@ -109,6 +109,19 @@ def test_limits_tell_as_well_and_what_they_cut_is_left_out(tmp_path) -> None:
     assert [found.tree.predict(300, limit) for limit in (100, 1_000, 0)] == [50, 500, 500]
 
 
+def test_every_leaf_foretells_the_mean_of_those_that_came_to_it(random_lengths) -> None:
+    answers, _ = read(random_lengths)
+    found = train(random_lengths)
+    came: dict[int, list[int]] = {}
+    columns = answers.prompt_tokens, answers.limits, answers.output_tokens
+    for prompt, limit, output in zip(*(column[:2_100].tolist() for column in columns), strict=True):
+        came.setdefault(found.tree.find_leaf(prompt, limit), []).append(output)
+    assert len(came) == found.below.count(0) > 5
+    assert min(map(len, came.values())) >= 100
+    for leaf, outputs in came.items():
+        assert found.tokens[leaf] == pytest.approx(np.mean(outputs), abs=0.06)
+
+
 def test_a_trace_that_is_too_short_is_told(tmp_path) -> None:
     trace = record(tmp_path / "t.jsonl", [10] * 999, [10] * 999)
     with pytest.raises(LengthsError, match=r"t\.jsonl: 999 requests ended .* 1,000 are needed"):

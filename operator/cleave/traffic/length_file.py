@@ -65,7 +65,7 @@ class Scores(msgspec.Struct, frozen=True, rename="camel"):
         mine, its = self.classifier, self.conditional_mean
         return (
             f"{'better' if self.is_better else 'not better'} than the mean by prompt length: "
-            f"{mine.mean_absolute_error:.0f} instead of {its.mean_absolute_error:.0f} tokens off, "
+            f"{mine.mean_absolute_error:.1f} instead of {its.mean_absolute_error:.1f} tokens off, "
             f"ranges of {GRANULARITIES[1]} right {mine.accuracy[1]:.1%} instead of "
             f"{its.accuracy[1]:.1%}"
         )
