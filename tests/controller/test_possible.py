@@ -60,8 +60,19 @@ def test_roles_whose_sizes_the_connector_cannot_match_are_a_fault() -> None:
     (said,) = found.faults
     assert said == (
         "spec.placement.manual[1].parallelism.tensor: 10 cannot take KV from prefill instances "
-        "with 4: one must be a multiple of the other"
+        "with 4: one must be a multiple of the other, or spec.engine.connector Cleave"
     )
+
+
+def test_cleaves_own_connector_matches_any_two_sizes_that_the_model_takes() -> None:
+    pools = manual(
+        parallel("prefill", tensor=4, pipeline=2), parallel("decode", tensor=10, pipeline=5)
+    )
+    engine = {"connector": "Cleave"}
+    assert find(model="facebook/opt-13b", engine=engine, placement=pools) == Findings()
+    pools = manual(parallel("prefill", tensor=3), parallel("decode"))
+    (fault,) = find(engine=engine, placement=pools).faults
+    assert "32 attention heads cannot be shared by 3 GPUs" in fault
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 2), (2, 8)])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from cleave.api.engine import Connector
 from cleave.api.role import Parallelism, Role
 from cleave.planner import goodput, high_affinity
 from cleave.planner.candidates import candidates
@@ -54,7 +55,7 @@ def test_replicas_are_the_rate_by_the_goodput_of_each_phase_rounded_up() -> None
     asked = worlds.blog(rate=50.0)
     trials, targets = Trials(asked.demand), worlds.targets(asked)
     phases = high_affinity.optimise(asked, trials, candidates(asked), targets)
-    ((prefill, decode),) = high_affinity.pairs(phases)
+    ((prefill, decode),) = high_affinity.pairs(phases, Connector.NIXL)
     draft = high_affinity.replicated(prefill, decode, 50.0)
     assert draft.replicas(Role.PREFILL) == math.ceil(50 / prefill.goodput.rate)
     assert draft.replicas(Role.DECODE) == math.ceil(50 / decode.goodput.rate)
@@ -67,7 +68,7 @@ def test_a_phase_whose_target_no_instance_meets_has_no_instance() -> None:
     )
     assert phases.decode is None
     assert phases.prefill is not None
-    assert high_affinity.pairs([phases]) == []
+    assert high_affinity.pairs([phases], Connector.NIXL) == []
 
 
 def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
@@ -77,7 +78,7 @@ def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
     )
     trials, targets = Trials(asked.demand), worlds.targets(asked)
     phases = high_affinity.optimise(asked, trials, candidates(asked), targets)
-    pairs = high_affinity.pairs(phases)
+    pairs = high_affinity.pairs(phases, Connector.NIXL)
     kinds = {
         tuple(group.instance.candidate.supply.gpu for rated in pair for group in rated.draft.groups)
         for pair in pairs

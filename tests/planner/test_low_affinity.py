@@ -1,11 +1,16 @@
 """Algorithm 2: equal stages of both phases in one node."""
 
+from dataclasses import replace
+
 import pytest
 
+from cleave.api.engine import Connector
+from cleave.api.role import Parallelism
 from cleave.planner import goodput, low_affinity
-from cleave.planner.candidates import candidates
+from cleave.planner.candidates import Candidate, candidates
 from cleave.planner.draft import cell_fleet
 from cleave.planner.low_affinity import ANY, Replicas
+from cleave.planner.problem import PAPER, Problem
 from cleave.planner.trials import Targets, Trials
 
 import worlds
@@ -20,8 +25,28 @@ def test_both_phases_have_as_many_stages_and_their_segments_fit_one_node() -> No
         assert prefill.pipeline == decode.pipeline
         segment = sum(g.replicas * g.instance.candidate.parallelism.tensor for g in draft.groups)
         assert segment <= 8
-        assert prefill.can_hand_over(decode)
+        assert Connector.NIXL.can_pair(prefill, decode)
         assert draft.is_in_node
+
+
+def test_which_tensor_sizes_are_paired_is_the_connectors_to_say() -> None:
+    def paired(connector: Connector) -> set[tuple[int, ...]]:
+        asked = worlds.problem(policies=replace(PAPER, connector=connector))
+        drafts = low_affinity.configurations(asked, sized(asked, 2, 4, 5), Replicas())
+        return {
+            tuple(group.instance.candidate.parallelism.tensor for group in draft.groups)
+            for draft in drafts
+        }
+
+    alike = {(2, 2), (4, 4), (2, 4), (4, 2)}
+    assert paired(Connector.NIXL) == alike
+    assert paired(Connector.CLEAVE) == alike | {(2, 5), (5, 2)}
+
+
+def sized(asked: Problem, *tensors: int) -> list[Candidate]:
+    """Candidates that differ in their size only."""
+    like = worlds.of_size(asked)
+    return [replace(like, parallelism=Parallelism(tensor=tensor)) for tensor in tensors]
 
 
 def test_the_papers_search_has_one_instance_of_each_phase() -> None:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from cleave.api.quantity import Quantity
 from cleave.api.resource import DNS_NAME
+from cleave.api.role import Parallelism
 from cleave.api.scheduling import Scheduling
 from cleave.api.shape import Rule, Shape, keyed_by
 
@@ -64,6 +65,16 @@ class Connector(StrEnum):
 
     NIXL = "Nixl"
     CLEAVE = "Cleave"
+
+    def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
+        """Whether instances that are spread like `decode` can take KV from those like `prefill`.
+
+        vLLM's NixlConnector maps shards to whole shards and stops with an assertion at the first
+        hand-off where neither tensor size divides the other. Cleave's goes by heads and layers, and
+        takes any two sizes that the model takes.
+        """
+        few, many = sorted((prefill.tensor, decode.tensor))
+        return self is Connector.CLEAVE or many % few == 0
 
 
 class SecretKey(Shape):

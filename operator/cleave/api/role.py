@@ -28,12 +28,3 @@ class Parallelism(Shape):
     def gpus(self) -> int:
         """GPUs (on CPU nodes: cores) of one instance."""
         return self.tensor * self.pipeline
-
-    def can_hand_over(self, to: "Parallelism") -> bool:
-        """Whether instances that are spread like `to` can take KV from one like this.
-
-        One tensor size must divide the other: vLLM's NixlConnector maps shards to whole shards, and
-        stops with an assertion at the first hand-off otherwise.
-        """
-        few, many = sorted((self.tensor, to.tensor))
-        return many % few == 0

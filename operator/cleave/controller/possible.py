@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Engine, EngineType
+from cleave.api.engine import Connector, Engine, EngineType
 from cleave.api.manifest import ManifestError
 from cleave.api.model import Model
 from cleave.api.planned import ManualPool
@@ -43,7 +43,7 @@ def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Finding
         # Its instances have no weights to split and run on any node.
         return Findings(tuple(faults))
     if spec.placement is not None:
-        faults += _split_faults(spec.model, spec.placement.manual)
+        faults += _split_faults(spec.model, spec.engine.connector, spec.placement.manual)
         return Findings(tuple(faults), tuple(_missing_machines(spec.placement.manual, cluster)))
     if spec.workload is None:
         return Findings(tuple(faults))
@@ -103,7 +103,7 @@ def _model_faults(asked: Model) -> Iterator[str]:
         yield f"spec.model.source: {error}; state instances by hand in spec.placement.manual"
 
 
-def _split_faults(asked: Model, pools: Sequence[ManualPool]) -> Iterator[str]:
+def _split_faults(asked: Model, connector: Connector, pools: Sequence[ManualPool]) -> Iterator[str]:
     """Parallel sizes that the model, or the connector between two roles, does not allow."""
     shape = _shape(asked)
     for index, pool in enumerate(pools):
@@ -114,11 +114,12 @@ def _split_faults(asked: Model, pools: Sequence[ManualPool]) -> Iterator[str]:
         for index, other in enumerate(pools):
             if other.role is Role.PREFILL:
                 continue
-            if not pool.parallelism.can_hand_over(other.parallelism):
+            if not connector.can_pair(pool.parallelism, other.parallelism):
                 yield (
                     f"spec.placement.manual[{index}].parallelism.tensor: "
                     f"{other.parallelism.tensor} cannot take KV from prefill instances with "
-                    f"{pool.parallelism.tensor}: one must be a multiple of the other"
+                    f"{pool.parallelism.tensor}: one must be a multiple of the other, or "
+                    "spec.engine.connector Cleave"
                 )
 
 

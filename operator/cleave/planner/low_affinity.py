@@ -75,7 +75,7 @@ def configurations(problem: Problem, found: Sequence[Candidate], most: Replicas)
         for decode in found
         if prefill.supply == decode.supply
         and prefill.parallelism.pipeline == decode.parallelism.pipeline
-        and prefill.parallelism.can_hand_over(decode.parallelism)
+        and problem.policies.connector.can_pair(prefill.parallelism, decode.parallelism)
         for draft in _counts(problem, prefill, decode, most)
     ]
     return [draft for draft in drafts if packing.fits(problem, draft)]

@@ -25,8 +25,9 @@ def policies(engine: Engine) -> Policies:
     """Those that are stated, else vLLM's own."""
     stated = engine.scheduling
     if stated is None:
-        return Policies()
+        return Policies(connector=engine.connector)
     return Policies(
+        connector=engine.connector,
         order=ORDERS[stated.order],
         prefill_sched_batch=stated.sorted_prompts,
         admission=ADMISSIONS[stated.admission],

@@ -7,6 +7,7 @@ cluster. Values only; every part of the search takes a `Problem`.
 from dataclasses import dataclass
 
 from cleave.api.deployment import Slo
+from cleave.api.engine import Connector
 from cleave.api.planning import Planning
 from cleave.perf.estimate import Estimator
 from cleave.perf.link import Link
@@ -50,6 +51,8 @@ class Policies:
     """The oldest prompts that SJF and LJF sort at a time."""
     admission: Admission = Admission.GREEDY
     """Of requests that decode."""
+    connector: Connector = Connector.NIXL
+    """What limits which parallel sizes can be paired."""
 
 
 PAPER = Policies(

@@ -1,7 +1,8 @@
-"""Parallelism of instances, and which of them may work together."""
+"""The engine of instances: which of them its connector can pair."""
 
 import pytest
 
+from cleave.api.engine import Connector
 from cleave.api.role import Parallelism
 
 
@@ -13,4 +14,5 @@ def test_kv_goes_where_one_tensor_size_divides_the_other(
     prefill: int, decode: int, can: bool
 ) -> None:
     one, other = Parallelism(tensor=prefill), Parallelism(tensor=decode, pipeline=2)
-    assert one.can_hand_over(other) is can
+    assert Connector.NIXL.can_pair(one, other) is can
+    assert Connector.CLEAVE.can_pair(one, other)
