@@ -186,7 +186,8 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, seed):
                 g, i = gateway[ended], chosen[ended]
                 own[g, i] -= amounts[ended]
                 sent[g, i] -= 1.0
-                _learn(learnt[g, i], tokens[ended], end - since[g, i], way)
+                if others[g, i] < 0.5:
+                    _learn(learnt[g, i], tokens[ended], end - since[g, i], way)
                 since[g, i] = end
                 scores[g, i] = _score(
                     way, own[g, i], others[g, i], sent[g, i], end, learnt[g, i], turns[g, i]

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from cleave.api.deployment import DispatchPolicy
+from cleave.policy.books import NOMINAL_TOKEN_MS
 from cleave.policy.dispatch import Policy
 from cleave.router.errors import NoInstance, UnknownModel
 from cleave.router.router import Fallback, Phase, Router
@@ -75,20 +76,40 @@ def test_of_queues_of_equal_tokens_the_one_with_fewer_prompts_is_through_first(f
     assert many[3] == first, "150 ms are less than three times 69"
 
 
-def test_the_time_when_nothing_of_ours_was_there_is_not_taken_for_a_prompts(
+def test_where_others_are_at_work_nobody_learns_how_long_a_prompt_takes(
     fleet_of, loaded
 ) -> None:
     now = 0.0
     directory = fleet_of(p="prefill", d="decode")
     router = Router(directory, clock=lambda: now)
+    queue = directory.instances["p"].ledger.queue
     for _ in range(20):
         now += 3_600.0
-        directory.hear("p", loaded("p", 500), now)
         pick = router.pick("m", 1_000)
-        now += 0.1
+        directory.hear("p", loaded("p", 1_500), now)
+        now += 1.0
         router.release(pick, Phase.PREFILL)
         router.release(pick)
-    assert directory.instances["p"].ledger.queue.token_ms < 1.0
+    assert queue.token_ms == NOMINAL_TOKEN_MS
+    directory.hear("p", loaded("p"), now)
+    pick = router.pick("m", 1_000)
+    now += 1.0
+    router.release(pick, Phase.PREFILL)
+    assert queue.token_ms > 5 * NOMINAL_TOKEN_MS
+
+
+def test_what_only_others_have_sent_is_taken_as_begun_when_it_was_reported(
+    fleet_of, loaded
+) -> None:
+    now = 50.0
+    directory = fleet_of(p1="prefill", p2="prefill", d="decode")
+    router = Router(directory, clock=lambda: now)
+    for pick in [router.pick("m", 1_000) for _ in range(2)]:
+        router.release(pick)
+    now = 5_000.0
+    assert names(router.pick("m", 1_000))[0] == "p1"
+    directory.hear("p2", loaded("p2", 1_500), now)
+    assert names(router.pick("m", 1_000))[0] == "p1", "p2 has not begun long ago"
 
 
 def test_work_of_others_counts_as_reported(fleet_of, loaded) -> None:

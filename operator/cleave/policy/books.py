@@ -20,8 +20,6 @@ def estimate_pending(own: float, reported: float, own_at_report: float) -> float
 
 NOMINAL_TOKEN_MS = 0.1
 """Of a prompt, before anything is learnt."""
-NOMINAL_SUMS = (0.1, 0.1, 200.0, 0.000_05, 20.0, 0.01, 2.0, 0.0, 0.0)
-"""What `fit_line` takes then: a tenth of a prompt of 2,000 tokens."""
 FADING = 1 - 1 / 200
 """About the last 200 passes count."""
 TOGETHER = 0.1
@@ -33,6 +31,8 @@ MARGIN = 1.5
 Sums = tuple[float, float, float, float, float, float, float, float, float]
 """Over what was answered: passes, prompts, their tokens, 1 / tokens of each pass, ms, ms / tokens
 and ms squared / tokens of each pass; tokens and ms of the latest one."""
+NOMINAL_SUMS: Sums = (0.1, 0.1, 200.0, 0.000_05, 20.0, 0.01, 2.0, 0.0, 0.0)
+"""Before anything is learnt: a tenth of a prompt of 2,000 tokens."""
 
 
 def predict_end_ms(
@@ -121,12 +121,15 @@ class Queue:
     def sync(self) -> None:
         """Tell and hear what others know of it that keep the same books; there are none here."""
 
-    def answer(self, tokens: float, now_ms: float) -> float:
-        """A prompt of that many tokens was answered, the next one begins; how long it took."""
+    def answer(self, tokens: float, now_ms: float, others: float = 0.0) -> float:
+        """A prompt of that many tokens was answered, the next one begins; how long it took.
+
+        `others`: tokens that others have sent there, which may be what took the time.
+        """
         ms = now_ms - self.since_ms
         self.since_ms = now_ms
         # What was cached in full tells nothing.
-        if tokens >= 1.0:
+        if tokens >= 1.0 and others < 0.5:
             self._sums = add_answer(self._sums, tokens, ms)
             self.prompt_ms, self.token_ms, self.safe_token_ms = fit_line(self._sums)
         return ms
@@ -148,6 +151,11 @@ class Book:
     def __init__(self) -> None:
         self.own = 0.0
         self._others = 0.0
+
+    @property
+    def others(self) -> float:
+        """What those have there that keep books of their own, as the latest report tells."""
+        return self._others
 
     @property
     def pending(self) -> float:

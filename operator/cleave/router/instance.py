@@ -102,8 +102,7 @@ class Ledger:
 
     def count_prompts(self) -> float:
         """Prompts that are not computed yet; those of other gateways as long as usual."""
-        others = self.prompt.pending - self.prompt.own
-        return self.prompts + self.queue.count_prompts(others)
+        return self.prompts + self.queue.count_prompts(self.prompt.others)
 
     def report_requests(self, here: int) -> None:
         """The instance's own count arrived."""

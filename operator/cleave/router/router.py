@@ -202,7 +202,7 @@ class Router:
             ledger.prompt.close(tokens)
             ledger.prompts -= 1
             if phase is _PREFILL:
-                ms = ledger.queue.answer(tokens, now * 1000)
+                ms = ledger.queue.answer(tokens, now * 1000, ledger.prompt.others)
                 if self._learns_passes:
                     self._passes.add_prompt(tokens, ms)
             if pick.prefill is not None:

@@ -10,7 +10,7 @@ boot that are free again when nobody needs them.
 import logging
 
 from cleave.metrics.shared_table import CELL_BYTES, SharedTable
-from cleave.policy.books import NOMINAL_SUMS, Book, Queue, Sums, estimate_pending
+from cleave.policy.books import Book, Queue, Sums, estimate_pending
 from cleave.router.instance import Ledger
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ all of them together, and is taken last."""
 FIRST, TOTAL, PENDING = 0, 1, 2
 """Common cells with what boards compare: `shared_board`."""
 _SINCE, _TURN, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 3, 4, 5, 6, 7
-_LEARNT, _NUM_LEARNT = 8, len(NOMINAL_SUMS)
+_LEARNT, _NUM_LEARNT = 8, 9
 """The sums of a queue."""
 _OTHERS = _LEARNT + _NUM_LEARNT
 """Plus the own field: what other gateways have there, as the latest report tells any process."""
@@ -73,7 +73,6 @@ class SharedLedger(Ledger):
 
     __slots__ = (
         "_cells",
-        "_other_prompts_at",
         "_others_at",
         "_prompts_at",
         "_requests_at",
@@ -94,16 +93,14 @@ class SharedLedger(Ledger):
         self._cells = table.cells
         self._requests_at = table.own_at(row, _REQUESTS)
         self._prompts_at = table.own_at(row, _PROMPTS)
-        self._other_prompts_at = table.common_at(row, OTHER_PROMPTS)
         self._others_at = table.common_at(row, _OTHERS + _REQUESTS)
         self._turn_at = table.common_at(row, _TURN)
         self._told = self._told_prompts = 0
 
     def count_prompts(self) -> float:
         """Of all processes, and other gateways' as long as usual."""
-        others = self._cells[self._other_prompts_at]
         here = add_up(self._table.read(self.row, _PROMPTS))
-        return here + self.queue.count_prompts(others)
+        return here + self.queue.count_prompts(self.prompt.others)
 
     def count_requests(self) -> int:
         """Of all processes."""
@@ -155,6 +152,11 @@ class SharedBook(Book):
         self._others_at = table.common_at(row, _OTHERS + field)
 
     @property
+    def others(self) -> float:
+        """What those have there that keep books of their own, as the latest report tells."""
+        return self._cells[self._others_at]
+
+    @property
     def pending(self) -> float:
         """The estimate that dispatch compares."""
         return add_up(self._unpack(self._memory, self._start)) + self._cells[self._others_at]
@@ -196,11 +198,11 @@ class SharedQueue(Queue):
             self._tell()
         self.sync()
 
-    def answer(self, tokens: float, now_ms: float) -> float:
+    def answer(self, tokens: float, now_ms: float, others: float = 0.0) -> float:
         """A prompt of that many tokens was answered, the next one begins; how long it took."""
         self.sync()
         self._sums = self._hear()
-        ms = super().answer(tokens, now_ms)
+        ms = super().answer(tokens, now_ms, others)
         self._tell()
         return ms
 
