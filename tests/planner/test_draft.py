@@ -4,6 +4,7 @@ import pytest
 
 from cleave.api.planning import Objective
 from cleave.api.role import Role
+from cleave.perf.kv_transfer import kv_transfer
 from cleave.perf.link import Link, LinkKind
 from cleave.planner import draft as drafts
 from cleave.planner.draft import Draft, Group
@@ -100,3 +101,17 @@ def test_mixed_instances_move_nothing() -> None:
     assert drafts.transfer(asked, draft).token_ms == 0
     group = draft.groups[0]
     assert draft.joined(Group(Role.MIXED, group.instance, 2)).replicas(Role.MIXED) == 5
+
+
+def test_prompts_gain_by_a_transfer_per_layer_from_a_power_of_two_of_tokens_on() -> None:
+    asked = worlds.problem()
+    draft = pair(asked)
+    found = drafts.ahead_from_tokens(asked, draft)
+    assert found.bit_count() == 1
+    prefill = draft.groups[0].instance.engine.timing
+    moved = kv_transfer(
+        asked.shape, drafts.link(draft), (2, 1), (1, 1), prefill.prefill_ms([2048]) / 2048
+    )
+    assert moved.per_layer_ms(found) < moved.serialised_ms(found)
+    assert moved.per_layer_ms(found // 4) > moved.serialised_ms(found // 4)
+    assert drafts.ahead_from_tokens(asked, worlds.whole(asked, worlds.of_size(asked))) == 0

@@ -193,6 +193,18 @@ def test_the_gateway_is_told_which_prompts_decode_instances_may_compute(deployme
     assert "--whole-below" not in container(gateway_pod(deployment()))["command"]
 
 
+def test_the_gateway_is_told_which_prompts_are_moved_while_they_are_computed(deployment) -> None:
+    plan = SelectedPlan(revision="r", reason="planned", gpus=2, ahead_from_tokens=512)
+    engine = {"connector": "Cleave", "transfer": "Auto"}
+    told = container(gateway_pod(deployment(engine=engine), plan=plan))["command"]
+    assert ("--ahead-from", "512") in pairwise(told)
+    for others in (
+        gateway_pod(deployment(engine=engine)),
+        gateway_pod(deployment(engine=engine | {"transfer": "PerLayer"}), plan=plan),
+    ):
+        assert "--ahead-from" not in container(others)["command"]
+
+
 def test_requests_wait_for_instances_where_these_may_all_be_gone(deployment) -> None:
     def line(**scaling: int) -> list[str]:
         pod = gateway_deployment(deployment(scaling=scaling))["spec"]["template"]

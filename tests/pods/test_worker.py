@@ -28,6 +28,12 @@ def engine_args(line: list[str]) -> list[str]:
 def test_a_connector_is_named_where_it_is_not_vllms_own(pool) -> None:
     line = command(pool(engine={"connector": "Cleave"}), "x")
     assert option(line, "--connector") == "cleave"
+    assert "--transfer" not in line
+
+
+def test_the_time_of_a_transfer_is_told_where_it_is_not_after_the_prefill(pool) -> None:
+    line = command(pool(engine={"connector": "Cleave", "transfer": "PerLayer"}), "x")
+    assert option(line, "--transfer") == "perlayer"
 
 
 def test_names_count_up_from_the_pools_name(pool) -> None:

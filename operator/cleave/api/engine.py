@@ -77,6 +77,16 @@ class Connector(StrEnum):
         return self is Connector.CLEAVE or many % few == 0
 
 
+class Transfer(StrEnum):
+    """When KV goes to the decode engine."""
+
+    PULL = "Pull"
+    PUSH = "Push"
+    PER_CHUNK = "PerChunk"
+    PER_LAYER = "PerLayer"
+    AUTO = "Auto"
+
+
 class SecretKey(Shape):
     """One entry of a Secret of the deployment's namespace."""
 
@@ -138,6 +148,11 @@ class Engine(Shape):
     connector: Annotated[Connector, Field(strict=False)] = Connector.NIXL
     """What hands KV over with type vLLM: Nixl is vLLM's own, Cleave checks every hand-off and has
     the prompt computed anew where anything differs."""
+    transfer: Annotated[Transfer, Field(strict=False)] = Transfer.PULL
+    """When connector Cleave moves KV. Pull: after the prefill, when the decode engine has room.
+    Else the decode engine is asked together with the prefill engine, where both can begin at once,
+    and takes the KV as it comes: Push in one piece, PerChunk and PerLayer while the rest is
+    computed. Auto: PerLayer for prompts so long that the plan expects a gain, Pull for others."""
     emulated: Emulation | None = None
     """Settings of the emulated engine."""
     scheduling: Scheduling | None = None
@@ -151,6 +166,13 @@ class Engine(Shape):
             holds=lambda e: e.connector is Connector.NIXL or e.type is EngineType.VLLM,
             message="Cleave needs type vLLM; remove one of them",
             field="connector",
+        ),
+        Rule(
+            cel="!has(self.transfer) || self.transfer == 'Pull' || "
+            "has(self.connector) && self.connector == 'Cleave'",
+            holds=lambda e: e.transfer is Transfer.PULL or e.connector is Connector.CLEAVE,
+            message="needs connector: Cleave unless it is Pull; set it or remove transfer",
+            field="transfer",
         ),
         Rule(
             cel="!has(self.emulated) || self.type == 'Emulated'",

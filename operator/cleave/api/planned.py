@@ -135,6 +135,8 @@ class SelectedPlan(Shape):
     whole_below_tokens: Annotated[int, Field(ge=0)] | None = None
     """Prompts up to so many tokens are computed by the instance that decodes them while all prefill
     instances are busy; absent: none."""
+    ahead_from_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Prompts from so many tokens on gain by a transfer while they are computed; absent: none."""
     predicted: Predicted | None = None
     """What it is expected to do; absent: nothing was predicted."""
     growth: PlanGrowth | None = None

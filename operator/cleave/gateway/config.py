@@ -76,6 +76,9 @@ class GatewayConfig:
     None: there is none."""
     whole_below_tokens: int = 0
     """Prompts up to so long are computed where they are decoded while prefill is busy; 0: none."""
+    ahead_from_tokens: int = 0
+    """Prompts from so many on are moved while they are computed, by workers that can and leave the
+    choice to others; 0: none are."""
     flipping: Flipping = Flipping.OFF
     """Whether this gateway changes roles of instances as traffic does."""
     min_prefill: int = 1

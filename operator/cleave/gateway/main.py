@@ -148,6 +148,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             session_header=stated.session_header,
             lengths=stated.lengths,
             whole_below_tokens=stated.whole_below,
+            ahead_from_tokens=stated.ahead_from,
             flipping=stated.flipping,
             min_prefill=stated.min_prefill,
             min_decode=stated.min_decode,
@@ -269,6 +270,14 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="prompts up to so long are computed where they are decoded while prefill instances "
         "are busy; 0: none",
+    )
+    add(
+        "--ahead-from",
+        type=int,
+        default=default.ahead_from_tokens,
+        metavar="TOKENS",
+        help="prompts from so many on are moved while they are computed, by workers with "
+        "--transfer auto; 0: none",
     )
     logs.add_option(parser)
     add("--access-log", action="store_true", help="a line for each request, without what it says")

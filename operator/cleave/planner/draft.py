@@ -20,6 +20,8 @@ from cleave.simulator.fleet import Fleet, Pool, Transfer
 
 _ROLES = tuple(Role)
 _HANDING = (Role.PREFILL, Role.DECODE)
+_PROMPT_TOKENS = 2048
+"""At which a prompt token's computation is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,26 @@ def transfer(problem: Problem, draft: Draft) -> Transfer:
         return Transfer()
     moved = kv_transfer(problem.shape, link(draft), sizes[0], sizes[1], compute_token_ms=0.0)
     return Transfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms)
+
+
+def ahead_from_tokens(problem: Problem, draft: Draft) -> int:
+    """Prompt tokens from which a transfer per layer beats one after the prompt; 0: none do.
+
+    Splitwise, section IV-C; rounded up to a power of two, so that little changes change nothing.
+    """
+    engines = {group.role: group.instance.engine for group in draft.groups}
+    if Role.PREFILL not in engines or Role.DECODE not in engines:
+        return 0
+    compute_ms = engines[Role.PREFILL].timing.prefill_ms([_PROMPT_TOKENS])
+    moved = kv_transfer(
+        problem.shape,
+        link(draft),
+        _size(draft, Role.PREFILL),
+        _size(draft, Role.DECODE),
+        compute_ms / _PROMPT_TOKENS,
+    )
+    found = moved.overlap_from_tokens
+    return 1 << (found - 1).bit_length() if found else 0
 
 
 def link(draft: Draft) -> Link:

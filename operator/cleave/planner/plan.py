@@ -87,6 +87,8 @@ class Plan:
     """Whether there were several kinds of GPU to choose from, so that labels name them."""
     whole_below_tokens: int = 0
     """Prompts up to so long may be computed where they are decoded; 0: none."""
+    ahead_from_tokens: int = 0
+    """Prompts from so many on gain by a transfer per layer; 0: none do."""
 
     @property
     def gpus(self) -> int:

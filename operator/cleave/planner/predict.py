@@ -12,7 +12,7 @@ import numpy as np
 from cleave.api.planning import Objective
 from cleave.perf.trust import Basis, Trust
 from cleave.planner import goodput, short_prompts
-from cleave.planner.draft import Draft, cell_fleet, planned_pools
+from cleave.planner.draft import Draft, ahead_from_tokens, cell_fleet, planned_pools
 from cleave.planner.goodput import Goodput
 from cleave.planner.plan import Percentiles, Plan, Prediction
 from cleave.planner.problem import Problem
@@ -65,6 +65,7 @@ def predict(
         score=score(draft, served, problem.rate, problem.planning.objective),
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
         whole_below_tokens=short_prompts.find(problem, draft, outcome, trace),
+        ahead_from_tokens=ahead_from_tokens(problem, draft),
     )
     return Finalist(draft, plan, found.is_monotone, outcome, trace, span)
 

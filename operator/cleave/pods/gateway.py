@@ -4,6 +4,7 @@ Called by `cleave.local` and the controller.
 """
 
 from cleave.api.deployment import Gateway, LLMDeployment
+from cleave.api.engine import Transfer
 from cleave.api.planned import SelectedPlan
 from cleave.api.pools import Pools
 from cleave.pods import spread
@@ -174,6 +175,8 @@ def _container(
     """`internal_port`: for whoever runs the deployment, who is asked for no key there."""
     stated, routing, slo = deployment.spec.gateway, deployment.spec.routing, deployment.spec.slo
     whole_below = plan.whole_below_tokens if plan else None
+    is_auto = deployment.spec.engine.transfer is Transfer.AUTO
+    ahead_from = plan.ahead_from_tokens if plan and is_auto else None
     mounts = [scratch("tmp", "/tmp")[1]]  # noqa: S108
     if stated.keys_secret:
         mounts.append({"name": "keys", "mountPath": _KEYS, "readOnly": True})
@@ -194,6 +197,7 @@ def _container(
             *(("--session-header", routing.session_header) if routing.session_header else ()),
             *(("--lengths", f"{_LENGTHS}/lengths.json") if routing.lengths_config_map else ()),
             *(("--whole-below", str(whole_below)) if whole_below else ()),
+            *(("--ahead-from", str(ahead_from)) if ahead_from else ()),
             *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
             *("--late", str(routing.late)),
             *("--queue-limit", str(routing.queue_limit)),

@@ -66,6 +66,7 @@ def selected_plan(
         algorithm=chosen.algorithm if chosen else "",
         verdict=str(answer.verdict) if answer else None,
         whole_below_tokens=(chosen.whole_below_tokens or None) if chosen else None,
+        ahead_from_tokens=(chosen.ahead_from_tokens or None) if chosen else None,
         predicted=predicted(chosen) if chosen else None,
         growth=growth,
         alternatives=[option(plan) for plan in answer.alternatives[:3]] if answer else [],

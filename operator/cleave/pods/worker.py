@@ -6,7 +6,7 @@ without an agent of their own: see `cleave.pods.gang`.
 
 import json
 
-from cleave.api.engine import Connector, EngineType, EnvVar
+from cleave.api.engine import Connector, EngineType, EnvVar, Transfer
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.pods.container import addresses, container_security, image, pod_defaults
 from cleave.pods.labels import (
@@ -107,6 +107,8 @@ def command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]
     line += ["--engine", spec.engine.type.lower()]
     line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT)]
     line += ["--drain-timeout", str(spec.template.drain_timeout_s)]
+    if spec.engine.transfer is not Transfer.PULL:
+        line += ["--transfer", spec.engine.transfer.lower()]
     if spec.engine.scheduling:
         line += ["--scheduling", json.dumps(terms(spec.engine.scheduling))]
     extra = [*multi_node_args(spec, "0", "$(POD_IP)"), *engine_args(spec)]

@@ -169,3 +169,14 @@ async def test_the_prefill_engines_refusal_goes_to_the_client(ahead) -> None:
     response = await ahead.ask(ASK)
     assert (response.status, response.json()) == (400, refusal)
     await ahead.until_idle()
+
+
+@pytest.mark.parametrize(("limit", "asked_ahead"), [(0, 0), (1, 1), (1000, 0)])
+async def test_workers_that_leave_the_choice_follow_the_gateways_limit(
+    make_stage, limit: int, asked_ahead: int
+) -> None:
+    stage = await make_stage({"p": "prefill", "d": "decode"}, ahead_from_tokens=limit)
+    offer(stage, from_tokens=0)
+    assert (await stage.ask(ASK)).status == 200
+    await stage.until_idle()
+    assert stage.context.metrics.handoffs["ahead"] == asked_ahead

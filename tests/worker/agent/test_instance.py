@@ -40,6 +40,17 @@ def test_the_registration_names_the_cell(config: AgentConfig) -> None:
     assert Instance(replace(config, cell="0")).registration().cell == "0"
 
 
+@pytest.mark.parametrize(("transfer", "tokens"), [("pull", 0), ("perlayer", 1), ("auto", 0)])
+def test_the_registration_tells_where_kv_can_be_followed_and_for_which_prompts(
+    config: AgentConfig, tmp_path: Path, transfer: str, tokens: int
+) -> None:
+    told = Instance(replace(config, connector="cleave", transfer=transfer))
+    with LoadPage(tmp_path / "load") as page:
+        told.boot("b1", "http://h:1", page, kv_port=5601)
+        registration = told.registration()
+    assert (registration.kv_port, registration.ahead_from_tokens) == (5601, tokens)
+
+
 async def test_reports_carry_the_load_page(instance: Instance) -> None:
     report = instance.report()
     assert (report.boot_id, report.num_running, report.kv_blocks_free) == ("b1", 3, 7)

@@ -44,6 +44,12 @@ def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_add
     }
 
 
+def test_the_own_connector_is_told_how_much_kv_goes_at_a_time(config_of: ConfigOf) -> None:
+    config = config_of(engine="vllm", connector="cleave", transfer="perchunk")
+    told = json.loads(option(launch(config, BOOT, {}), "--kv-transfer-config"))
+    assert told["kv_connector_extra_config"]["pace"] == "chunk"
+
+
 def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
     told = launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
     assert told.env["VLLM_CPU_OMP_THREADS_BIND"] == "2"

@@ -90,8 +90,6 @@ class AgentConfig:
     """`nixl`, or `cleave`: what hands KV over, unless the engine's arguments name one."""
     transfer: str = "pull"
     """`pull` after the prefill, or one of PACES."""
-    ahead_from: int = 1
-    """Prompt tokens from which on a transfer begins before the prefill has ended."""
     drain_timeout: float = 30.0
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
@@ -103,10 +101,12 @@ class AgentConfig:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def ahead_from_tokens(self) -> int:
-        """The same; 0: never. Only a lone rank's address is known before its engine has started."""
-        follows = self.connector == "cleave" and self.transfer in PACES and self.ranks == 1
-        return self.ahead_from if follows else 0
+    def is_followed(self) -> bool:
+        """Whether KV may be taken while it is computed.
+
+        Only of a lone rank: others choose their ports when the engine starts.
+        """
+        return self.connector == "cleave" and self.transfer in PACES and self.ranks == 1
 
     @property
     def ranks(self) -> int:
@@ -145,7 +145,6 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         scheduling=options.scheduling or {},
         connector=options.connector,
         transfer=options.transfer,
-        ahead_from=options.ahead_from,
         drain_timeout=options.drain_timeout,
         log_format=options.log_format,
         engine_args=engine_args,
@@ -197,14 +196,8 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         "--transfer",
         choices=("pull", *PACES),
         default="pull",
-        help="when connector cleave moves KV: after the prefill, or while it runs",
-    )
-    parser.add_argument(
-        "--ahead-from",
-        type=_count,
-        default=1,
-        metavar="TOKENS",
-        help="prompts from so many on are moved while they are computed",
+        help="when connector cleave moves KV: after the prefill, or while it runs; auto: as the "
+        "gateway says",
     )
     parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
     parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")

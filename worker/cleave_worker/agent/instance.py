@@ -81,7 +81,7 @@ class Instance:
             pipeline_parallel_size=config.pipeline_parallel_size,
             max_model_len=config.max_model_len,
             max_adapters=max_adapters(config),
-            ahead_from_tokens=config.ahead_from_tokens,
+            ahead_from_tokens=int(config.is_followed and config.transfer != "auto"),
             reason="engine starts",
         )
         self._scheduling = config.scheduling

@@ -98,7 +98,8 @@ class Supervisor:
                 sink=find_sink(self._config.log_format),
             )
             try:
-                self._instance.boot(boot.boot_id, url, page, terms, boot.kv_port)
+                kv_port = boot.kv_port if self._config.is_followed else 0
+                self._instance.boot(boot.boot_id, url, page, terms, kv_port)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 await _first(self._serve(url), _ended(process))
             except EngineFault:

@@ -139,9 +139,7 @@ class Attempt:
             return
         prefill = context.find_pool(self.prefill)
         self.labels = prefill.prefill_label + self.labels
-        if self.prefill.ahead_from_tokens and may_follow(
-            context, pick, self._completion.prompt_tokens
-        ):
+        if self.prefill.kv_port and may_follow(context, pick, self._completion.prompt_tokens):
             self._send_both(self.prefill, prefill, pool)
         else:
             self._send(prefill, build_prefill(self._completion))

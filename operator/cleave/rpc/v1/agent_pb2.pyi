@@ -180,9 +180,9 @@ class Registration(_message.Message):
     max_adapters: _builtins.int
     """of them that it holds at a time (vLLM: --max-loras)"""
     kv_port: _builtins.int
-    """where KV can be followed while it is computed, at the agent's host"""
+    """where KV can be followed while it is computed; 0: nowhere"""
     ahead_from_tokens: _builtins.int
-    """prompts from so many on are worth following; 0: none are"""
+    """prompts from so many on are worth following; 0: the plan knows"""
     @_builtins.property
     def kv_path(self) -> Global___KvPath:
         """result of the self-test"""
