@@ -174,9 +174,8 @@ class Instance:
 
     def has_room(self, prompt_tokens: int) -> bool:
         """Whether a prompt's KV finds free blocks there at once, as the last report tells."""
-        load = self.load
-        free = load.kv_blocks_free * self.registration.kv_block_size
-        return not load.num_waiting and free >= prompt_tokens
+        free = self.load.kv_blocks_free * self.registration.kv_block_size
+        return free >= prompt_tokens
 
     @property
     def selectable(self) -> bool:

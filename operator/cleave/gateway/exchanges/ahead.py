@@ -40,7 +40,8 @@ def may_follow(context: Context, pick: Pick, prompt_tokens: int) -> bool:
     Blocks that wait for a prompt serve nobody: both engines must be able to begin at once.
     """
     prefill = pick.prefill
-    if prefill is None or not prefill.kv_port:
+    # Who cannot be followed cannot follow either.
+    if prefill is None or not prefill.kv_port or not pick.decode.kv_port:
         return False
     least = prefill.ahead_from_tokens or context.config.ahead_from_tokens
     if not least or prompt_tokens < least:
