@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from delay import MTU
 from pair import Place
 
 ISOLATED = Path(__file__).parents[2] / "scripts" / "isolated"
@@ -44,6 +45,7 @@ class Cable:
     """A pair of cards between this network and another one, which a process keeps."""
 
     keeper: int
+    rtt_ms: float = 0.0
 
     @property
     def place(self) -> Place:
@@ -56,13 +58,17 @@ class Cable:
         there = ("nsenter", "--net", "--target", str(self.keeper))
         return ((), CARD, HOST), (there, PEER_CARD, PEER_HOST)
 
-    def lay(self) -> None:
+    def lay(self, begun: ExitStack) -> None:
         """Make the cards. They stay for all pairs: NIXL remembers them."""
-        call("ip", "link", "add", CARD, "type", "veth", "peer", "name", PEER_CARD)
-        call("ip", "link", "set", PEER_CARD, "netns", str(self.keeper))
+        if self.rtt_ms:
+            begun.enter_context(delaying(self.keeper, self.rtt_ms))
+        else:
+            call("ip", "link", "add", CARD, "type", "veth", "peer", "name", PEER_CARD)
+            call("ip", "link", "set", PEER_CARD, "netns", str(self.keeper))
         for within, card, host in self.ends:
             call(*within, "ip", "addr", "add", f"{host}/24", "dev", card)
-            call(*within, "ip", "link", "set", card, "up")
+            mtu = ("mtu", str(MTU)) if self.rtt_ms else ()
+            call(*within, "ip", "link", "set", card, *mtu, "up")
 
     def hold_to(self, gbps: float) -> None:
         """Shape what either end sends."""
@@ -73,23 +79,35 @@ class Cable:
 
 
 @contextmanager
-def laid() -> Iterator[Cable]:
+def laid(rtt_ms: float = 0.0) -> Iterator[Cable]:
     """A cable until the end."""
-    keeper = subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", "ip link set lo up; echo; exec cat"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert keeper.stdout
-        keeper.stdout.readline()
-        cable = Cable(keeper.pid)
-        cable.lay()
+    with ExitStack() as begun:
+        keeper = begun.enter_context(
+            saying("unshare", "--net", "sh", "-c", "ip link set lo up; echo; exec cat")
+        )
+        cable = Cable(keeper, rtt_ms)
+        cable.lay(begun)
         use_tcp(CARD)
         yield cable
+
+
+def delaying(keeper: int, rtt_ms: float) -> AbstractContextManager[int]:
+    """A line that takes its time, in a process of its own."""
+    program = str(Path(__file__).with_name("delay.py"))
+    return saying(sys.executable, program, str(keeper), str(rtt_ms), CARD, PEER_CARD)
+
+
+@contextmanager
+def saying(*command: str) -> Iterator[int]:
+    """A process, from its first line on."""
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        assert process.stdout.readline(), f"{command[0]} has ended"
+        yield process.pid
     finally:
-        keeper.kill()
-        keeper.communicate(timeout=60)
+        process.kill()
+        process.communicate(timeout=60)
 
 
 def enter(keeper: int) -> None:

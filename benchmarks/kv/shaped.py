@@ -42,6 +42,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gbps", type=float, nargs="+", default=[1, 10, 25])
+    parser.add_argument("--rtt-ms", type=float, default=0, help="of the link; 0: what it has")
     parser.add_argument("--gib", type=float, default=2.6, help="most KV on each side")
     parser.add_argument("--longest", type=float, default=5, help="no pull of more seconds")
     parser.add_argument("--rounds", type=int, default=3)
@@ -49,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     leave_own_network()
     torch.set_num_threads(1)
-    with laid() as cable:
+    with laid(args.rtt_ms) as cable:
         lines = [line for shape in SHAPES for line in measure(shape, cable, args)]
     if args.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
