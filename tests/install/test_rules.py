@@ -13,8 +13,10 @@ ROOT = Path(__file__).parents[2]
 STEP_S = 60
 HOURS = 7
 
-Series = dict[str, float]
-"""A series by its text, and how much it grows in a minute; gauges are written `=name`."""
+GONE_STEPS = 10
+Series = dict[str, float | None]
+"""A series by its text, and how much it grows in a minute; gauges are written `=name`. None: it was
+a gauge at 2, and has been gone for ten minutes."""
 
 WELL: Series = {
     'cleave_gateway_slo_total{model="m",missed=""}': 590,
@@ -36,6 +38,11 @@ ILL: dict[str, Series] = {
     "CleaveNoInstanceReady": {
         '=cleave_gateway_instances{model="m",role="decode",state="ready"}': 0
     },
+    "CleaveFleetIsGone": {
+        '=cleave_gateway_instances{model="m",role="decode",state="ready"}': None,
+        '=cleave_gateway_instances{model="m",role="prefill",state="ready"}': None,
+        'cleave_gateway_requests_total{model="",outcome="unavailable"}': 1,
+    },
     "CleaveRequestsFail": {'cleave_gateway_requests_total{model="m",outcome="broken"}': 1},
     "CleaveHandoffsFail": {'cleave_gateway_handoffs_total{result="refused"}': 20},
     "CleavePoolsFlap": {'cleave_gateway_flips_total{model="m",from="decode",to="mixed"}': 2},
@@ -47,7 +54,10 @@ ILL: dict[str, Series] = {
         '=cleave_operator_prediction_holds{deployment="default/chat",model="m"}': 0
     },
 }
-TOGETHER = {"CleaveSloBurnsFast": {"CleaveSloBurns"}}
+TOGETHER = {
+    "CleaveSloBurnsFast": {"CleaveSloBurns"},
+    "CleaveFleetIsGone": {"CleaveRequestsFail"},
+}
 """Alerts that come with another."""
 
 
@@ -73,14 +83,23 @@ def scrape(series: Series) -> list[dict[str, Any]]:
     """Some hours of pages."""
     pages = []
     for step in range(HOURS * 60 + 1):
+        is_late = step > HOURS * 60 - GONE_STEPS
         lines = (
-            f"{name.removeprefix('=')} {value if name.startswith('=') else value * step:g}"
+            f"{name.removeprefix('=')} {show(name, value, step)}"
             for name, value in series.items()
+            if value is not None or not is_late
         )
         labels = {"namespace": "llm", "pod": "gateway-0", "instance": "a"}
         at = float(step * STEP_S)
         pages.append({"at": at, "labels": labels, "text": "\n".join(lines) + "\n"})
     return pages
+
+
+def show(name: str, value: float | None, step: int) -> str:
+    """What a page says of a series."""
+    if value is None:
+        return "2"
+    return f"{value if name.startswith('=') else value * step:g}"
 
 
 def find_firing(program: str, rules: list[dict[str, Any]], series: Series) -> set[str]:
@@ -115,6 +134,16 @@ def test_it_fires_when_what_it_is_for_happens(program, rules, alert: str) -> Non
 def test_operators_that_are_all_gone_are_noticed(program, rules) -> None:
     gone = {name: value for name, value in WELL.items() if "operator" not in name}
     assert "CleaveOperatorDoesNotLead" in find_firing(program, rules, gone)
+
+
+def test_a_fleet_that_is_at_zero_because_nobody_asks_is_none_that_is_gone(program, rules) -> None:
+    gone = {name: value for name, value in ILL["CleaveFleetIsGone"].items() if value is None}
+    assert find_firing(program, rules, WELL | gone) == set()
+
+
+def test_a_fleet_that_refuses_requests_is_none_that_is_gone(program, rules) -> None:
+    refused: Series = {'cleave_gateway_requests_total{model="",outcome="unavailable"}': 1}
+    assert find_firing(program, rules, WELL | refused) == {"CleaveRequestsFail"}
 
 
 def test_dashboards_and_rules_name_only_metrics_that_there_are(rules) -> None:
