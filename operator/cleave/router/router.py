@@ -177,9 +177,8 @@ class Router:
         `prompt_tokens` is an estimate, `output_tokens` its limit, 0: none. `single`: it cannot be
         split. `avoid`: instances that it was lost on; `doubt`: those that refused it, taken only
         before giving up on their role. `prefill_lost`: a prefill attempt of it was lost. `session`:
-        requests with the same one go to the same instance where that costs little. `text`: of the
-        prompt, for policies that know what is cached. `cached`: it was computed there before.
-        Raises UnknownModel and NoInstance.
+        requests with the same one stay together where that costs little. `text`: of the prompt, for
+        policies that know what is cached. `cached`: computed there before. Raises RouterError.
         """
         known = self.directory.models.get(model)
         if known is None:

@@ -50,6 +50,20 @@ def test_the_own_connector_is_told_how_much_kv_goes_at_a_time(config_of: ConfigO
     assert told["kv_connector_extra_config"]["pace"] == "chunk"
 
 
+def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> None:
+    given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"checkpoints": {}}}')
+    config = config_of(engine="vllm", connector="cleave", engine_args=given)
+    told = json.loads(option(launch(config, BOOT, {}), "--kv-transfer-config"))
+    assert told["kv_connector"] == "CheckpointedConnector"
+    assert told["kv_connector_module_path"] == "cleave_worker.vllm.kv.checkpointed"
+    assert told["kv_load_failure_policy"] == "recompute"
+    assert told["kv_connector_extra_config"] == {
+        "host": config.host,
+        "port": 5601,
+        "checkpoints": {},
+    }
+
+
 def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
     told = launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
     assert told.env["VLLM_CPU_OMP_THREADS_BIND"] == "2"

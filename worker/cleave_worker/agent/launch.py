@@ -25,6 +25,11 @@ _OWN_CONNECTOR = {
     "kv_connector_module_path": "cleave_worker.vllm.kv.connector",
     "kv_load_failure_policy": "recompute",
 }
+_CHECKPOINTS = {
+    "kv_connector": "CheckpointedConnector",
+    "kv_connector_module_path": "cleave_worker.vllm.kv.checkpointed",
+}
+"""In its place where the settings have `checkpoints`."""
 _SCHEDULER = "--scheduler-cls"
 
 
@@ -151,11 +156,14 @@ def _kv_transfer(config: AgentConfig, boot: Boot, given: Mapping[str, object]) -
         settings["kv_buffer_device"] = "cpu"
     if config.connector == "cleave":
         settings |= _OWN_CONNECTOR
-        extra = given.get(_EXTRA)
         own: dict[str, object] = {"host": config.host, "port": boot.kv_port}
         if pace := PACES.get(config.transfer):
             own["pace"] = pace
-        given = {**given, _EXTRA: {**own, **(extra if isinstance(extra, dict) else {})}}
+        stated = given.get(_EXTRA)
+        own |= stated if isinstance(stated, dict) else {}
+        if "checkpoints" in own:
+            settings |= _CHECKPOINTS
+        given = {**given, _EXTRA: own}
     return {**settings, **given, "engine_id": boot.boot_id}
 
 

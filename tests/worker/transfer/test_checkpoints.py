@@ -1,0 +1,148 @@
+"""Blocks of KV in files: nothing is read that is not what was written."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cleave_worker.transfer.checkpoints import Checkpoints, open_folder
+from cleave_worker.transfer.identity import Reason, RefusedError
+
+KEY, OTHER = "ab" * 32, "cd" * 32
+LAYOUT = bytes(32)
+BODY = bytes(range(256)) * 4
+ROOM = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+def opened(folder: Path, rank: int = 0, layout: bytes = LAYOUT, most: int = ROOM) -> Checkpoints:
+    return Checkpoints(folder, rank, layout, most)
+
+
+def reason(store: Checkpoints, key: str = KEY, num_bytes: int = len(BODY)) -> Reason:
+    with pytest.raises(RefusedError) as refused:
+        store.load(key, num_bytes)
+    return refused.value.reason
+
+
+def test_another_engine_reads_what_a_dead_one_wrote(folder: Path) -> None:
+    assert opened(folder).save(KEY, BODY)
+    assert opened(folder).has(KEY)
+    assert bytes(opened(folder).load(KEY, len(BODY))) == BODY
+
+
+def test_each_rank_has_its_own(folder: Path) -> None:
+    opened(folder, rank=0).save(KEY, BODY)
+    assert not opened(folder, rank=1).has(KEY)
+
+
+def test_what_is_not_there_is_not_held(folder: Path) -> None:
+    assert reason(opened(folder)) is Reason.NOT_HELD
+
+
+def test_another_layout_other_tokens_and_another_size_are_refused(folder: Path) -> None:
+    store = opened(folder)
+    store.save(KEY, BODY)
+    assert reason(opened(folder, layout=b"x" * 32)) is Reason.LAYOUT
+    assert reason(store, num_bytes=len(BODY) + 1) is Reason.CHECKSUM
+    (folder / f"{KEY}-0").rename(folder / f"{OTHER}-0")
+    assert reason(store, OTHER) is Reason.PROMPT
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_no_changed_or_missing_byte_goes_unnoticed(folder: Path, data: st.DataObject) -> None:
+    store = opened(folder)
+    store.save(KEY, BODY)
+    path = folder / f"{KEY}-0"
+    whole = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(whole) - 1))
+    if data.draw(st.booleans()):
+        whole[at] ^= data.draw(st.integers(1, 255))
+    else:
+        del whole[at:]
+    path.write_bytes(whole)
+    reason(store)
+    store.drop([KEY])
+
+
+def test_a_write_that_was_cut_off_is_never_seen_and_is_swept_away(folder: Path) -> None:
+    store = opened(folder)
+    part = folder / f"{KEY}-0.1.part"
+    part.write_bytes(b"half")
+    assert not store.has(KEY)
+    store.sweep(60)
+    assert part.exists()
+    os.utime(part, (0, 0))
+    store.sweep(60)
+    assert not part.exists()
+
+
+def test_no_more_is_written_than_allowed_and_dropping_makes_room(folder: Path) -> None:
+    store = opened(folder, most=2 * len(BODY))
+    assert store.save(KEY, BODY)
+    assert not store.save(OTHER, BODY)
+    store.drop([KEY])
+    assert store.num_bytes == 0
+    assert store.save(OTHER, BODY)
+
+
+def test_no_more_is_written_than_the_file_system_can_spare(folder: Path, monkeypatch) -> None:
+    store = opened(folder)
+    told = os.statvfs(folder)
+    full = type(told)((*told[:2], 1000, 200, 120, *told[5:10]))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    assert store.save(KEY, b"") is (120 * told.f_frsize > 125 * told.f_frsize)
+
+
+def test_own_blocks_can_be_dropped_and_others_cannot(folder: Path) -> None:
+    writer, other = opened(folder), opened(folder)
+    writer.save(KEY, BODY)
+    assert other.save(KEY, BODY), "it is there"
+    other.drop([KEY])
+    assert writer.has(KEY)
+    writer.drop([KEY, KEY])
+    assert not writer.has(KEY)
+
+
+def test_what_nobody_says_is_in_use_is_removed(folder: Path) -> None:
+    living, dead = opened(folder), opened(folder)
+    living.save(KEY, BODY)
+    dead.save(OTHER, BODY)
+    (folder / "letter.txt").write_text("of somebody")
+    long_ago = time.time() - 1000
+    for path in folder.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    living.sweep(500)
+    assert living.has(KEY)
+    assert not living.has(OTHER)
+    assert (folder / "letter.txt").exists()
+
+
+def test_what_a_dead_engine_left_belongs_to_who_goes_on_with_the_stream(folder: Path) -> None:
+    dead, living = opened(folder), opened(folder)
+    dead.save(KEY, BODY)
+    living.save(KEY, BODY)
+    living.sweep(500)
+    assert living.num_bytes == 0, "its owner may live"
+    os.utime(folder / f"{KEY}-0", (0, time.time() - 300))
+    living.sweep(500)
+    assert living.num_bytes > len(BODY)
+    living.drop([KEY])
+    assert not living.has(KEY)
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    for name in ("open", "file", "link"):
+        with pytest.raises(ValueError, match=rf"checkpoints.folder .*{name}"):
+            open_folder(tmp_path / name)

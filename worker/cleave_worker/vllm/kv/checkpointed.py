@@ -1,0 +1,196 @@
+"""CleaveConnector with checkpoints: KV of running streams outlives their engine.
+
+Loaded in CleaveConnector's place where `kv_connector_extra_config` has `checkpoints`. An engine
+copies each full block of what it decodes into a folder in the host's memory; an engine of the same
+host that is asked to go on, with prompt and tokens so far, restores them. Halves are in keeper.py
+and saver.py.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from cleave_worker.transfer.checkpoints import Checkpoints
+from cleave_worker.transfer.memory import register
+from cleave_worker.vllm.kv.connector import CleaveConnector
+from cleave_worker.vllm.kv.keeper import Keeper, KeepOrders
+from cleave_worker.vllm.kv.layout import layout_of
+from cleave_worker.vllm.kv.metrics import Transfers
+from cleave_worker.vllm.kv.orders import Orders
+from cleave_worker.vllm.kv.saver import Saver
+
+_FOLDER = "/dev/shm/cleave-checkpoints"  # noqa: S108 - memory is what it is for
+_MOST_GIB = 4.0
+
+
+@dataclass
+class CheckpointOrders(Orders):
+    """Those of hand-offs, and of checkpoints."""
+
+    keep: KeepOrders = field(default_factory=KeepOrders)
+
+
+class CheckpointedConnector(CleaveConnector):
+    """One half: the scheduler's or a worker's, as `role` says."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: Any,  # noqa: ANN401
+    ) -> None:
+        """Raises ValueError when the settings make no sense."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._kept_at, self._most_bytes = read_settings(
+            self._kv_transfer_config.get_from_extra_config("checkpoints", {})
+        )
+        self._saver: Saver | None = None
+        self._keeper: Keeper | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            block_size = vllm_config.cache_config.block_size
+            # It only looks whether a block is there: rank 0's stands for all.
+            shelf = Checkpoints(self._kept_at, 0, bytes(32), 0)
+            self._keeper = Keeper(self._identity(), block_size, shelf)
+
+    # The scheduler's half
+
+    def get_num_new_matched_tokens(
+        self,
+        request: Any,  # noqa: ANN401
+        num_computed_tokens: int,
+    ) -> tuple[int, bool]:
+        """Tokens to pull, else those to restore, between steps."""
+        pulled = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if pulled[0]:
+            return pulled
+        count = self._told_keeper().tokens_to_restore(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(
+        self,
+        request: Any,  # noqa: ANN401
+        blocks: Any,  # noqa: ANN401
+        num_external_tokens: int,
+    ) -> None:
+        """A request has blocks."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._told_keeper().allocated(request, blocks.blocks[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> CheckpointOrders:  # noqa: ANN401
+        """What workers are to do with this step."""
+        orders = super().build_connector_meta(scheduler_output)
+        own = {each.name: getattr(orders, each.name) for each in fields(orders)}
+        return CheckpointOrders(**own, keep=self._told_keeper().take_orders(self._block_ids))
+
+    def request_finished(
+        self,
+        request: Any,  # noqa: ANN401
+        block_ids: list[int],
+    ) -> tuple[bool, dict[str, object] | None]:
+        """A request has ended."""
+        self._told_keeper().finished(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self,
+        request: Any,  # noqa: ANN401
+        block_ids: tuple[list[int], ...],
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The same where vLLM could keep KV of several kinds."""
+        self._told_keeper().finished(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    # The workers' half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV is allocated."""
+        super().register_kv_caches(kv_caches)
+        # After it has moved into shared memory.
+        memory, planes = register(kv_caches.values(), self._kv_cache_config.num_blocks)
+        rank = get_pp_group().rank_in_group * get_tp_group().world_size
+        rank += get_tp_group().rank_in_group
+        first = next(iter(kv_caches.values()))
+        sizes = [plane.block_bytes for plane in planes]
+        stated = [layout_of(self._vllm_config, first), list(kv_caches), sizes, rank]
+        layout = msgspec.json.encode(stated)
+        digest = hashlib.blake2b(layout, digest_size=32).digest()
+        self._saver = Saver(
+            memory, planes, Checkpoints(self._kept_at, rank, digest, self._most_bytes)
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Begin to pull and to restore, and copy what is full."""
+        super().start_load_kv(forward_context, **kwargs)
+        orders: KVConnectorMetadata = self._get_connector_metadata()
+        assert isinstance(orders, CheckpointOrders)
+        self._told_saver().start(orders.keep)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What has ended since the last step."""
+        results = super().get_transfer_results(finished_req_ids)
+        over, failed = self._told_saver().take_restored()
+        results.finished_recving.update(over)
+        results.failed_recving.update(failed)
+        return results
+
+    def get_kv_connector_stats(self) -> Transfers | None:
+        """What has happened since the last step."""
+        transfers = super().get_kv_connector_stats()
+        own = self._saver.take_transfers() if self._saver else None
+        if own is None or own.is_empty():
+            return transfers
+        return own.aggregate(transfers) if transfers else own
+
+    def shutdown(self) -> None:
+        """Stop; what was kept of running streams stays."""
+        super().shutdown()
+        if self._saver:
+            self._saver.close()
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        ids: tuple[list[int], ...] = self._kv_cache_manager.get_block_ids(request_id)
+        return ids[0]
+
+    def _identity(self) -> str:
+        config = self._vllm_config
+        model, parallel = config.model_config, config.parallel_config
+        return (
+            f"{model.model}@{model.revision or ''}|{model.dtype}|{config.cache_config.cache_dtype}"
+            f"|{parallel.tensor_parallel_size}|{parallel.pipeline_parallel_size}"
+        )
+
+    def _told_keeper(self) -> Keeper:
+        assert self._keeper, "a worker was asked what its scheduler knows"
+        return self._keeper
+
+    def _told_saver(self) -> Saver:
+        assert self._saver, "the KV is not registered yet"
+        return self._saver
+
+
+def read_settings(given: object) -> tuple[Path, int]:
+    """(folder, most bytes) of `checkpoints` in kv_connector_extra_config. Raises ValueError."""
+    settings = given if isinstance(given, Mapping) else {}
+    unknown = settings.keys() - {"folder", "most_gib"}
+    if given != settings or unknown:
+        raise ValueError(
+            f"checkpoints {given!r}: must be an object with folder and most_gib, or empty"
+        )
+    folder, most_gib = settings.get("folder", _FOLDER), settings.get("most_gib", _MOST_GIB)
+    if not isinstance(folder, str) or not Path(folder).is_absolute():
+        raise ValueError(f"checkpoints.folder {folder!r}: must be an absolute path")
+    if not isinstance(most_gib, int | float) or not most_gib > 0:
+        raise ValueError(f"checkpoints.most_gib {most_gib!r}: must be a number above 0")
+    return Path(folder), int(most_gib * 2**30)
