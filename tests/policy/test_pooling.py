@@ -153,6 +153,20 @@ def test_a_fleet_that_is_all_closed_decides_nothing() -> None:
     assert manager.run(100) == []
 
 
+def test_where_nobody_lends_any_more_who_is_away_comes_home_after_a_while() -> None:
+    manager = Manager(fleet(prefill=1, decode=3, mixed=1))
+    pooling.take(manager.members, 2, MIXED, 1_000.0)
+    pooling.take(manager.members, 3, PREFILL, 2_000.0)
+    manager.members["is_open"][3] = 0
+    soon = 1_000.0 + pooling.AWAY_MS
+    assert pooling.recall(manager.members, soon - 1) == (NONE, NONE)
+    assert pooling.recall(manager.members, soon) == (2, DECODE)
+    pooling.take(manager.members, 2, DECODE, soon)
+    assert pooling.recall(manager.members, soon + 9e9) == (NONE, NONE), "closed ones are left alone"
+    manager.members["is_open"][3] = 1
+    assert pooling.recall(manager.members, soon + 9e9) == (3, DECODE)
+
+
 @pytest.mark.parametrize("period_s", [1, 2, 3, 5, 8, 13, 30, 60, 120, 300, 600])
 @pytest.mark.parametrize("side", [0, 1])
 def test_square_waves_of_any_period_do_not_make_it_flap(period_s: int, side: int) -> None:

@@ -93,6 +93,18 @@ async def test_advice_is_given_once_and_not_followed(
     assert [flip.instance for flip in managed.noted] == ["d1"]
 
 
+async def test_switched_off_it_lends_nobody_and_calls_home_who_was_lent(
+    manage: Manage, directory: Directory, loaded, stated
+) -> None:
+    managed = manage(Flipping.OFF)
+    lent = stated("d1", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
+    directory.hear("d1", lent, managed.clock.now_s)
+    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    assert await managed.run(290) == [], "somebody may try it by hand"
+    assert await managed.run(60) == [("d1", "decode", 3)]
+    assert await managed.run(600) == []
+
+
 async def test_only_the_first_router_of_most_instances_decides(
     manage: Manage, directory: Directory, loaded
 ) -> None:

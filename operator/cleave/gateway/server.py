@@ -26,7 +26,7 @@ from cleave.gateway.stories.watch import Watch, make_watch
 from cleave.policy.pooling import make_terms
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
-from cleave.router.pool_manager import Flip, Flipping, PoolManager
+from cleave.router.pool_manager import Flip, PoolManager
 from cleave.router.router import Router, Rules
 from cleave.router.service import RouterServer
 from cleave.router.shared_router import SharedRouter
@@ -72,7 +72,7 @@ class Gateway:
         self._fleet = Fleet(config.agents, directory, time.monotonic, *together)
         self._pool_manager: PoolManager | None = None
         # One process is enough, and the first one is always there or about to be.
-        if config.flipping is not Flipping.OFF and (siblings is None or siblings.process == 0):
+        if siblings is None or siblings.process == 0:
             terms = make_terms(config.ttft_slo_ms, config.min_prefill, config.min_decode)
             self._pool_manager = PoolManager(
                 directory, config.flipping, terms, time.monotonic, self._note_flip

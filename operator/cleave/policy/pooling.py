@@ -35,6 +35,8 @@ WAIT_SHARE = 0.25
 """Of the TTFT target, that prompts may wait before others help."""
 UNSTATED_WAIT_MS = 250.0
 """The same where there is no target."""
+AWAY_MS = 300_000.0
+"""Where nobody lends any more, who has been away for so long goes home."""
 IDLE = 0.1
 """An instance with less than this of what it might carry has nothing to do (TetriInfer)."""
 
@@ -148,6 +150,19 @@ def find_next_ms(members: Members, watch: Watch, terms: Terms, now_ms: float) ->
             if member["wait_ms"] > 0.0 and above_ms >= 0.0:
                 soonest = min(soonest, now_ms + above_ms)
     return soonest
+
+
+def recall(members: Members, now_ms: float) -> tuple[int, int]:
+    """(slot, its new role), or (NONE, NONE), where nobody is to be lent: who was, goes home.
+
+    Not at once: two managers may disagree for a moment, and somebody may try roles by hand.
+    """
+    for i in range(len(members)):
+        member = members[i]
+        is_away = member["is_open"] and member["role"] != member["home"]
+        if is_away and now_ms - member["since_ms"] >= AWAY_MS:
+            return i, member["home"]
+    return NONE, NONE
 
 
 def take(members: Members, slot: int, role: int, now_ms: float) -> None:

@@ -40,6 +40,7 @@ class Flipping(Enum):
     """Whether instances change roles as traffic does."""
 
     OFF = "Off"
+    """Nobody is lent; who was goes home."""
     ADVISORY = "Advisory"
     """What would be done is told and counted, and not done."""
     AUTO = "Auto"
@@ -84,13 +85,18 @@ class Pools:
         self._members = pooling.make_members(0)
         self._watch = pooling.make_watch()
 
-    def look(self, instances: list[Instance], terms: Terms, now_s: float) -> Flip | None:
+    def look(
+        self, instances: list[Instance], terms: Terms, now_s: float, lends: bool = True
+    ) -> Flip | None:
         """What should be done now."""
         now_ms = now_s * 1000
         self._follow([instance.name for instance in instances])
         for member, instance in zip(self._members, instances, strict=True):
             _measure(member, instance, now_ms)
-        slot, role = pooling.decide(self._members, self._watch, terms, now_ms)
+        if lends:
+            slot, role = pooling.decide(self._members, self._watch, terms, now_ms)
+        else:
+            slot, role = pooling.recall(self._members, now_ms)
         if slot == NONE:
             return None
         instance, stated = instances[slot], instances[slot].registration
@@ -170,7 +176,8 @@ class PoolManager:
 
     async def _tend(self, pools: Pools, instances: list[Instance]) -> None:
         now = self._clock()
-        flip = pools.look(instances, self._terms, now)
+        lends = self._flipping is not Flipping.OFF
+        flip = pools.look(instances, self._terms, now, lends)
         if flip is None:
             pools.advised = None
         elif self._flipping is Flipping.ADVISORY:
