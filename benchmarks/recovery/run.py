@@ -119,6 +119,7 @@ def measure(deployment: Deployment, prompt: int, made: int, rounds: int) -> Row:
     for way, several in found.items():
         row[f"{way} ms"] = statistics.median(several)
         row[f"{way} range"] = f"{min(several):.0f}-{max(several):.0f}"
+    print(row, file=sys.stderr)
     return row
 
 
