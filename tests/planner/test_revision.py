@@ -109,6 +109,22 @@ def test_instances_that_are_only_added_cost_no_request(problem) -> None:
     assert kept.verdict is Verdict.APPLY
 
 
+def test_instances_that_only_change_pools_are_not_started(problem) -> None:
+    slow = Terms(start_s=1e6)
+    moved = decided(problem, split(3, 1, 0.8), split(2, 2, 0.95), slow)
+    assert moved.verdict is Verdict.APPLY
+    fewer = decided(problem, split(4, 2, 0.99), split(1, 4, 0.97), slow)
+    assert fewer.verdict is Verdict.APPLY
+    limited = split(3, 1, 0.8)
+    prefill, decode = limited.pools
+    limited = replace(limited, pools=(replace(prefill, max_num_seqs=8), decode))
+    kept = decided(problem, limited, split(2, 2, 0.95), slow)
+    assert kept.reason.startswith("the change would cost"), "their engines are started otherwise"
+    cells = tuple(replace(pool, per_cell=1) for pool in split(3, 1, 0.8).pools)
+    tied = decided(problem, replace(split(3, 1, 0.8), pools=cells), split(2, 2, 0.95), slow)
+    assert tied.verdict is Verdict.KEEP, "cells stay where they are"
+
+
 def test_saving_must_outweigh_what_starting_takes(problem) -> None:
     now, then = split(4, 4, 0.99), mixed(6, 0.95)
     assert decided(problem, now, then, Terms(start_s=60)).verdict is Verdict.APPLY

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from cleave.api.role import Role
 from cleave.perf import corrected
 from cleave.perf.corrected import NONE, Correction
 from cleave.planner import search
@@ -262,9 +263,22 @@ def _count(pools: Iterable[PlannedPool]) -> int:
     return sum(pool.replicas for pool in pools)
 
 
-def _count_begun(now: Iterable[PlannedPool], then: Iterable[PlannedPool]) -> int:
-    """Instances of `then` that `now` lacks."""
-    return sum((_instances(then) - _instances(now)).values())
+def _count_begun(now: Sequence[PlannedPool], then: Sequence[PlannedPool]) -> int:
+    """Instances of `then` that have to be made anew: some of `now` only change pools."""
+    had, wanted = _instances(now), _instances(then)
+    missing, spare = wanted - had, had - wanted
+    if any(pool.per_cell for pool in (*now, *then)):
+        # Cells are tied to nodes, so nobody moves between their pools.
+        return sum(missing.values())
+    return sum((_forget_role(missing) - _forget_role(spare)).values())
+
+
+def _forget_role(instances: Counter[tuple[object, ...]]) -> Counter[tuple[object, ...]]:
+    """Prefill and decode instances that differ in nothing else are one kind."""
+    kinds: Counter[tuple[object, ...]] = Counter()
+    for (role, *rest), count in instances.items():
+        kinds[role if role is Role.MIXED else None, *rest] += count
+    return kinds
 
 
 def _instances(pools: Iterable[PlannedPool]) -> Counter[tuple[object, ...]]:
