@@ -12,6 +12,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -105,27 +106,32 @@ def measure(shape: Shape, cable: Cable, args: argparse.Namespace) -> Iterator[Li
     with opened(shape, max(TOKENS) // BLOCK_TOKENS, cable.place) as pair:
         for way, gbps in links:
             link = f"{gbps:g} Gb/s" if gbps else way.value
-            mover = Mover(pair, way, link)
             if gbps:
                 cable.hold_to(gbps)
-            latency_ms = statistics.median(mover.first_byte_ms() for _ in range(args.rounds + 1))
-            for tokens, mode in itertools.product(TOKENS, Mode):
-                visible_ms = statistics.median(
-                    mover.visible_ms(tokens, mode, args.chunk, args.token_ms)
-                    for _ in range(args.rounds)
-                )
-                rate = pair.streamed() if gbps else pair.copied()
-                token_ms = 1e3 * shape.kv_bytes(tokens) / tokens / rate
-                model = KvTransfer(latency_ms, token_ms, shape.num_layers, args.token_ms)
-                yield Line(
-                    link,
-                    shape.name,
-                    tokens,
-                    mode,
-                    tokens * args.token_ms,
-                    visible_ms,
-                    predicted_ms(model, mode, tokens, args.chunk),
-                )
+            with closing(Mover(pair, way, link)) as mover:
+                for tokens in TOKENS:
+                    yield from compare(mover, link, tokens, args)
+
+
+def compare(mover: "Mover", link: str, tokens: int, args: argparse.Namespace) -> Iterator[Line]:
+    """All modes, beside what is predicted from the link as it is now."""
+    latency_ms = statistics.median(mover.first_byte_ms() for _ in range(args.rounds + 1))
+    shape = mover.pair.shape
+    for mode in Mode:
+        visible_ms = statistics.median(
+            mover.visible_ms(tokens, mode, args.chunk, args.token_ms) for _ in range(args.rounds)
+        )
+        token_ms = 1e3 * shape.kv_bytes(tokens) / tokens / mover.limit()
+        model = KvTransfer(latency_ms, token_ms, shape.num_layers, args.token_ms)
+        yield Line(
+            link,
+            shape.name,
+            tokens,
+            mode,
+            tokens * args.token_ms,
+            visible_ms,
+            predicted_ms(model, mode, tokens, args.chunk),
+        )
 
 
 def predicted_ms(model: KvTransfer, mode: Mode, tokens: int, chunk: int) -> float:
@@ -143,7 +149,9 @@ class Mover:
     """Takes prompts from the owner one way, in any mode."""
 
     def __init__(self, pair: Pair, way: Way, link: str) -> None:
-        self._pair = pair
+        self.pair = pair
+        self.limit = pair.copied if way is Way.SHARED_MEMORY else pair.streamed
+        """Bytes per second of the link itself."""
         self._reader = Reader(pair.kept, [way], BOUND_S)
         self._follower = Follower(self._reader, pair.shape.num_layers, BOUND_S)
         self._names = (f"{link}: {number}" for number in itertools.count())
@@ -151,14 +159,14 @@ class Mover:
     def visible_ms(self, tokens: int, mode: Mode, chunk: int, token_ms: float) -> float:
         """From the end of the computation to the owner's last word."""
         blocks = blocks_of(tokens, scattered=True)
-        orders = self._pair.orders
+        orders = self.pair.orders
         orders.send(
             Prefill(
                 name := next(self._names),
                 mode,
                 tuple(blocks),
                 chunk // BLOCK_TOKENS,
-                self._pair.shape.num_layers,
+                self.pair.shape.num_layers,
                 BLOCK_TOKENS * token_ms / 1e3,
             )
         )
@@ -172,11 +180,15 @@ class Mover:
         computed = orders.recv()
         return 1e3 * (done - computed)
 
+    def close(self) -> None:
+        """Break the connections."""
+        self._reader.close()
+
     def first_byte_ms(self) -> float:
         """A pull of one block: all that does not depend on size."""
         name = next(self._names)
-        self._pair.orders.send(Hold(name, Held(1, prompt_digest([]), (0,))))
-        self._pair.orders.recv()
+        self.pair.orders.send(Hold(name, Held(1, prompt_digest([]), (0,))))
+        self.pair.orders.recv()
         begun = time.monotonic()
         self._pull(name, [0])
         return 1e3 * (time.monotonic() - begun)
@@ -186,7 +198,7 @@ class Mover:
         self._reader.pull(hand_off, hand_off.prompt_digest, 0, sorted(blocks))
 
     def _hand_off(self, name: str, epoch: int) -> HandOff:
-        return HandOff("boot-p", name, epoch, prompt_digest([]), 0, (self._pair.owner,))
+        return HandOff("boot-p", name, epoch, prompt_digest([]), 0, (self.pair.owner,))
 
 
 def show(lines: list[Line]) -> None:

@@ -1,0 +1,61 @@
+"""The benchmark's two processes move KV as engines do, whenever it is moved."""
+
+from collections.abc import Callable
+from contextlib import closing
+from types import ModuleType
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch comes with the engine")
+
+from cleave_worker.transfer.link import Way  # noqa: E402
+
+HOST = "127.0.0.1"
+TOKENS = 128
+
+Import = Callable[[str], ModuleType]
+
+
+@pytest.mark.parametrize("way", [Way.SHARED_MEMORY, Way.GLOO])
+def test_prompts_come_after_they_are_computed_and_meanwhile(module: Import, way: Way) -> None:
+    overlap, pair = module("overlap"), module("pair")
+    shape = pair.Shape("tiny", num_layers=3, num_kv_heads=1, head_size=8)
+    place = pair.Place(HOST, HOST)
+    with (
+        pair.opened(shape, TOKENS // pair.BLOCK_TOKENS, place) as opened,
+        closing(overlap.Mover(opened, way, way.value)) as mover,
+    ):
+        for mode in overlap.Mode:
+            for region in opened.kept.memory.regions:
+                region.zero_()
+            mover.visible_ms(TOKENS, mode, TOKENS // 2, 0.1)
+            assert all(bool(region.all()) for region in opened.kept.memory.regions), mode
+
+
+def test_scattered_blocks_are_all_blocks(module: Import) -> None:
+    pair = module("pair")
+    blocks = pair.blocks_of(512, scattered=True)
+    assert blocks != sorted(blocks)
+    assert sorted(blocks) == pair.blocks_of(512, scattered=False) == list(range(32))
+
+
+def test_where_there_is_no_gpu_it_is_said(
+    module: Import, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu.py"])
+    with pytest.raises(SystemExit) as ended:
+        module("gpu").main()
+    assert ended.value.code == 2
+    assert "no GPU here" in capsys.readouterr().err
+
+
+def test_a_gather_that_loses_bytes_ends_the_run(module: Import) -> None:
+    gpu, pair = module("gpu"), module("pair")
+    shape = pair.Shape("tiny", num_layers=2, num_kv_heads=1, head_size=8)
+    _, _, layers = gpu.filled(shape, TOKENS, torch.device("cpu"))
+    expected = [layer[[0, 3]] for layer in layers]
+    gpu.compare(layers, [0, 3], expected)
+    layers[1][3] += 1
+    with pytest.raises(SystemExit):
+        gpu.compare(layers, [0, 3], expected)
