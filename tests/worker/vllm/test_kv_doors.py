@@ -131,3 +131,28 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
     assert 'reason="prompt"} 2.0' in page
     assert 'reason="expired"} 4.0' in page
     assert 'reason="boot"} 0.0' in page
+
+
+def test_what_a_step_tells_of_its_requests_has_its_names() -> None:
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+    for told, used in (
+        (SchedulerOutput, {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"}),
+        (SchedulerOutput, {"preempted_req_ids"}),
+        (NewRequestData, {"req_id", "block_ids", "num_computed_tokens"}),
+        (CachedRequestData, {"req_ids", "new_block_ids", "num_computed_tokens"}),
+    ):
+        assert used <= {field.name for field in dataclasses.fields(told)}
+
+
+def test_layers_and_steps_are_said_to_be_done_when_they_are() -> None:
+    from vllm.config import ParallelConfig
+    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    source = inspect.getsource(maybe_transfer_kv_layer)
+    assert source.index("result = func(") < source.index("connector.save_kv_layer(layer_name")
+    step = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output.__wrapped__)
+    order = [step.index(word) for word in ("bind_connector_metadata", "yield", "wait_for_save")]
+    assert order == sorted(order)
+    assert isinstance(ParallelConfig.use_ubatching, property)
