@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from hand_offs import (
     RAN,
     decode,
@@ -21,7 +22,6 @@ from hand_offs import (
     tiny_with_connector,
     unseen,
 )
-
 from harness import Deployment, deployed, until
 from vllm_cases import CASES, OUTPUT_TOKENS, TIMEOUT_S, Case, ask, engine_url, metric
 
