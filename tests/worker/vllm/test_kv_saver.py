@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,10 +61,11 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def restored(saver: Any, *keys: str) -> tuple[set[str], set[str]]:
+def restored(saver: Any, *keys: str, block: int = 4) -> tuple[set[str], set[str]]:
     from cleave_worker.vllm.kv.keeper import Restore
 
-    saver.start(orders(restore={"r": Restore(keys, (4, 5)[: len(keys)])}))
+    blocks = tuple(range(block, block + len(keys)))
+    saver.start(orders(restore={"r": Restore(keys, blocks)}))
     found: list[tuple[set[str], set[str]]] = []
     until(lambda: found.append(saver.take_restored()) or found[-1][0])
     return found[-1]
@@ -93,12 +95,29 @@ def test_what_is_gone_or_changed_is_refused_and_counted(saver_of, tmp_path: Path
     assert saver.take_transfers().data["ended"] == {"not_held": 1, "checksum": 1}
 
 
+def test_what_ends_does_not_take_along_what_begins_alike(saver_of, tmp_path: Path) -> None:
+    saver = saver_of(caches(0))
+    saver.start(orders(save={KEYS[0]: 1}))
+    saver.start(orders(drop=[KEYS[0]], save={KEYS[0]: 1}))
+    saver.start(orders(save={KEYS[1]: 1}))
+    until((tmp_path / "kept" / f"{KEYS[1]}-0").exists)
+    assert (tmp_path / "kept" / f"{KEYS[0]}-0").exists()
+
+
+def test_what_nobody_foresaw_is_no_success(saver_of) -> None:
+    saver = saver_of(caches(0))
+    saver.start(orders(save={KEYS[0]: 1}))
+    until(lambda: restored(saver, KEYS[0]) == ({"r"}, set()))
+    assert restored(saver, KEYS[0], block=99) == ({"r"}, {"r"})
+    assert saver.take_transfers().data["ended"]["peer_lost"] == 1
+
+
 def test_the_end_of_a_stream_removes_its_files_even_those_not_written_yet(
     saver_of, tmp_path: Path
 ) -> None:
     saver = saver_of(caches(0))
-    saver.start(orders(save={KEYS[0]: 1}, drop=[KEYS[0]]))
-    saver.start(orders(save={KEYS[1]: 1}))
+    saver.start(orders(save={KEYS[0]: 1}))
+    saver.start(orders(drop=[KEYS[0]], save={KEYS[1]: 1}))
     until((tmp_path / "kept" / f"{KEYS[1]}-0").exists)
     assert not (tmp_path / "kept" / f"{KEYS[0]}-0").exists()
 
@@ -113,3 +132,16 @@ def test_settings_have_defaults_and_faults_are_named() -> None:
     for wrong in ([], "yes", {"size": 1}, {"folder": "x"}, {"most_gib": 0}, {"most_gib": "4"}):
         with pytest.raises(ValueError, match="checkpoints"):
             read_settings(wrong)
+
+
+def test_models_that_give_blocks_of_running_requests_away_are_refused() -> None:
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    from cleave_worker.vllm.kv.checkpointed import check_attention
+
+    sizes = {"block_size": 4, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+    full = interface.FullAttentionSpec(**sizes)
+    sliding = interface.SlidingWindowSpec(**sizes, sliding_window=8)
+    check_attention(full)
+    for wrong in (sliding, SimpleNamespace(kv_cache_specs={"0": full, "1": sliding})):
+        with pytest.raises(ValueError, match=r"SlidingWindowSpec.*leave checkpoints out"):
+            check_attention(wrong)

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from cleave_worker.transfer.checkpoints import Checkpoints
 from cleave_worker.transfer.memory import register
@@ -53,6 +54,7 @@ class CheckpointedConnector(CleaveConnector):
     ) -> None:
         """Raises ValueError when the settings make no sense."""
         super().__init__(vllm_config, role, kv_cache_config)
+        check_attention(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
         self._kept_at, self._most_bytes = read_settings(
             self._kv_transfer_config.get_from_extra_config("checkpoints", {})
         )
@@ -178,6 +180,17 @@ class CheckpointedConnector(CleaveConnector):
     def _told_saver(self) -> Saver:
         assert self._saver, "the KV is not registered yet"
         return self._saver
+
+
+def check_attention(spec: object) -> None:
+    """Raises ValueError where blocks of a running request are given to others."""
+    layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    for layer in layers:
+        if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
+            raise ValueError(
+                f"checkpoints: the model's KV is of the kind {type(layer).__name__}, which "
+                "does not keep all blocks of a request: leave checkpoints out"
+            )
 
 
 def read_settings(given: object) -> tuple[Path, int]:

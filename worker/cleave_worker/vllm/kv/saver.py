@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 from cleave_worker.transfer.checkpoints import Checkpoints
-from cleave_worker.transfer.identity import RefusedError
+from cleave_worker.transfer.identity import Reason, RefusedError
 from cleave_worker.transfer.memory import Memory, Plane
 from cleave_worker.vllm.kv.keeper import KeepOrders, Restore
 from cleave_worker.vllm.kv.metrics import Transfers
@@ -46,12 +46,13 @@ class Saver:
 
     def start(self, orders: KeepOrders) -> None:
         """Before a step computes."""
+        # What has ended is older than what begins with the same tokens.
+        if orders.drop:
+            self._work.put(orders.drop)
         for key, block in orders.save.items():
             # One that is left out ends what can be restored of its stream there.
             if self._work.qsize() < _WAITING:
                 self._work.put((key, self._copy(block)))
-        if orders.drop:
-            self._work.put(orders.drop)
         for request_id, restore in orders.restore.items():
             self._pool.submit(self._restore, request_id, restore)
 
@@ -82,15 +83,18 @@ class Saver:
         return b"".join(memoryview(view.cpu().numpy()) for view in views)
 
     def _restore(self, request_id: str, restore: Restore) -> None:
-        refused: RefusedError | None = None
+        refused: RefusedError | None = RefusedError(Reason.LOST, "something unforeseen")
         try:
             for key, block in zip(restore.keys, restore.blocks, strict=True):
                 self._fill(block, self._checkpoints.load(key, self._block_bytes))
+            refused = None
         except RefusedError as error:
             refused = error
             _log.warning("KV of %s was not restored: %s", request_id, error)
+        except Exception:  # noqa: BLE001
+            # Unforeseen, but the request still waits for its end.
+            _log.exception("KV of %s was not restored", request_id)
         finally:
-            # Also after what nobody foresaw: the request waits for its end.
             self._ended.put((request_id, refused))
 
     def _fill(self, block: int, body: memoryview) -> None:
