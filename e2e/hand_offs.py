@@ -24,11 +24,16 @@ LEASE_S = 20
 PREFILL_ORDER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def tiny_with_connector(model: Path, way: str, *, checksums: bool) -> dict[str, object]:
-    """A manifest for a prefill and a decode engine between which KV moves this way."""
+def tiny_with_connector(
+    model: Path, way: str, *, checksums: bool, **engine: object
+) -> dict[str, object]:
+    """A manifest for a prefill and a decode engine between which KV moves this way.
+
+    `engine`: further fields of spec.engine.
+    """
     extra = {"ways": [way], "checksums": checksums, "kv_lease_duration": LEASE_S}
     settings = {"kv_connector_extra_config": extra}
-    engine = {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
+    engine |= {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
     return tiny_vllm(model, engine=engine)
 
 
@@ -138,14 +143,18 @@ class Given:
 
 def give(vllm: Deployment, kinds: Mapping[str, Fault], cases: Iterator[Case]) -> Iterator[Given]:
     """Each kind of fault once, with two prompts that no engine has seen."""
-    source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     for name, fault in kinds.items():
-        case, other = next(cases), next(cases)
-        wanted = ask(source, case).tokens
-        own = prefill(source, case, f"own-{case.number}")
-        given = fault.change(own, prefill(source, other, f"other-{case.number}"))
-        tokens = decode(decoding, case, given, f"own-{case.number}")
-        yield Given(name, fault.reason, tokens, wanted)
+        yield give_one(vllm, name, fault, next(cases), next(cases))
+
+
+def give_one(vllm: Deployment, name: str, fault: Fault, case: Case, other: Case) -> Given:
+    """A fault in the hand-off of `case`."""
+    source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
+    wanted = ask(source, case).tokens
+    own = prefill(source, case, f"own-{case.number}")
+    given = fault.change(own, prefill(source, other, f"other-{case.number}"))
+    tokens = decode(decoding, case, given, f"own-{case.number}")
+    return Given(name, fault.reason, tokens, wanted)
 
 
 def unseen(first: int) -> Iterator[Case]:

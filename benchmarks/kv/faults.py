@@ -1,12 +1,13 @@
 """Hand-offs between real vLLM engines on CPU: hundreds of prompts, and hundreds of faults.
 
 Run from the root: `.venv/bin/python benchmarks/kv/faults.py [--ways gloo]`. A prefill and a decode
-engine with a tiny model for each way that KV takes. First every prompt is asked through the gateway
-and of one engine alone; then hand-offs are altered, given twice, given too late, cut off, and in
-the end their owner is killed. Exit code 1: something was wrong.
+engine with a tiny model for each way that KV takes, and each time at which it is moved. First every
+prompt is asked through the gateway and of one engine alone; then hand-offs are altered, given twice
+or too late, cut off, and in the end their owner is killed. Exit code 1: something was wrong.
 """
 
 import argparse
+import itertools
 import random
 import socket
 import statistics
@@ -15,22 +16,25 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
 PATHS = ("benchmarks", "e2e", "tests/worker/transfer")
 sys.path[:0] = [str(ROOT / path) for path in PATHS]
 
-import hand_offs  # noqa: E402
 import httpx  # noqa: E402
+import promised  # noqa: E402
 from rows import show  # noqa: E402
 
 from cleave.local.tiny_model import build  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
 
+import hand_offs  # noqa: E402
 from harness import Deployment, deployed, tiny_vllm, until  # noqa: E402
 from vllm_cases import TIMEOUT_S, Case, ask, engine_url, metric  # noqa: E402
 
@@ -43,51 +47,64 @@ TIMED_TOKENS, TIMED_ROUNDS = (500, 3_000), 15
 SECONDS = {NIXL: "vllm:nixl_xfer_time_seconds"}
 BYTES = {NIXL: "vllm:nixl_bytes_transferred_sum"}
 
+AHEAD = 'cleave_gateway_handoffs_total{result="ahead"}'
+TRANSFERS = ("Pull", "PerLayer", "PerChunk", "Push")
+CLIENTS = 4
+
 Row = dict[str, object]
+Result = TypeVar("Result")
 
 
 def main() -> None:
     """Print what was asked, what was given, and what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--transfers", nargs="+", choices=TRANSFERS, default=TRANSFERS)
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--faults", type=int, default=150, help="for each way but NIXL")
+    parser.add_argument("--faults", type=int, default=300, help="of all ways together")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     args = parser.parse_args()
-    prompts: list[Row] = []
-    faults: list[Row] = []
-    reasons: list[Row] = []
+    kinds = [
+        (way, transfer)
+        for way, transfer in itertools.product(args.ways, args.transfers)
+        if way != NIXL or transfer == args.transfers[0]
+    ]
+    each = -(-args.faults // max(1, sum(way != NIXL for way, _ in kinds)))
+    wrong = False
     with tempfile.TemporaryDirectory(prefix="cleave-kv-") as name:
         folder = Path(name)
         build(folder / "model")
-        for number, way in enumerate(args.ways):
+        for number, (way, transfer) in enumerate(kinds):
             own = folder / str(number)
             own.mkdir()
-            with deployed(manifest(folder / "model", way), own, UP_S) as vllm:
-                prompts.append(ask_all(vllm, way, args.prompts))
+            with deployed(manifest(folder / "model", way, transfer), own, UP_S) as vllm:
+                found = {way: [ask_all(vllm, way, transfer, args.prompts)]}
                 if way != NIXL:
-                    tally = hurt(vllm, way, args.faults)
-                    faults += tally.rows()
-                    reasons += tally.reasons()
-    found = {"prompts": prompts, "faults": faults, "reasons": reasons}
-    show(
-        {name: rows for name, rows in found.items() if rows},
-        args.output,
-        120,
-        lambda _, value: str(value),
+                    tally = hurt(vllm, each)
+                    found |= {"faults": list(tally.rows()), "reasons": list(tally.reasons())}
+            # At once: the whole takes long.
+            show(found, args.output, 120, lambda _, value: str(value))
+            wrong |= any(is_wrong(row) for rows in found.values() for row in rows)
+    sys.exit(wrong)
+
+
+def is_wrong(row: Row) -> bool:
+    """Whether a row tells of something that must not be."""
+    return bool(row.get("wrong")) or not row.get("all freed", True) or "missing" in row.values()
+
+
+def manifest(model: Path, way: str, transfer: str) -> dict[str, Any]:
+    found: dict[str, Any] = (
+        tiny_vllm(model)
+        if way == NIXL
+        else hand_offs.tiny_with_connector(model, way, checksums=False, transfer=transfer)
     )
-    wrong = [row for row in prompts + faults if row["wrong"] or not row["all freed"]]
-    wrong += [row for row in reasons if row["given"] != row["counted"]]
-    sys.exit(1 if wrong else 0)
+    # What such an engine takes, in place of what is reserved for models of a usual size.
+    found["spec"]["template"] = {"resources": {"limits": {"memory": "4Gi"}}}
+    return found
 
 
-def manifest(model: Path, way: str) -> dict[str, object]:
-    if way == NIXL:
-        return tiny_vllm(model)
-    return hand_offs.tiny_with_connector(model, way, checksums=False)
-
-
-def ask_all(vllm: Deployment, way: str, count: int) -> Row:
+def ask_all(vllm: Deployment, way: str, transfer: str, count: int) -> Row:
     """Every prompt behind the gateway and of the prefill engine alone."""
     rng = random.Random(count)
     cases = [
@@ -96,23 +113,25 @@ def ask_all(vllm: Deployment, way: str, count: int) -> Row:
     ]
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     ran = metric(decoding, hand_offs.RAN)
-    split = [ask(vllm.url, case).tokens for case in cases]
+    split = [answer.tokens for answer in together(partial(ask, vllm.url), cases)]
     # A token of output is a token run; every other one was computed anew.
     recomputed = metric(decoding, hand_offs.RAN) - ran - sum(len(tokens) for tokens in split)
     seconds = SECONDS.get(way, "cleave_kv_pull_seconds")
     pulls = metric(decoding, f"{seconds}_count")
     moved = metric(decoding, BYTES.get(way, "cleave_kv_pulled_bytes_total"))
-    alone = [ask(source, case).tokens for case in cases]
+    ahead = metric(vllm.url, AHEAD)
+    alone = [answer.tokens for answer in together(partial(ask, source), cases)]
     first_ms = {tokens: first_token_ms(vllm, tokens) for tokens in TIMED_TOKENS}
     return {
-        "way": way,
+        "transfer": transfer if way != NIXL else "its own",
         "prompts": count,
+        "followed": int(ahead),
         "wrong": sum(one != other for one, other in zip(split, alone, strict=True)),
         "recomputed": int(recomputed),
         "all freed": freed(vllm),
         "MiB": round(moved / 2**20, 1),
         "ms a pull": round(1e3 * metric(decoding, f"{seconds}_sum") / max(1, pulls), 2),
-        **{f"first token, {tokens}": f"{ms:.1f} ms" for tokens, ms in first_ms.items()},
+        **{f"ms to first, {tokens}": round(ms, 1) for tokens, ms in first_ms.items()},
     }
 
 
@@ -131,10 +150,17 @@ def first_token_ms(vllm: Deployment, prompt_tokens: int) -> float:
     return statistics.median(found)
 
 
-def hurt(vllm: Deployment, way: str, count: int) -> "Tally":
-    """So many faults of all kinds."""
-    tally = Tally(vllm, way)
+def together(do: Callable[..., Result], *told: Iterable[Any]) -> list[Result]:
+    """What comes of several at a time."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(do, *told))
+
+
+def hurt(vllm: Deployment, count: int) -> "Tally":
+    """So many faults of all kinds, and a few more."""
+    tally = Tally(vllm)
     cases = hand_offs.unseen(50_000)
+    promises = promised.KINDS if promised.can_be_followed(vllm) else {}
     with ExitStack() as stack:
         talker = stack.enter_context(hand_offs.talking_nonsense())
         foreign = stack.enter_context(hand_offs.owning_other_kv())
@@ -144,8 +170,14 @@ def hurt(vllm: Deployment, way: str, count: int) -> "Tally":
             )
             for size in (0, 7, 90)
         }
-        for _ in range(-(-(count - LATE - TWICE - KILLED) // len(kinds))):
-            tally.add(hand_offs.give(vllm, kinds, cases))
+        rounds = -(-(count - LATE - TWICE - KILLED) // (len(kinds) + len(promises)))
+        tasks = [
+            partial(give, vllm, *one, next(cases), next(cases))
+            for _ in range(max(1, rounds))
+            for give, several in ((hand_offs.give_one, kinds), (promised.give_promise, promises))
+            for one in several.items()
+        ]
+        tally.add(together(lambda task: task(), tasks))
     for several in (given_twice, given_late, given_up_by_the_dead):
         tally.add(several(vllm, cases))
     return tally
@@ -154,13 +186,12 @@ def hurt(vllm: Deployment, way: str, count: int) -> "Tally":
 class Tally:
     """What came of the faults of one way."""
 
-    def __init__(self, vllm: Deployment, way: str) -> None:
+    def __init__(self, vllm: Deployment) -> None:
         self._vllm = vllm
-        self._way = way
         self._given: dict[str, list[hand_offs.Given]] = {}
         self._before = hand_offs.lost(engine_url(vllm, "decode"))
 
-    def add(self, several: Iterator[hand_offs.Given]) -> None:
+    def add(self, several: Iterable[hand_offs.Given]) -> None:
         """Give them and keep what comes."""
         for given in several:
             self._given.setdefault(given.name, []).append(given)
@@ -170,7 +201,6 @@ class Tally:
         all_freed = freed(self._vllm)
         for name, several in self._given.items():
             yield {
-                "way": self._way,
                 "fault": name,
                 "given": len(several),
                 "wrong": sum(given.tokens != given.wanted for given in several),
@@ -182,13 +212,13 @@ class Tally:
         """One for each reason that faults were given for, or counted."""
         counted = hand_offs.lost(engine_url(self._vllm, "decode"))
         all_given = [given for several in self._given.values() for given in several]
-        given = Counter(one.reason for one in all_given)
+        given = Counter(one.reason for one in all_given if one.reason)
         for reason in sorted({*given, *counted}):
             yield {
-                "way": self._way,
                 "reason": reason,
                 "given": given[reason],
-                "counted": int(counted.get(reason, 0) - self._before.get(reason, 0)),
+                "counted": (number := int(counted.get(reason, 0) - self._before.get(reason, 0))),
+                "": "" if number == given[reason] else "missing",
             }
 
 
