@@ -13,6 +13,7 @@ from cleave.gateway.counts.metrics import Metrics
 from cleave.gateway.main import main
 from cleave.gateway.stories import tracing, watch
 from cleave.gateway.stories.story import TracingError
+from cleave.rpc.v1 import agent_pb2
 
 from collector import ERROR, read, serve_grpc, serve_http
 
@@ -105,6 +106,22 @@ async def test_engines_hear_of_the_span_that_calls_them(make_traced) -> None:
         span, (request,) = collector.only(phase), stage.engines[name].requests
         told = f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
         assert request.headers["traceparent"] == told
+
+
+async def test_engines_that_are_asked_at_once_are_two_legs_of_one_attempt(make_traced) -> None:
+    stage, collector = await make_traced(PAIR, ahead_from_tokens=1)
+    for engine in stage.engines.values():
+        stage.state(engine, kv_port=5601, kv_block_size=16)
+        load = agent_pb2.LoadReport(boot_id=engine.boot_id, kv_blocks_free=100, sampled_ns=1)
+        told = agent_pb2.WatchEvent(load=load)
+        stage.context.router.directory.hear(engine.name, told, 1e12)
+    await stage.ask(STREAM)
+    await until_told(stage, collector)
+    assert collector.children(collector.only("attempt")) == ["prefill", "decode"]
+    for phase, name in (("prefill", "p"), ("decode", "d")):
+        span, (request,) = collector.only(phase), stage.engines[name].requests
+        assert read(span)["cleave.instance"] == name
+        assert request.headers["traceparent"].split("-")[2] == span.span_id.hex()
 
 
 async def test_a_retry_is_a_second_attempt_and_the_first_says_what_failed(make_traced) -> None:

@@ -42,17 +42,35 @@ class WatchedAttempt(Attempt):
         self._story.tries.append(self._told)
 
     def _send(self, pool: EnginePool, body: bytes) -> None:
-        phase = "prefill" if self.prefill else "decode" if self.pick.prefill else "whole"
-        leg = Leg(phase, self.target, self._context.clock())
+        if self._ahead is not None:
+            self._begin_leg("decode", self.pick.decode)
+        else:
+            phase = "prefill" if self.prefill else "decode" if self.pick.prefill else "whole"
+            self._begin_leg(phase, self.target)
+        super()._send(pool, body)
+
+    def _send_both(self, prefill: Target, pool: EnginePool, decode: EnginePool) -> None:
+        self._begin_leg("prefill", prefill)
+        super()._send_both(prefill, pool, decode)
+
+    def _hand_over(self, prefill: Target, body: bytes) -> None:
+        self._end_leg(-1, body)
+        super()._hand_over(prefill, body)
+
+    def prefilled(self, prefill: Target, body: bytes) -> None:
+        """The prefill beside the decode has ended."""
+        self._end_leg(-2, body)
+        super().prefilled(prefill, body)
+
+    def _begin_leg(self, phase: str, target: Target) -> None:
+        leg = Leg(phase, target, self._context.clock())
         self._told.legs.append(leg)
         if self._story.trace is not None:
             self._fields = self._story.trace.write(leg.span_id)
-        super()._send(pool, body)
 
-    def _hand_over(self, prefill: Target, body: bytes) -> None:
-        leg = self._told.legs[-1]
+    def _end_leg(self, place: int, body: bytes) -> None:
+        leg = self._told.legs[place]
         leg.ended_at, leg.blocks = self._context.clock(), count_blocks(body)
-        super()._hand_over(prefill, body)
 
 
 class WatchedExchange(Exchange):
