@@ -17,7 +17,7 @@ from pathlib import Path
 
 import uvloop
 
-from cleave.gateway import processes
+from cleave.gateway import open_files, processes
 from cleave.gateway.admission.tenants import KeysError
 from cleave.gateway.config import GatewayConfig, Late, Timeouts
 from cleave.gateway.front.tls import TlsError
@@ -130,6 +130,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     if not 1 <= stated.processes <= MAX_PROCESSES:
         parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
     logs.set_up(stated.log_format)
+    open_files.raise_limit(stated.max_clients)
     return run(
         GatewayConfig(
             agents=stated.agents,

@@ -102,7 +102,8 @@ class Ledger:
 
     def count_prompts(self) -> float:
         """Prompts that are not computed yet; those of other gateways as long as usual."""
-        return self.prompts + self.queue.count_prompts(self.prompt.others)
+        others = self.prompt.others
+        return self.prompts + self.queue.count_prompts(others) if others else self.prompts
 
     def report_requests(self, here: int) -> None:
         """The instance's own count arrived."""

@@ -99,8 +99,8 @@ class SharedLedger(Ledger):
 
     def count_prompts(self) -> float:
         """Of all processes, and other gateways' as long as usual."""
-        here = add_up(self._table.read(self.row, _PROMPTS))
-        return here + self.queue.count_prompts(self.prompt.others)
+        here, others = add_up(self._table.read(self.row, _PROMPTS)), self.prompt.others
+        return here + self.queue.count_prompts(others) if others else here
 
     def count_requests(self) -> int:
         """Of all processes."""
