@@ -137,7 +137,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         rank += get_tp_group().rank_in_group
         layout = layout_of(self._vllm_config, caches[0])
         share = Share(shape, rank, tuple(number for number, _ in layers))
-        check(share, layout, caches)
+        check(share, layout, caches, self._kv_cache_config.num_blocks)
         kept = Kept(self._boot_id, layout, memory, tuple(planes), self._host, share)
         self._worker = WorkerSide(kept, self._settings(memory.regions[0].device))
 

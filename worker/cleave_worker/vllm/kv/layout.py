@@ -35,7 +35,7 @@ def layout_of(config: VllmConfig, cache: torch.Tensor) -> Layout:
     )
 
 
-def check(share: Share, layout: Layout, caches: Sequence[torch.Tensor]) -> None:
+def check(share: Share, layout: Layout, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
     """Raises ValueError when a rank does not hold what its place in the engine says."""
     fault = share.shape.fault(layout.num_kv_heads)
     if fault:
@@ -43,6 +43,12 @@ def check(share: Share, layout: Layout, caches: Sequence[torch.Tensor]) -> None:
     share.layers_of(len(caches))
     heads = len(share.shape.heads(share.rank, layout.num_kv_heads))
     for cache in caches:
+        if cache.shape[0] != num_blocks:
+            raise ValueError(
+                f"the attention backend cuts {num_blocks} blocks of {layout.block_size} tokens "
+                f"into {cache.shape[0]}, which CleaveConnector does not follow: state a smaller "
+                "--block-size, or use NixlConnector"
+            )
         if cache.dim() != 4 or cache.shape[1] != heads:
             raise ValueError(
                 f"a KV cache of shape {tuple(cache.shape)} has not {heads} heads after its blocks: "
