@@ -133,6 +133,11 @@ class Detector:
     least_dispersion: float = 1.0
     """As it was before the last change: few windows tell little of it."""
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether it may be about to find a change: what was seen then tells of two traffics."""
+        return max(each.value for each in self.sums) >= LIMIT / 2
+
 
 def watch(detector: Detector, window: Window) -> tuple[Detector, Change | None]:
     """The detector that has seen `window` too, and the change if there was one.

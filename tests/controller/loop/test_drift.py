@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from views import NOW_S, traffic
 
 from cleave.api.workload import Lengths, Workload
-from cleave.controller.loop.drift import Course, follow, list_recent
+from cleave.controller.loop.drift import DOUBT_S, Course, follow, list_recent
 from cleave.traffic.change import Change, Quantity
 from cleave.traffic.window import Window
 
@@ -44,6 +44,18 @@ def test_before_the_fleet_settles_nothing_is_compared() -> None:
 
 def test_nothing_is_compared_with_traffic_that_nobody_stated() -> None:
     assert find_change(None, DOUBLED, NOW_S - 900) is None
+
+
+def test_a_look_waits_while_a_change_is_about_to_show_and_not_for_ever() -> None:
+    calm = follow(Course(), PLANNED_FOR, traffic(4, 600), NOW_S - 900)
+    assert not calm.puts_off(0.0)
+    begun = traffic(4, 600, NOW_S - 30) + traffic(8, 30)
+    doubtful = follow(Course(), PLANNED_FOR, begun, NOW_S - 900)
+    assert doubtful.change is None
+    assert doubtful.puts_off(0.0)
+    assert doubtful.puts_off(DOUBT_S - 1)
+    assert not doubtful.puts_off(DOUBT_S)
+    assert not Course().puts_off(0.0)
 
 
 def test_recent_is_as_long_as_it_has_to_be() -> None:

@@ -9,7 +9,7 @@ from cleave.api.observed import LatencyCorrection
 from cleave.api.role import Role
 from cleave.controller.actions import PlanOutcome
 from cleave.controller.loop.basis import model_digest
-from cleave.controller.loop.drift import Course
+from cleave.controller.loop.drift import DOUBT_S, Course
 from cleave.controller.loop.replanning import follow_course, is_urgent, turn
 from cleave.controller.loop.turn import Turn
 from cleave.controller.observed import ObservedPod, timestamp
@@ -40,6 +40,17 @@ def test_traffic_as_planned_is_looked_at_once_in_an_interval() -> None:
     assert turn(view(asked, told, windows=traffic(4))).question is None
     told = status(asked, prediction={"at": timestamp(NOW_S - INTERVAL_S), "attainment": 1})
     assert turn(view(asked, told, windows=traffic(4))).question is not None
+
+
+def test_an_interval_that_ends_within_a_change_is_a_little_longer() -> None:
+    asked = deployment()
+    windows = traffic(4, 600, NOW_S - 30) + traffic(8, 30)
+    due = status(asked, prediction={"at": timestamp(NOW_S - INTERVAL_S), "attainment": 1})
+    found = turn(view(asked, due, windows=windows))
+    assert found.question is None
+    assert found.events == ()
+    late = {"at": timestamp(NOW_S - INTERVAL_S - DOUBT_S), "attainment": 1}
+    assert turn(view(asked, status(asked, prediction=late), windows=windows)).question is not None
 
 
 def test_a_change_is_told_and_looked_at_at_once() -> None:

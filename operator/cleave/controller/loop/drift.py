@@ -9,6 +9,9 @@ from cleave.traffic.change import Change, Detector, Reference, watch
 from cleave.traffic.refit import FEWEST
 from cleave.traffic.window import Window
 
+DOUBT_S = 60.0
+"""A look is put off for so long at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Course:
@@ -22,6 +25,10 @@ class Course:
     detector: Detector = Detector()  # noqa: RUF009 - a frozen value
     change: Change | None = None
     """The last one; None: none was seen."""
+
+    def puts_off(self, late_s: float) -> bool:
+        """Whether a look that has been due for `late_s` had better wait for a change to show."""
+        return self.detector.is_in_doubt and late_s < DOUBT_S
 
 
 def follow(
