@@ -6,11 +6,12 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from hand_offs import is_free, lost
+from hand_offs import PREFILL_ORDER, decode, is_free, lost, post, prefill
 from harness import Deployment, deployed, tiny_vllm, until
 from vllm_cases import TIMEOUT_S, Case, ask, engine_url, metric
 
@@ -50,6 +51,47 @@ def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         together = list(pool.map(lambda case: ask(vllm.url, case).tokens, CASES[:12]))
     assert together == [ask(engine_url(vllm, "prefill"), case).tokens for case in CASES[:12]]
+    until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
+
+
+def ahead_of(handed: dict[str, Any], name: str, **fields: object) -> dict[str, Any]:
+    """A hand-off ahead of the prefill with this name, at the engine that another one is of."""
+    unknown = {"request_id": name, "epoch": 0, "prompt_digest": "", "num_tokens": 0}
+    own = {**handed["cleave"], **unknown, **fields}
+    named = {"remote_engine_id": own["boot_id"], "remote_request_id": name}
+    return {**handed, **named, "cleave": own}
+
+
+FAULTS: dict[str, dict[str, object]] = {
+    "prompt": {},
+    "boot": {"boot_id": "before"},
+    "peer_lost": {"addresses": [("127.0.0.1", 1)]},
+    "layout": {"addresses": []},
+}
+
+
+def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> None:
+    source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
+    first = Case(60_000, 300, chat=False, stream=False)
+    handed = prefill(source, first, "first")
+    assert decode(decoding, first, handed, "first") == ask(source, first).tokens
+    before = lost(decoding)
+    for number, (reason, fields) in enumerate(FAULTS.items()):
+        case, other = (
+            Case(60_001 + 2 * number + n, 400, chat=False, stream=False) for n in range(2)
+        )
+        wanted = [ask(source, each).tokens for each in (case, other)]
+        order = {**PREFILL_ORDER, "cleave": {"name": f"name-{number}"}}
+        post(source, other, f"name-{number}", max_tokens=1, kv_transfer_params=order)
+        given = ahead_of(handed, f"name-{number}", **fields)
+        assert decode(decoding, case, given, "faulty") == wanted[0], reason
+        given = ahead_of(handed, f"name-{number}")
+        assert decode(decoding, other, given, "true") == wanted[1]
+        again = Case(60_101 + number, 400, chat=False, stream=False)
+        assert decode(decoding, again, given, "late") == ask(source, again).tokens
+    expected = {**before, **{reason: before.get(reason, 0) + 1 for reason in FAULTS}}
+    expected["not_held"] = before.get("not_held", 0) + len(FAULTS)
+    assert lost(decoding) == expected
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
 
 
