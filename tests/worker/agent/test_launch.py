@@ -72,6 +72,13 @@ def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
     assert "--enforce-eager" in told.argv
 
 
+def test_stages_on_cpu_are_warmed_up_for_they_need_their_buffers(config_of: ConfigOf) -> None:
+    config = replace(config_of(engine="vllm"), pipeline_parallel_size=2)
+    told = launch(config, replace(BOOT, cores=(2, 3)), {})
+    assert "--enforce-eager" not in told.argv
+    assert json.loads(option(told, "--compilation-config")) == {"mode": 1, "backend": "eager"}
+
+
 def test_vllm_on_a_gpu_gets_no_cpu_settings(config_of: ConfigOf) -> None:
     told = launch(config_of(engine="vllm"), replace(BOOT, gpu=True, cores=()), {})
     assert not [name for name in told.env if name.startswith("VLLM_CPU")]
