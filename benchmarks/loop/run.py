@@ -198,7 +198,9 @@ def follow(
         change = course.change
         last_s = max(asked_s, settled_s)
         late_s = now_s - last_s - INTERVAL_S
-        if not (change and change.at_s > last_s) and (late_s < 0 or course.puts_off(late_s)):
+        if not (change and change.at_s > last_s) and (
+            late_s < 0 or course.puts_off(late_s, INTERVAL_S)
+        ):
             continue
         since_s = max(change.since_s, settled_s) if change else settled_s
         mixed_s = max(change.at_s - since_s, 0.0) if change else 0.0

@@ -48,14 +48,15 @@ def test_nothing_is_compared_with_traffic_that_nobody_stated() -> None:
 
 def test_a_look_waits_while_a_change_is_about_to_show_and_not_for_ever() -> None:
     calm = follow(Course(), PLANNED_FOR, traffic(4, 600), NOW_S - 900)
-    assert not calm.puts_off(0.0)
+    assert not calm.puts_off(0.0, 300)
     begun = traffic(4, 600, NOW_S - 30) + traffic(8, 30)
     doubtful = follow(Course(), PLANNED_FOR, begun, NOW_S - 900)
     assert doubtful.change is None
-    assert doubtful.puts_off(0.0)
-    assert doubtful.puts_off(DOUBT_S - 1)
-    assert not doubtful.puts_off(DOUBT_S)
-    assert not Course().puts_off(0.0)
+    assert doubtful.puts_off(DOUBT_S - 1, 300)
+    assert not doubtful.puts_off(DOUBT_S, 3600)
+    assert doubtful.puts_off(2.9, 15)
+    assert not doubtful.puts_off(3.0, 15)
+    assert not Course().puts_off(0.0, 300)
 
 
 def test_recent_is_as_long_as_it_has_to_be() -> None:

@@ -10,7 +10,8 @@ from cleave.traffic.refit import FEWEST
 from cleave.traffic.window import Window
 
 DOUBT_S = 60.0
-"""A look is put off for so long at most."""
+_DOUBT = 0.2
+"""A look is put off for so long at most, and for this part of the interval between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ class Course:
     change: Change | None = None
     """The last one; None: none was seen."""
 
-    def puts_off(self, late_s: float) -> bool:
+    def puts_off(self, late_s: float, interval_s: float) -> bool:
         """Whether a look that has been due for `late_s` had better wait for a change to show."""
-        return self.detector.is_in_doubt and late_s < DOUBT_S
+        return self.detector.is_in_doubt and late_s < min(DOUBT_S, _DOUBT * interval_s)
 
 
 def follow(

@@ -198,7 +198,7 @@ def _is_time(view: "DeploymentView", kept: Turn, change: Change | None, settled_
     is_corrected = any(each.reason == CORRECTED for each in kept.conditions)
     interval_s = view.deployment.spec.planning.replan.interval_s
     late_s = view.now_s - last_s - interval_s / (_SOON if is_corrected else 1)
-    return late_s >= 0 and not view.course.puts_off(late_s)
+    return late_s >= 0 and not view.course.puts_off(late_s, interval_s)
 
 
 def _can_be_judged(windows: Sequence[Window], terms: Terms) -> bool:
