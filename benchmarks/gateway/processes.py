@@ -132,7 +132,7 @@ def started(
 
 
 def settle(cores: Collection[int]) -> None:
-    """In a new process: keep to these cores, and open as many files as the system allows."""
+    """Keep to these cores, and open as many files as the system allows."""
     os.sched_setaffinity(0, cores)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

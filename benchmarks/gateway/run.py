@@ -29,7 +29,7 @@ from endurance import (
     to_rows,
 )
 from figures import Cost, Run, Spread, fit_cost, spread, system_share
-from processes import BenchError, Load, Subject, build_tools, measure_idle, run_load
+from processes import BenchError, Load, Subject, build_tools, measure_idle, run_load, settle
 from rich.console import Console
 from rich.table import Table
 from stage import Cores, choose_cores, describe_cores, find_haproxy, list_cores, stage
@@ -214,6 +214,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--python", default=sys.executable, help="what runs ours: another 3.11")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="proxies; floors come along")
     parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
+    parser.add_argument("--requests", type=int, default=MILLION, help="of memory, once it is warm")
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="of idle")
     parser.add_argument("--quick", action="store_true", help="does everything work? a few seconds")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     return parser.parse_args(arguments)
@@ -263,10 +265,12 @@ def report_endurance(arguments: argparse.Namespace, console: Console) -> None:
     cores, settings = choose_cores(list_cores()), choose_settings(arguments)
     values: Sequence[Sample | Crowd]
     if arguments.what == "memory":
-        samples = measure_memory(cores, console, 10_000 if arguments.quick else MILLION)
+        samples = measure_memory(cores, console, 10_000 if arguments.quick else arguments.requests)
         values, table = samples, build_memory_table(samples)
     else:
-        clients = 1_000 if arguments.quick else CLIENTS
+        clients = 1_000 if arguments.quick else arguments.clients
+        # This process is all of the clients.
+        settle(os.sched_getaffinity(0))
         crowds = measure_crowds(cores, settings.step_us, settings.seconds, clients)
         values, table = crowds, build_crowd_table(crowds)
     if arguments.output == "json":
