@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -175,22 +176,30 @@ def ask(url: str, prompt: Sequence[int], most: int, fields: dict[str, str]) -> A
 def kill(deployment: Deployment, made: int, streams: int) -> Row:
     """Streams through the gateway, an engine killed among them; raises WrongTokenError."""
     prompts = [draw(900 + 40 * number, seed=number) for number in range(streams)]
-    expected = [ask(deployment.url, prompt, 2 * made, {"cache_salt": "e"}) for prompt in prompts]
+    expected = [write(deployment.url, prompt, 2 * made, {"cache_salt": "e"}) for prompt in prompts]
     reader = deployment.instances()[READER].engine_url
     before = count_sources(reader)
     with ThreadPoolExecutor(streams) as pool:
-        asked = [pool.submit(ask, deployment.url, prompt, 2 * made, {}) for prompt in prompts]
+        asked = [pool.submit(write, deployment.url, prompt, 2 * made, {}) for prompt in prompts]
         time.sleep(made * 0.02)
         server = deployment.engine(WRITER)
         os.kill(server.pid, signal.SIGKILL)
         answers = [each.result(BOUND_S) for each in asked]
-    wrong = sum(one.tokens != other.tokens for one, other in zip(answers, expected, strict=True))
+    wrong = sum(one != other for one, other in zip(answers, expected, strict=True))
     if wrong:
         raise WrongTokenError(f"{wrong} of {streams} streams differ after a kill")
     after = count_sources(reader)
     return {"streams": streams, "wrong": wrong} | {
         source: after.get(source, 0) - before.get(source, 0) for source in after
     }
+
+
+def write(url: str, prompt: Sequence[int], most: int, fields: dict[str, str]) -> str:
+    """The text of a completion; with ids of its tokens the client would have to be replayed to."""
+    body = ask_for(prompt, most) | fields
+    del body["return_token_ids"]
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S) as response:
+        return "".join(choice["text"] for choice in read_choices(response))
 
 
 def ask_for(prompt: Sequence[int], most: int) -> dict[str, object]:
@@ -208,10 +217,15 @@ def ask_for(prompt: Sequence[int], most: int) -> dict[str, object]:
 
 def read(response: httpx.Response) -> Iterator[list[int]]:
     """Tokens of each event."""
+    for choice in read_choices(response):
+        yield choice["token_ids"]
+
+
+def read_choices(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The choice of each event."""
     for line in response.iter_lines():
         if line.startswith("data: {"):
-            for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                yield choice["token_ids"]
+            yield from json.loads(line.removeprefix("data: "))["choices"]
 
 
 def count_sources(url: str) -> dict[str, float]:
