@@ -76,9 +76,7 @@ def test_of_queues_of_equal_tokens_the_one_with_fewer_prompts_is_through_first(f
     assert many[3] == first, "150 ms are less than three times 69"
 
 
-def test_where_others_are_at_work_nobody_learns_how_long_a_prompt_takes(
-    fleet_of, loaded
-) -> None:
+def test_where_others_are_at_work_nobody_learns_how_long_a_prompt_takes(fleet_of, loaded) -> None:
     now = 0.0
     directory = fleet_of(p="prefill", d="decode")
     router = Router(directory, clock=lambda: now)

@@ -177,8 +177,9 @@ def _score_wait(
     tie = ledger.last_turn * RECENCY
     queue = ledger.queue
     # STALE squared is far above what a clock may show as well.
+    prompts = ledger.count_prompts(prompt) if prompt else 0.0
     first = doubt * doubt + predict_end_ms(
-        prompt, ledger.count_prompts(), queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
+        prompt, prompts, queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
     )
     return first, prompt + doubt + tie + resident
 

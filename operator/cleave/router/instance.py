@@ -100,9 +100,9 @@ class Ledger:
         """What is running there of those that keep these books."""
         return self.requests
 
-    def count_prompts(self) -> float:
-        """Prompts that are not computed yet; those of other gateways as long as usual."""
-        others = self.prompt.others
+    def count_prompts(self, pending: float) -> float:
+        """Of all tokens that wait; prompts of other gateways are taken to be as long as usual."""
+        others = pending - self.prompt.own
         return self.prompts + self.queue.count_prompts(others) if others else self.prompts
 
     def report_requests(self, here: int) -> None:

@@ -211,7 +211,8 @@ def _measure(member: pooling.Members, instance: Instance, now_ms: float) -> None
     """Fill in what the policy looks at."""
     stated, ledger = instance.registration, instance.ledger
     queue = ledger.queue
-    pending_ms = queue.predict_ms(ledger.prompt.pending, ledger.count_prompts())
+    pending = ledger.prompt.pending
+    pending_ms = queue.predict_ms(pending, ledger.count_prompts(pending))
     # Of what others have sent nobody here knows when it began.
     worked_ms = max(now_ms - queue.since_ms, 0.0) if ledger.prompt.own >= 1.0 else 0.0
     capacity = stated.kv_blocks_total * stated.kv_block_size

@@ -97,8 +97,9 @@ class SharedLedger(Ledger):
         self._turn_at = table.common_at(row, _TURN)
         self._told = self._told_prompts = 0
 
-    def count_prompts(self) -> float:
+    def count_prompts(self, pending: float) -> float:
         """Of all processes, and other gateways' as long as usual."""
+        del pending
         here, others = add_up(self._table.read(self.row, _PROMPTS)), self.prompt.others
         return here + self.queue.count_prompts(others) if others else here
 
