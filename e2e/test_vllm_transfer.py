@@ -15,7 +15,7 @@ from hand_offs import PREFILL_ORDER, decode, is_free, lost, post, prefill
 from harness import Deployment, deployed, tiny_vllm, until
 from vllm_cases import TIMEOUT_S, Case, ask, engine_url, metric
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SETTINGS = {"kv_connector_extra_config": {"checksums": True, "kv_lease_duration": 20}}
 ENGINE = {
     "connector": "Cleave",
