@@ -25,7 +25,7 @@ from hand_offs import (
 from harness import Deployment, deployed, until
 from vllm_cases import CASES, OUTPUT_TOKENS, TIMEOUT_S, Case, ask, engine_url, metric
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 EVERY_WAY = pytest.mark.parametrize("vllm", ["shared memory", "gloo"], indirect=True)
 ONE_WAY = pytest.mark.parametrize("vllm", ["shared memory"], indirect=True)
