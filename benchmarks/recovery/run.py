@@ -1,7 +1,7 @@
 """What it takes to go on with a stream whose engine is lost, on vLLM's own engines on CPU.
 
 Run from the root: `.venv/bin/python benchmarks/recovery/run.py`. Two mixed instances with
-checkpoints. One makes a stream and is stopped in the middle of it; the other is asked to go on, in
+checkpoints. One makes a stream and stands still in the middle of it; the other is asked to go on, in
 three ways, with the same tokens: anew; where the prompt is in its prefix cache, as after going back
 to who computed it; and from the stopped engine's checkpoints. Then streams run through the gateway
 and an engine is killed: their tokens must be those of undisturbed runs.
@@ -41,6 +41,7 @@ WRITER, READER = "tiny-mixed-0", "tiny-mixed-1"
 AFTER = 8
 """Tokens made after going on; compared."""
 FLUSH_S = 0.5
+MOST_TOKENS = 4000
 BOUND_S = 120.0
 WAYS = ("anew", "returned", "restored")
 
@@ -106,7 +107,7 @@ def measure(deployment: Deployment, prompt: int, made: int, rounds: int) -> Row:
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         tokens = draw(prompt, seed=1000 * prompt + number)
-        with stopped_stream(deployment, tokens, made) as so_far:
+        with stream(deployment, tokens, made) as so_far:
             answers = {
                 way: go_on(deployment, way, tokens, so_far, number)
                 for way in WAYS[number % 3 :] + WAYS[: number % 3]
@@ -125,25 +126,31 @@ def measure(deployment: Deployment, prompt: int, made: int, rounds: int) -> Row:
 
 
 @contextmanager
-def stopped_stream(deployment: Deployment, prompt: Sequence[int], made: int) -> Iterator[list[int]]:
-    """Tokens of a stream whose engine stands still while they are used."""
+def stream(deployment: Deployment, prompt: Sequence[int], made: int) -> Iterator[list[int]]:
+    """Tokens of a stream that has not ended while they are used."""
     url = deployment.instances()[WRITER].engine_url
-    body = ask_for(prompt, made + 512)
+    body = ask_for(prompt, MOST_TOKENS - len(prompt))
     so_far: list[int] = []
-    server = deployment.engine(WRITER)
-    processes = [server, *server.children(recursive=True)]
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S) as response:
         events = read(response)
         while len(so_far) < made:
             so_far += next(events)
         time.sleep(FLUSH_S)
-        for process in processes:
-            process.suspend()
-        try:
-            yield so_far[:made]
-        finally:
-            for process in reversed(processes):
-                process.resume()
+        yield so_far[:made]
+
+
+@contextmanager
+def stopped(deployment: Deployment) -> Iterator[None]:
+    """The engine of the stream stands still; not for so long that its agent starts another."""
+    server = deployment.engine(WRITER)
+    processes = [server, *server.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in reversed(processes):
+            process.resume()
 
 
 def go_on(
@@ -155,7 +162,8 @@ def go_on(
     if way == "returned":
         ask(url, prompt, 1, salt)
     before = count_sources(url)
-    answer = ask(url, [*prompt, *so_far], AFTER, salt)
+    with stopped(deployment):
+        answer = ask(url, [*prompt, *so_far], AFTER, salt)
     came = count_sources(url).get("external_kv_transfer", 0) - before.get("external_kv_transfer", 0)
     if (came > 0) != (way == "restored"):
         raise WrongTokenError(f"{way}: {came:g} tokens came from checkpoints")
