@@ -1,10 +1,10 @@
 """What it takes to go on with a stream whose engine is lost, on vLLM's own engines on CPU.
 
 Run from the root: `.venv/bin/python benchmarks/recovery/run.py`. Two mixed instances with
-checkpoints. One makes a stream and stands still in the middle of it; the other is asked to go on, in
-three ways, with the same tokens: anew; where the prompt is in its prefix cache, as after going back
-to who computed it; and from the stopped engine's checkpoints. Then streams run through the gateway
-and an engine is killed: their tokens must be those of undisturbed runs.
+checkpoints. One makes a stream and stands still in the middle of it; the other is asked to go on
+in three ways, with the same tokens: anew; where the prompt is in its prefix cache, as after going
+back to who computed it; and from the stopped engine's checkpoints. Then streams run through the
+gateway and an engine is killed: their tokens must be those of undisturbed runs.
 """
 
 import argparse
