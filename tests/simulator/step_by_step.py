@@ -1,7 +1,7 @@
 """A slow simulator that makes every pass and moves every block, to compare the fast one with.
 
 Written from the contract (fleet.py, outcome.py) and the emulated engine's scheduler, without leaps,
-arrays or links; nothing is shared with the fast one but the latency model.
+arrays or links; shared with the fast one are the latency model and the decisions of policy/.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from collections import deque
 
 from cleave.perf.timing import Chunk
 from cleave.policy.dispatch import RECENCY
-from cleave.simulator.fleet import Admission, Batching, Dispatch, Fleet, Order
+from cleave.simulator.fleet import Admission, Batching, Dispatch, Fleet
 from cleave.simulator.trace import Trace
 
 from step_state import Instance, Manager, Request, Slot, find_peak
@@ -230,13 +230,7 @@ class Reference:
 
     def head(self, i: Instance) -> tuple[deque[Request], Request] | None:
         if i.waiting:
-            engine = i.engine
-            if engine.order is not Order.FCFS and not i.sorted and i.role != "decode":
-                i.sorted = min(engine.prefill_sched_batch, len(i.waiting))
-                some = [i.waiting.popleft() for _ in range(i.sorted)]
-                sign = 1 if engine.order is Order.SJF else -1
-                some.sort(key=lambda r: sign * r.todo)
-                i.waiting.extendleft(reversed(some))
+            i.sort_waiting()
             return i.waiting, i.waiting[0]
         if i.role != "prefill" and self.hand_offs and i.fits(self.hand_offs[0]):
             return self.hand_offs, self.hand_offs[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cleave.policy import pooling
 from cleave.policy.books import NOMINAL_SUMS, add_answer, fit_line
 from cleave.policy.dispatch import RECENCY
-from cleave.simulator.fleet import Batching, Engine, Terms
+from cleave.simulator.fleet import Batching, Engine, Order, Terms
 
 NAN = math.nan
 
@@ -87,6 +87,16 @@ class Instance:
 
     def count(self, tokens: int) -> int:
         return self.reserve or math.ceil(tokens / self.size)
+
+    def sort_waiting(self) -> None:
+        engine = self.engine
+        if engine.order is Order.FCFS or self.sorted or self.role == "decode":
+            return
+        self.sorted = min(engine.prefill_sched_batch, len(self.waiting))
+        some = [self.waiting.popleft() for _ in range(self.sorted)]
+        sign = 1 if engine.order is Order.SJF else -1
+        some.sort(key=lambda r: sign * r.todo)
+        self.waiting.extendleft(reversed(some))
 
     def fits(self, request: Request) -> bool:
         tokens = request.prompt if self.role == "prefill" else request.prompt + request.output - 1

@@ -243,28 +243,22 @@ def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
 
 def _stated_counts(table: _Table, place: int) -> NDArray[np.int64]:
     """0 where nothing is stated."""
-    rows = [[0 if row[place] in (None, "") else row[place]] for row in table.rows]
-    counts = _numbers(table._replace(rows=rows), 0)
-    wrong = np.flatnonzero((counts < 0) | (counts > _MOST_TOKENS) | (counts % 1 != 0))
-    if len(wrong):
-        at = int(wrong[0])
-        raise table.fault(
-            at,
-            f"{table.names[place]} {_shown(table.rows[at][place])}: must be a whole number up to "
-            f"{_MOST_TOKENS:,}; drop or mend the request",
-        )
-    return counts.astype(np.int64)
+    rows = [
+        [0 if at == place and cell in (None, "") else cell for at, cell in enumerate(row)]
+        for row in table.rows
+    ]
+    return _tokens(table._replace(rows=rows), place, least=0)
 
 
-def _tokens(table: _Table, place: int) -> NDArray[np.int64]:
+def _tokens(table: _Table, place: int, least: int = 1) -> NDArray[np.int64]:
     numbers = _numbers(table, place)
-    wrong = np.flatnonzero((numbers < 1) | (numbers > _MOST_TOKENS) | (numbers % 1 != 0))
+    wrong = np.flatnonzero((numbers < least) | (numbers > _MOST_TOKENS) | (numbers % 1 != 0))
     if len(wrong):
         at = int(wrong[0])
         raise table.fault(
             at,
-            f"{table.names[place]} {_shown(table.rows[at][place])}: must be a whole number from 1 "
-            f"to {_MOST_TOKENS:,}; drop or mend the request",
+            f"{table.names[place]} {_shown(table.rows[at][place])}: must be a whole number from "
+            f"{least} to {_MOST_TOKENS:,}; drop or mend the request",
         )
     return numbers.astype(np.int64)
 
