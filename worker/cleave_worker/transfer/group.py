@@ -7,16 +7,15 @@ arrive in a buffer of the link, a seal behind each piece tells that all of it is
 it moved on, and the buffer dies with the link.
 """
 
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from cleave_worker.transfer.link import LinkError, Way
-from cleave_worker.transfer.memory import Memory, Span
+from cleave_worker.transfer.memory import Memory, Span, packed, pieces
 
 _PIECE_BYTES = 8 << 20
 """Moved at a time: enough for the full rate, and the next is packed meanwhile."""
@@ -100,10 +99,10 @@ class Group:
         deadline = time.monotonic() + seconds
         try:
             under_way = None
-            for number, piece in enumerate(_pieces(spans)):
-                packed = self._pack(piece, self._buffers[number % 2])
+            for number, piece in enumerate(pieces(spans, _PIECE_BYTES)):
+                sealed = self._pack(piece, self._buffers[number % 2])
                 _wait(under_way, deadline)
-                under_way = self._live().send([packed], self._peer, _TAG)
+                under_way = self._live().send([sealed], self._peer, _TAG)
             _wait(under_way, deadline)
         except (RuntimeError, ValueError) as error:
             self.close()
@@ -114,7 +113,7 @@ class Group:
         deadline = time.monotonic() + seconds
         try:
             arrived: tuple[list[Span], Memory] | None = None
-            for number, piece in enumerate(_pieces(spans)):
+            for number, piece in enumerate(pieces(spans, _PIECE_BYTES)):
                 length = sum(span.length for span in piece)
                 buffer = self._buffers[number % 2]
                 _seal(buffer, length).zero_()
@@ -139,9 +138,9 @@ class Group:
         return self._group
 
     def _pack(self, piece: Sequence[Span], buffer: Memory) -> torch.Tensor:
-        packed = _packed(piece)
-        buffer.fill(self._memory, zip(packed, piece, strict=True))
-        filled = packed[-1].offset + packed[-1].length
+        places = packed(piece)
+        buffer.fill(self._memory, zip(places, piece, strict=True))
+        filled = places[-1].offset + places[-1].length
         self._num_pieces += 1
         _seal(buffer, filled).copy_(torch.tensor([self._num_pieces, filled]))
         return buffer.view(Span(0, 0, _sealed_length(filled)))
@@ -150,19 +149,13 @@ class Group:
         if arrived is None:
             return
         piece, buffer = arrived
-        self._memory.fill(buffer, zip(piece, _packed(piece), strict=True))
+        self._memory.fill(buffer, zip(piece, packed(piece), strict=True))
 
     def _check_seal(self, buffer: Memory, length: int) -> None:
         """Raises ValueError unless the next piece is there, whole."""
         self._num_pieces += 1
         if _seal(buffer, length).tolist() != [self._num_pieces, length]:
             raise ValueError("another piece came than the one expected")
-
-
-def _packed(piece: Sequence[Span]) -> list[Span]:
-    """Where the spans of a piece lie in a buffer."""
-    starts = itertools.accumulate((span.length for span in piece), initial=0)
-    return [Span(0, start, span.length) for start, span in zip(starts, piece, strict=False)]
 
 
 def _seal(buffer: Memory, length: int) -> torch.Tensor:
@@ -172,24 +165,6 @@ def _seal(buffer: Memory, length: int) -> torch.Tensor:
 
 def _sealed_length(length: int) -> int:
     return -(-length // 8) * 8 + _SEAL_BYTES
-
-
-def _pieces(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Spans cut and grouped so that each group fills one buffer; both ends cut alike."""
-    piece: list[Span] = []
-    room = _PIECE_BYTES
-    for span in spans:
-        at, end = span.offset, span.offset + span.length
-        while at < end:
-            length = min(room, end - at)
-            piece.append(Span(span.region, at, length))
-            at += length
-            room -= length
-            if not room:
-                yield piece
-                piece, room = [], _PIECE_BYTES
-    if piece:
-        yield piece
 
 
 def _wait(work: object | None, deadline: float) -> None:

@@ -19,6 +19,8 @@ class Way(StrEnum):
     """What carries the bytes."""
 
     SHARED_MEMORY = "shared memory"
+    NIXL = "nixl"
+    """NVLink, InfiniBand, RoCE or TCP, as UCX finds them."""
     GLOO = "gloo"
     """TCP, between hosts without GPUs."""
     NCCL = "nccl"
@@ -35,10 +37,11 @@ class OneSided(Protocol):
     way: Way
 
     def read(self, moves: Iterable[Move], seconds: float) -> None:
-        """Copy from there to here. Raises LinkError."""
+        """Copy from there to here. Raises LinkError, and leaves own memory as it was or partly
+        filled, but never touches it after it has returned."""
 
     def write(self, moves: Iterable[Move], seconds: float) -> None:
-        """Copy from here to there. Raises LinkError."""
+        """Copy from here to there. Raises LinkError; bytes may then still come there."""
 
     def close(self) -> None:
         """Let go of the peer's memory."""

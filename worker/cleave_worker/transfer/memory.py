@@ -6,6 +6,7 @@ each other on both sides are moved as one.
 """
 
 import ctypes
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,6 +96,33 @@ def spans_of(planes: Sequence[Plane], blocks: Sequence[int]) -> Iterator[Span]:
         for plane in planes
         for block, _, length in (joined if plane.is_dense else single)
     )
+
+
+def pieces(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
+    """Spans cut and grouped so that each group fills a buffer of this size, the last one perhaps not.
+
+    Spans of the same lengths are cut alike, wherever they lie.
+    """
+    piece: list[Span] = []
+    room = size
+    for span in spans:
+        at, end = span.offset, span.offset + span.length
+        while at < end:
+            length = min(room, end - at)
+            piece.append(Span(span.region, at, length))
+            at += length
+            room -= length
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
+
+
+def packed(piece: Sequence[Span], start: int = 0) -> list[Span]:
+    """Where the spans of a piece lie in a buffer, one behind the other."""
+    starts = itertools.accumulate((span.length for span in piece), initial=start)
+    return [Span(0, at, span.length) for at, span in zip(starts, piece, strict=False)]
 
 
 def _join(single: Iterable[_Run]) -> list[_Run]:
