@@ -112,8 +112,12 @@ async def hand_over_anothers(engine, request, writer):
     engine.send_json(writer, answer)
 
 
-@pytest.mark.parametrize("script", [fail, vanish, hand_over_anothers])
-async def test_a_lost_prefill_ends_the_decode_and_another_one_is_tried(make_stage, script) -> None:
+@pytest.mark.parametrize(
+    ("script", "cause"), [(fail, "status"), (vanish, "lost"), (hand_over_anothers, "handoff")]
+)
+async def test_a_lost_prefill_ends_the_decode_and_another_one_is_tried(
+    make_stage, script, cause
+) -> None:
     stage = await make_stage({"p": "prefill", "d": "decode", "e": "decode"})
     offer(stage)
     stage.engines["p"].script = script
@@ -125,6 +129,7 @@ async def test_a_lost_prefill_ends_the_decode_and_another_one_is_tried(make_stag
         return [request for engine in decodes for request in engine.requests if request.cut]
 
     await stage.until(cut, "the decode engine that waited is let go")
+    assert stage.context.metrics.retries == {("prefill", cause): 1}
     for opened in held:
         opened.set()
     assert (await asking).status == 200

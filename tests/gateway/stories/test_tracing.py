@@ -108,13 +108,24 @@ async def test_engines_hear_of_the_span_that_calls_them(make_traced) -> None:
         assert request.headers["traceparent"] == told
 
 
-async def test_engines_that_are_asked_at_once_are_two_legs_of_one_attempt(make_traced) -> None:
-    stage, collector = await make_traced(PAIR, ahead_from_tokens=1)
-    for engine in stage.engines.values():
-        stage.state(engine, kv_port=5601, kv_block_size=16)
-        load = agent_pb2.LoadReport(boot_id=engine.boot_id, kv_blocks_free=100, sampled_ns=1)
-        told = agent_pb2.WatchEvent(load=load)
-        stage.context.router.directory.hear(engine.name, told, 1e12)
+@pytest.fixture
+def make_ahead(make_traced):
+    """Traced stages where the KV of every prompt is followed."""
+
+    async def make(roles: dict[str, str]):
+        stage, collector = await make_traced(roles, ahead_from_tokens=1)
+        for engine in stage.engines.values():
+            stage.state(engine, kv_port=5601, kv_block_size=16)
+            load = agent_pb2.LoadReport(boot_id=engine.boot_id, kv_blocks_free=100, sampled_ns=1)
+            told = agent_pb2.WatchEvent(load=load)
+            stage.context.router.directory.hear(engine.name, told, 1e12)
+        return stage, collector
+
+    return make
+
+
+async def test_engines_that_are_asked_at_once_are_two_legs_of_one_attempt(make_ahead) -> None:
+    stage, collector = await make_ahead(PAIR)
     await stage.ask(STREAM)
     await until_told(stage, collector)
     assert collector.children(collector.only("attempt")) == ["prefill", "decode"]
@@ -122,6 +133,31 @@ async def test_engines_that_are_asked_at_once_are_two_legs_of_one_attempt(make_t
         span, (request,) = collector.only(phase), stage.engines[name].requests
         assert read(span)["cleave.instance"] == name
         assert request.headers["traceparent"].split("-")[2] == span.span_id.hex()
+
+
+async def test_of_two_legs_at_once_the_one_that_failed_says_so(make_ahead) -> None:
+    stage, collector = await make_ahead({"p": "prefill", "q": "prefill", "d": "decode"})
+    hold = asyncio.Event()
+
+    async def fail(engine, request, writer):
+        engine.send_json(writer, {"error": "boom"}, status=500)
+
+    async def follow(engine, request, writer):
+        # As one does whose prompt does not come; the second time it does.
+        if len(engine.requests) == 1:
+            await hold.wait()
+        await engine.answer(request, writer)
+
+    stage.engines["p"].script, stage.engines["d"].script = fail, follow
+    assert (await stage.ask(STREAM)).status == 200
+    hold.set()
+    await until_told(stage, collector)
+    first, _ = collector.find("attempt")
+    assert "instance p answered with status 500" in first.status.message
+    legs = [*collector.find("prefill"), *collector.find("decode")]
+    failed = [span for span in legs if span.status.code == ERROR]
+    assert [(span.name, read(span)["cleave.instance"]) for span in failed] == [("prefill", "p")]
+    assert read(failed[0])["error.type"] == "status"
 
 
 async def test_a_retry_is_a_second_attempt_and_the_first_says_what_failed(make_traced) -> None:

@@ -13,6 +13,7 @@ from cleave.gateway.completion import Completion, build_decode, build_prefill
 from cleave.gateway.context import Context
 from cleave.gateway.engines.engine import Call, EnginePool
 from cleave.gateway.engines.handoff import ask_ahead, promise
+from cleave.gateway.recovery.recovery import Failure
 from cleave.router.instance import Target
 from cleave.router.router import Pick
 
@@ -27,7 +28,7 @@ class Waiting(Protocol):
     def prefilled(self, prefill: Target, body: bytes) -> None:
         """Its answer is there."""
 
-    def lose_prefill(self, call: Call, reason: str) -> None:
+    def lose_prefill(self, failure: Failure, reason: str) -> None:
         """It failed."""
 
     def refuse_prefill(self, call: Call, body: bytes) -> None:
@@ -88,18 +89,18 @@ class Prefill:
         self._size += len(piece)
         if self._size > _MAX_ANSWER_BYTES:
             self.end()
-            self._waiting.lose_prefill(call, "sent an answer that is too long")
+            self._waiting.lose_prefill(Failure.STATUS, "sent an answer that is too long")
         elif complete:
             self._call = None
             body = b"".join(self._parts)
             if call.status == _OK:
                 self._waiting.prefilled(self._target, body)
             elif call.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                self._waiting.lose_prefill(call, f"answered with status {call.status}")
+                self._waiting.lose_prefill(Failure.STATUS, f"answered with status {call.status}")
             else:
                 self._waiting.refuse_prefill(call, body)
 
     def lose(self, call: Call, reason: str) -> None:
         """The call failed."""
         self._call = None
-        self._waiting.lose_prefill(call, reason)
+        self._waiting.lose_prefill(Failure.LOST if call.sent else Failure.UNREACHED, reason)

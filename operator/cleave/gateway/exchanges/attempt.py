@@ -191,10 +191,10 @@ class Attempt:
             self.sent_at = self._context.clock()
             self.deadline = self.sent_at + (timeouts.first_byte_s if stream else timeouts.answer_s)
 
-    def lose_prefill(self, call: Call, reason: str) -> None:
+    def lose_prefill(self, failure: Failure, reason: str) -> None:
         """The prompt was not computed there, unless the decode engine knows better."""
         if self.prefill is not None:
-            self._asker.fail(Failure.LOST if call.sent else Failure.UNREACHED, reason)
+            self._asker.fail(failure, reason)
 
     def refuse_prefill(self, call: Call, body: bytes) -> None:
         """Fault was found with the request, unless the decode engine answers it."""

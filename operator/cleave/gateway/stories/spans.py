@@ -116,7 +116,7 @@ def _describe_try(number: int, told: Try, story: Story) -> SpanValue:
         told.began_at,
         told.ended_at,
         attributes,
-        fault=f"{told.fault}: instance {_name_last(told)} {told.reason}" if told.fault else "",
+        fault=f"{told.fault}: instance {told.instance} {told.reason}" if told.fault else "",
     )
 
 
@@ -156,7 +156,3 @@ def _describe_leg(leg: Leg, told: Try) -> Iterator[SpanValue]:
                 "cleave.decode.instance": leg.target.instance,
             },
         )
-
-
-def _name_last(told: Try) -> str:
-    return told.legs[-1].target.instance if told.legs else told.pick.decode.instance

@@ -41,6 +41,8 @@ class Try:
     began_at: float
     ended_at: float = 0.0
     fault: str = ""
+    instance: str = ""
+    """Whose fault it was."""
     reason: str = ""
     """What the instance did; continues `instance NAME ...`."""
     legs: list[Leg] = field(default_factory=list)
@@ -61,7 +63,7 @@ class Story:
     method: str
     path: str
     model: str
-    """Empty: none that is served here."""
+    """Empty: none that was ever served here."""
     started_at: float
     tenant: str = ""
     stream: bool = False
@@ -85,12 +87,13 @@ class Story:
     """That the client asked for; 0: it has set no limit."""
     span_id: int = field(default_factory=make_span_id)
 
-    def fail(self, fault: str, reason: str, now: float) -> None:
-        """The instance that works on it has let it down."""
+    def fail(self, instance: str, fault: str, reason: str, now: float) -> None:
+        """An instance has let its last try down: of two legs at the same time it may be either."""
         told = self.tries[-1]
-        told.fault, told.reason = fault, reason
-        if told.legs:
-            told.legs[-1].fault = fault
+        told.instance, told.fault, told.reason = instance, fault, reason
+        for leg in told.legs:
+            if leg.target.instance == instance:
+                leg.fault = fault
         told.end(now)
 
     def end(self, outcome: str, now: float) -> None:

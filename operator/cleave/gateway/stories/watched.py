@@ -112,7 +112,9 @@ class WatchedExchange(Exchange):
 
     def fail(self, failure: Failure, reason: str) -> None:
         """An engine let the request down."""
-        self.story.fail(failure.value, reason, self._context.clock())
+        assert self._attempt is not None
+        name = self._attempt.target.instance
+        self.story.fail(name, failure.value, reason, self._context.clock())
         super().fail(failure, reason)
 
     def _answer_error(self, error: ApiError, outcome: str) -> None:
