@@ -1,5 +1,6 @@
 """Requests of Azure's conversation service, cut or scaled to a model, with Poisson arrivals."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from cleave.traffic import history
 
 FILE = "AzureLLMInferenceTrace_2023_conv.csv"
 """Of Azure/AzurePublicDataset (CC-BY-4.0; described in Splitwise, ISCA 2024)."""
+
+DITHER_MS = 20.0
+"""About a decode pass: half of the first tokens that clients saw lie so far apart from the
+simulated ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,18 @@ def draw_trace(lengths: Lengths, rate: float, num: int, seed: int) -> Trace:
         lengths.prompt_tokens[chosen],
         lengths.output_tokens[chosen],
     )
+
+
+def dither(trace: Trace, draws: int, seed: int) -> Iterator[Trace]:
+    """The same requests, each up to DITHER_MS later, in their order; `draws` times.
+
+    A fleet has many fates with one trace: where passes stand when a request comes is known to a
+    few milliseconds, and two instances that are alike to dispatch are not to the request.
+    """
+    rng = np.random.default_rng(seed)
+    for _ in range(draws):
+        late_ms = rng.uniform(0.0, DITHER_MS, len(trace))
+        yield replace(trace, arrival_ms=np.sort(trace.arrival_ms + late_ms))
 
 
 def foresee(trace: Trace, lengths: Lengths) -> Trace:

@@ -1,6 +1,6 @@
 """What the simulator said beside what clients saw, for the same arrivals and lengths."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,9 @@ class Comparison:
     rate: float
     requests: int
     attainment: tuple[float, float]
-    """Measured, simulated; shares."""
+    """Measured, simulated (the mean of all draws); shares."""
+    chance_points: float
+    """Standard deviation of the simulated attainment over draws, in points."""
     worst_points: float
     """Largest difference of attainment, in points, with targets from half to double the SLO."""
     percentiles: Mapping[str, Mapping[str, tuple[float, float]]]
@@ -57,31 +59,35 @@ class Comparison:
 
 
 def compare(
-    share: float, trace: Trace, seen: Seen, outcome: Outcome, slo: Slo, pace: Pace
+    share: float, trace: Trace, seen: Seen, outcomes: Sequence[Outcome], slo: Slo, pace: Pace
 ) -> Comparison:
-    """Both sides of one load; failed requests meet no target."""
+    """Both sides of one load; failed requests meet no target.
+
+    `outcomes`: the first with the arrivals as they were sent, whose latencies are compared.
+    """
     measured = {
         "ttft_ms": seen.first_token_ms,
         "tpot_ms": seen.tpot_ms(trace),
         "normalised_ms": seen.end_ms / trace.output_tokens,
     }
-    simulated = {
-        "ttft_ms": outcome.ttft_ms,
-        "tpot_ms": outcome.tpot_ms,
-        "normalised_ms": outcome.normalised_latency_ms,
-    }
-    both = np.isfinite(measured["ttft_ms"]) & np.isfinite(simulated["ttft_ms"])
-    sides = measured, simulated
+    draws = [_times(outcome) for outcome in outcomes]
+    both = np.isfinite(measured["ttft_ms"]) & np.isfinite(draws[0]["ttft_ms"])
+    sides = measured, draws[0]
+    attained = [_attainment(draw, slo) for draw in draws]
     differences = [
-        abs(_attainment(measured, slo, scale) - _attainment(simulated, slo, scale))
+        abs(
+            _attainment(measured, slo, scale)
+            - np.mean([_attainment(draw, slo, scale) for draw in draws])
+        )
         for scale in np.linspace(0.5, 2.0, 31)
     ]
     return Comparison(
         share=share,
         rate=trace.rate,
         requests=len(trace),
-        attainment=(_attainment(measured, slo), _attainment(simulated, slo)),
-        worst_points=max(differences) * 100,
+        attainment=(_attainment(measured, slo), float(np.mean(attained))),
+        chance_points=float(np.std(attained)) * 100,
+        worst_points=float(max(differences)) * 100,
         percentiles={
             name: {
                 f"p{percentile}": tuple(
@@ -96,6 +102,14 @@ def compare(
         busy_share=seen.busy_share,
         pace=pace,
     )
+
+
+def _times(outcome: Outcome) -> dict[str, NDArray[np.float64]]:
+    return {
+        "ttft_ms": outcome.ttft_ms,
+        "tpot_ms": outcome.tpot_ms,
+        "normalised_ms": outcome.normalised_latency_ms,
+    }
 
 
 def _attainment(side: Mapping[str, NDArray[np.float64]], slo: Slo, scale: float = 1.0) -> float:

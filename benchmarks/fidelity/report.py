@@ -11,7 +11,7 @@ from compare import Comparison
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 110
+WIDTH = 118
 BUSY_SHARE = 0.85
 """Beyond it processes wait for cores, and times are the machine's."""
 
@@ -51,7 +51,7 @@ def print_report(report: Report) -> None:
 
 def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
     table = Table(title=title, title_justify="left")
-    heads = ("load", "req/s", "attainment", "simulated", "points", "worst")
+    heads = ("load", "req/s", "attainment", "simulated", "chance", "points", "worst")
     percents = ("TTFT p50", "p95", "TPOT p50", "p95", "norm. p50", "p95")
     for head in (*heads, *percents):
         table.add_column(head, justify="right")
@@ -65,6 +65,7 @@ def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
             f"{each.share:.0%}",
             f"{each.rate:.2f}",
             *(f"{share:.1%}" for share in each.attainment),
+            f"{each.chance_points:.1f}",
             f"{each.points:+.1f}",
             f"{each.worst_points:.1f}",
             *errors,

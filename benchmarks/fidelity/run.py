@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from arrivals import Lengths, all_at_once, draw_trace, foresee, read_lengths
+from arrivals import Lengths, all_at_once, dither, draw_trace, foresee, read_lengths
 from compare import Comparison, Slo, compare
 from emulated import CASES as EMULATED_CASES
 from emulated import Emulated
@@ -42,6 +42,8 @@ SLO_REQUESTS = 5000
 SLO_SHARE = 0.7
 """Of capacity: the load at which targets are chosen."""
 SLO_PERCENTILE = 90
+DRAWS = 20
+"""Simulations of each load besides the one with its arrivals as they were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def run(subject: Subject, settings: Settings) -> dict[str, list[Comparison]]:
     if not all(file.exists() for file in (folder / TRIAL, *files.values())):
         serve(subject, settings, lengths, folder, files)
     slo = choose_slo(subject, folder, lengths, settings)
-    return judge(subject, folder, slo, lengths, files)
+    return judge(subject, folder, slo, lengths, files, settings.seed)
 
 
 def serve(
@@ -105,7 +107,12 @@ def serve(
 
 
 def judge(
-    subject: Subject, folder: Path, slo: Slo, lengths: Lengths, files: dict[float, Path]
+    subject: Subject,
+    folder: Path,
+    slo: Slo,
+    lengths: Lengths,
+    files: dict[float, Path],
+    seed: int,
 ) -> dict[str, list[Comparison]]:
     """Simulate every kept load and compare."""
     found: dict[str, list[Comparison]] = {}
@@ -121,9 +128,11 @@ def judge(
                 ", passes as in each load": find_pace(passes, subject.timing(folder)),
             }
         for words, pace in paces.items():
-            outcome = simulate(subject.twin(folder, pace), foresee(sent, lengths))
+            fleet = subject.twin(folder, pace)
+            asked = foresee(sent, lengths)
+            outcomes = [simulate(fleet, draw) for draw in (asked, *dither(asked, DRAWS, seed))]
             found.setdefault(f"{subject.case.name}{words}", []).append(
-                compare(share, sent, seen, outcome, slo, pace)
+                compare(share, sent, seen, outcomes, slo, pace)
             )
     return found
 
@@ -163,6 +172,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "fidelity")
     parser.add_argument("--cases", help="such as 1P1D,2M; absent: all")
+    parser.add_argument("--shares", help="of capacity, such as 0.8,0.9; absent: all")
     parser.add_argument("--requests", type=int, default=200, help="of each load")
     parser.add_argument("--time-scale", type=float, default=0.5, help="of emulated engines")
     parser.add_argument("--seed", type=int, default=1)
@@ -184,6 +194,8 @@ def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     shares = EMULATED_SHARES if options.kind == "emulated" else VLLM_SHARES
+    if options.shares:
+        shares = tuple(float(share) for share in options.shares.split(","))
     requests = options.requests
     if options.quick:
         shares, requests = shares[1:3], min(requests, 100)

@@ -40,7 +40,7 @@ def test_equal_sides_differ_in_nothing(module: Import) -> None:
         0.5,
         trace(),
         seen(load, *times),
-        Said(*times),
+        [Said(*times)],
         compare.Slo(250.0, 100.0),
         module("pace").Pace(),
     )
@@ -55,7 +55,7 @@ def test_errors_are_the_simulators(module: Import) -> None:
         0.5,
         trace(),
         seen(load, [100.0] * 4, [10.0] * 4),
-        Said([110.0] * 4, [9.0] * 4),
+        [Said([110.0] * 4, [9.0] * 4)],
         compare.Slo(105.0, 100.0),
         module("pace").Pace(),
     )
@@ -65,6 +65,31 @@ def test_errors_are_the_simulators(module: Import) -> None:
     assert found.error("tpot_ms", 95) == pytest.approx(-0.1)
 
 
+def test_attainment_is_the_mean_of_draws_and_latencies_those_of_the_first(module: Import) -> None:
+    compare, load = module("compare"), module("load")
+    found = compare.compare(
+        0.5,
+        trace(),
+        seen(load, [100.0] * 4, [10.0] * 4),
+        [Said([100.0] * 4, [10.0] * 4), Said([100.0, 100.0, 100.0, 200.0], [10.0] * 4)],
+        compare.Slo(150.0, 100.0),
+        module("pace").Pace(),
+    )
+    assert found.attainment == (1.0, 0.875)
+    assert found.chance_points == pytest.approx(12.5)
+    assert found.error("ttft_ms", 95) == 0.0
+
+
+def test_draws_move_arrivals_little_and_keep_requests(module: Import) -> None:
+    arrivals = module("arrivals")
+    first, second = arrivals.dither(trace(), 2, seed=1)
+    assert not np.array_equal(first.arrival_ms, second.arrival_ms)
+    for draw in (first, second):
+        late_ms = draw.arrival_ms - trace().arrival_ms
+        assert ((late_ms >= 0) & (late_ms <= arrivals.DITHER_MS)).all()
+        assert np.array_equal(draw.prompt_tokens, trace().prompt_tokens)
+
+
 def test_a_failed_request_meets_no_target_and_spoils_no_percentile(module: Import) -> None:
     compare, load = module("compare"), module("load")
     nan = float("nan")
@@ -72,7 +97,7 @@ def test_a_failed_request_meets_no_target_and_spoils_no_percentile(module: Impor
         0.5,
         trace(),
         seen(load, [100.0, nan, 100.0, 100.0], [10.0] * 4, "request 1: gone"),
-        Said([100.0] * 4, [10.0] * 4),
+        [Said([100.0] * 4, [10.0] * 4)],
         compare.Slo(1000.0, 1000.0),
         module("pace").Pace(),
     )
