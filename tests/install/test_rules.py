@@ -41,7 +41,7 @@ ILL: dict[str, Series] = {
     "CleaveFleetIsGone": {
         '=cleave_gateway_instances{model="m",role="decode",state="ready"}': None,
         '=cleave_gateway_instances{model="m",role="prefill",state="ready"}': None,
-        'cleave_gateway_requests_total{model="",outcome="unavailable"}': 1,
+        'cleave_gateway_requests_total{model="m",outcome="unavailable"}': 1,
     },
     "CleaveRequestsFail": {'cleave_gateway_requests_total{model="m",outcome="broken"}': 1},
     "CleaveHandoffsFail": {'cleave_gateway_handoffs_total{result="refused"}': 20},
@@ -142,7 +142,7 @@ def test_a_fleet_that_is_at_zero_because_nobody_asks_is_none_that_is_gone(progra
 
 
 def test_a_fleet_that_refuses_requests_is_none_that_is_gone(program, rules) -> None:
-    refused: Series = {'cleave_gateway_requests_total{model="",outcome="unavailable"}': 1}
+    refused: Series = {'cleave_gateway_requests_total{model="m",outcome="unavailable"}': 1}
     assert find_firing(program, rules, WELL | refused) == {"CleaveRequestsFail"}
 
 

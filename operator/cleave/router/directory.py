@@ -50,6 +50,8 @@ class Directory:
         self.books = books
         self.instances: dict[str, Instance] = {}
         self.models: dict[str, Model] = {}
+        self.known: set[str] = set()
+        """Names of all models so far, those that are away as well."""
         self._names: dict[str, str] = {}
 
     def hear(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
@@ -178,6 +180,7 @@ class Directory:
                 all_of_them = [instance for board in boards for instance in board.instances]
                 crowded = any(map(_is_crowded, all_of_them))
                 self.models[name] = Model(boards, all_of_them, served[0][0], to_key(name), crowded)
+        self.known.update(self.models)
 
 
 def _find_adapters(instances: Collection[Instance]) -> Collection[str]:

@@ -149,6 +149,16 @@ async def test_an_unknown_model_is_not_found(pair) -> None:
     assert pair.context.metrics.requests == {("", "refused"): 1}
 
 
+async def test_a_model_whose_fleet_is_away_is_counted_by_its_name(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, ttft_slo_ms=100.0)
+    stage.context.router.directory.forget("x")
+    for model in ("m", "gpt-9"):
+        assert (await stage.ask(ASK | {"model": model})).status == 503
+    counted = stage.context.metrics
+    assert counted.requests == {("m", "unavailable"): 1, ("", "unavailable"): 1}
+    assert counted.attained == {("m", "unserved"): 1}
+
+
 async def test_no_ready_instance_is_unavailable_with_the_reason(make_stage) -> None:
     stage = await make_stage({"d": "decode"})
     stage.state(stage.engines["d"], state=1, reason="loads")

@@ -141,9 +141,9 @@ class Metrics:
         """`slo`: None when answers are measured against nothing."""
         self.slo = slo
         self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
-        """By model; only models that the fleet knows, lest clients make up label values."""
+        """By model; only models that the fleet knows or knew, lest clients make up label values."""
         self.requests: dict[tuple[str, str], int] = defaultdict(int)
-        """By model (empty when unknown) and outcome.
+        """By model and outcome; of names that no fleet ever had the model is empty.
 
         ok; refused: the client's fault; shed: not taken, see `shed`; unavailable: no instance;
         failed: engines let it down; broken: they did so mid-stream; cancelled: the client has gone.

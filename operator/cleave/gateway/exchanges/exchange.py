@@ -389,7 +389,7 @@ class Exchange:
             attempt.end()
         metrics, model = context.metrics, self._completion.model
         metrics.in_flight -= 1
-        known = model if model in context.router.directory.models else ""
+        known = model if model in context.router.directory.known else ""
         prompt, output = self._prompt_tokens, self._output_tokens
         count(metrics, known, self._tenant.name, outcome, prompt, output, stream_s, self._pick)
         visit, self._visit = self._visit, None

@@ -176,7 +176,7 @@ class Direct:
         stream_s = None
         if outcome == "ok" and completion.stream and self._began is not None:
             stream_s = self._began - self._started, context.clock() - self._began
-        known = completion.model in context.router.directory.models
+        known = completion.model in context.router.directory.known
         count(
             context.metrics,
             completion.model if known else "",

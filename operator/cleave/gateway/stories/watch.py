@@ -91,7 +91,7 @@ class Watch:
                 context, client, request.path, request_id, completion, tenant, session, fields
             )
         # Clients may name anything a model; only names of ours are told.
-        known = completion.model in context.router.directory.models
+        known = completion.model in context.router.directory.known
         story = Story(
             request_id.decode(),
             request.method.decode(),
