@@ -203,9 +203,8 @@ def kill(deployment: Deployment, made: int, streams: int) -> Row:
 
 
 def write(url: str, prompt: Sequence[int], most: int, fields: dict[str, str]) -> str:
-    """The text of a completion; with ids of its tokens the client would have to be replayed to."""
+    """The text of a completion."""
     body = ask_for(prompt, most) | fields
-    del body["return_token_ids"]
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S) as response:
         return "".join(choice["text"] for choice in read_choices(response))
 

@@ -88,6 +88,7 @@ class Completion:
     """What the gateway needs to know of a request."""
 
     __slots__ = (
+        "asks_ids",
         "fields",
         "model",
         "numbered",
@@ -107,6 +108,7 @@ class Completion:
         prompt_tokens: int,
         output_tokens: int,
         numbered: bool = False,
+        asks_ids: bool = False,
     ) -> None:
         self.model = model
         self.fields = fields
@@ -120,6 +122,8 @@ class Completion:
         self.numbered = numbered
         """Its stream carries token ids, because the gateway asks for them: it can go on
         elsewhere."""
+        self.asks_ids = asks_ids
+        """So does the client, who is to see each of them once."""
 
 
 def find_text(completion: Completion) -> bytes | memoryview:
@@ -136,7 +140,9 @@ def read_completion(body: bytes) -> Completion:
     prompts, prompt_tokens = _measure_prompt(fields)
     usual = _UNUSUAL.isdisjoint(fields)
     numbered = stream and prompts == 1 and (usual or not _is_bound(fields))
+    asks_ids = False
     if numbered:
+        asks_ids = not usual and bool(decode_any(fields.get(TOKENS_KEY, _FALSE)))
         fields[TOKENS_KEY] = _TRUE
     return Completion(
         model=_read_model(fields),
@@ -148,6 +154,7 @@ def read_completion(body: bytes) -> Completion:
         prompt_tokens=prompt_tokens,
         output_tokens=limit or 0,
         numbered=numbered,
+        asks_ids=asks_ids,
     )
 
 
@@ -303,7 +310,8 @@ def _is_bound(fields: Fields) -> bool:
         values.pop("tools", None)
     if values.pop("include_reasoning", True) is not True:
         return True
-    if values.pop(TOKENS_KEY, None) is not None:
+    if values.pop(TOKENS_KEY, None) not in (None, True):
+        # Who wants no ids must not get those that the gateway would ask for.
         return True
     # 0 is a seed, and a wish for the log-probability of each token itself.
     counting = [values.pop(key, None) for key in ("seed", "logprobs", "prompt_logprobs")]

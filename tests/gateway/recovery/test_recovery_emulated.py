@@ -47,12 +47,9 @@ def read(response) -> tuple[dict[int, str], list[dict[str, Any]]]:
     return texts, values
 
 
-@PATHS
-@pytest.mark.parametrize("tokens", [1, 2, 9, 23])
-async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(fleet, path, tokens) -> None:
+async def ask_and_lose(fleet, body: dict[str, Any], path: str, tokens: int):
+    """What a client reads whose decode engine is lost after so many tokens."""
     stage, engines = fleet
-    body = ask(path, temperature=0.7, stream_options={"include_usage": True})
-    expected, undisturbed = read(await stage.ask(body, path))
     for name in ("d1", "d2"):
         engines[name].engine.faults.drop = tokens
     client = await stage.connect()
@@ -60,7 +57,16 @@ async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(fleet, pat
     await stage.until(lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost")
     for emulated in engines.values():
         emulated.engine.faults.clear()
-    texts, events = read(await client.read())
+    return read(await client.read())
+
+
+@PATHS
+@pytest.mark.parametrize("tokens", [1, 2, 9, 23])
+async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(fleet, path, tokens) -> None:
+    stage, _ = fleet
+    body = ask(path, temperature=0.7, stream_options={"include_usage": True})
+    expected, undisturbed = read(await stage.ask(body, path))
+    texts, events = await ask_and_lose(fleet, body, path, tokens)
     assert texts == expected
     assert len({(event["id"], event["created"], event["object"]) for event in events}) == 1
     assert events[-1]["usage"] == undisturbed[-1]["usage"]
@@ -69,6 +75,25 @@ async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(fleet, pat
     assert {how for _, how in stage.context.metrics.recoveries} == {"continued"}
     assert stage.context.metrics.requests == {("m", "ok"): 2}
     await stage.until_idle()
+
+
+@PATHS
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+async def test_a_client_that_asks_for_ids_gets_each_of_them_once(fleet, path, tokens) -> None:
+    stage, _ = fleet
+    body = ask(path, temperature=0.7, return_token_ids=True)
+
+    def ids_of(events: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
+        choices = [choice for event in events for choice in event["choices"]]
+        prompts = [part.get("prompt_token_ids") for part in (*events, *choices)]
+        made = [number for choice in choices for number in choice.get("token_ids") or ()]
+        return made, [prompt for prompt in prompts if prompt]
+
+    _, undisturbed = read(await stage.ask(body, path))
+    _, events = await ask_and_lose(fleet, body, path, tokens)
+    assert ids_of(events) == ids_of(undisturbed)
+    assert [len(each) > 0 for each in ids_of(events)] == [True, True]
+    assert {how for _, how in stage.context.metrics.recoveries} <= {"continued"}
 
 
 @PATHS
@@ -106,19 +131,12 @@ async def test_a_stream_that_goes_on_is_not_computed_anew_where_its_prompt_was(f
     ids=str,
 )
 async def test_what_hangs_on_its_engine_is_replayed(fleet, path, fields) -> None:
-    stage, engines = fleet
+    stage, _ = fleet
     body = ask(path, stream_options={"include_usage": True}, **fields)
     if path == COMPLETIONS and "logprobs" in fields:
         body |= {"logprobs": 1, "top_logprobs": None}
     expected, undisturbed = read(await stage.ask(body, path))
-    for name in ("d1", "d2"):
-        engines[name].engine.faults.drop = 10
-    client = await stage.connect()
-    client.send(body, path)
-    await stage.until(lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost")
-    for emulated in engines.values():
-        emulated.engine.faults.clear()
-    texts, events = read(await client.read())
+    texts, events = await ask_and_lose(fleet, body, path, 10)
     assert texts == expected
     assert len(set(expected.values())) == fields.get("n", 1), "each choice is another"
     assert events[-1]["usage"] == undisturbed[-1]["usage"]

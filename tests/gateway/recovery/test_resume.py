@@ -15,6 +15,7 @@ from cleave.gateway.recovery.resume import (
     is_repeatable,
     plan,
 )
+from cleave.gateway.recovery.splice import SpliceError
 from cleave.gateway.recovery.transcript import Transcript
 
 PROMPT_IDS = b"11,12,13"
@@ -41,6 +42,10 @@ def see(*tokens: tuple[str, int], chat: bool = False, **last: Any) -> Transcript
     for choice in choices:
         seen.read(b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n")
     return seen
+
+
+def told(choice: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps({"id": "c", "choices": [{"index": 0, **choice}]}).encode()
 
 
 def resume(completion, seen, path=COMPLETIONS, ids=PROMPT_IDS, limit=100) -> Resumption:
@@ -149,9 +154,26 @@ def test_values_that_ask_for_nothing_bind_nothing(fields: dict[str, Any]) -> Non
     assert resume(read(**fields, temperature=1), see(("a", 21))).how == "continued"
 
 
-def test_a_client_that_asked_for_ids_is_not_given_tokens_twice() -> None:
-    assert not read(return_token_ids=True).numbered
+def test_a_client_may_ask_for_ids_itself_and_may_refuse_them() -> None:
+    asked = read(return_token_ids=True)
+    assert (asked.numbered, asked.asks_ids) == (True, True)
+    assert resume(asked, see(("a", 21))).how == "continued"
     assert not read(return_token_ids=False).numbered
+    assert not read(return_token_ids=None).asks_ids
+
+
+def test_a_client_that_asked_for_ids_sees_each_once_though_its_text_came_later() -> None:
+    seen = see(("a", 21), ("", 22))
+    for _ in range(2):  # The engine that goes on is lost as well.
+        planned = resume(read(return_token_ids=True), seen)
+        assert body_of(planned)["prompt"] == [11, 12, 13, 21]
+        rest = [{"text": "", "token_ids": [22]}, {"text": "é", "token_ids": [23]}]
+        turned = [planned.splice.turn(told(choice)) for choice in rest]
+        assert b'"token_ids":[]' in turned[0]
+        assert b'"token_ids":[23]' in turned[1]
+    other = resume(read(return_token_ids=True), seen).splice
+    with pytest.raises(SpliceError, match="otherwise"):
+        other.turn(told({"text": "b", "token_ids": [29]}))
 
 
 def test_without_ids_only_a_repeatable_answer_goes_on() -> None:

@@ -132,6 +132,16 @@ def test_a_replay_counts_tokens_and_log_probabilities_off() -> None:
     assert rest["choices"] == [one(["c"])]
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_prompts_ids_come_with_a_replay_if_they_have_not_come_before(seen: bool) -> None:
+    first = event({"index": 0, "text": "a", "prompt_token_ids": [1]}, prompt_token_ids=[1])
+    splice = Replayed(transcript(first) if seen else transcript())
+    again = event({"index": 0, "text": "ab", "prompt_token_ids": [1]}, prompt_token_ids=[1])
+    (turned,) = turn_all(splice, again)
+    assert ("prompt_token_ids" in turned) is not seen
+    assert ("prompt_token_ids" in turned["choices"][0]) is not seen
+
+
 def test_usage_is_told_once() -> None:
     usage = event(usage={"prompt_tokens": 1})
     assert turn_all(Replayed(transcript(event(chat("a")))), usage)

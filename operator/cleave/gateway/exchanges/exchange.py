@@ -176,6 +176,7 @@ class Exchange:
             now,
             self._completion.numbered,
             self._path not in RESUMABLE,
+            self._completion.asks_ids,
         )
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:

@@ -62,11 +62,12 @@ class Relay:
         "_kept",
         "_opaque",
         "_rest",
+        "_shows_ids",
         "_splice",
         "_transcript",
         "began_at",
         "events",
-        "hides_ids",
+        "numbered",
         "prompt_ids",
     )
 
@@ -75,10 +76,11 @@ class Relay:
         head: bytes,
         chunked: bool,
         now: float,
-        hides_ids: bool = False,
+        numbered: bool = False,
         opaque: bool = False,
+        shows_ids: bool = False,
     ) -> None:
-        """`hides_ids`: the client did not ask for token ids, the gateway did.
+        """`numbered`: it carries token ids; `shows_ids`: the client asked for them as well.
 
         `opaque`: not a completion; nothing is known of how its events end.
         """
@@ -86,12 +88,13 @@ class Relay:
         """Seconds, when the first byte came."""
         self.events = 0
         """Events that have passed, `[DONE]` not counted: tokens, or nearly so."""
-        self.hides_ids = hides_ids
+        self.numbered = numbered
         self.prompt_ids = b""
         """The prompt's token ids as the engine wrote them, when it did."""
         self._head = head
         self._chunked = chunked
         self._opaque = opaque
+        self._shows_ids = shows_ids
         self._rest = b""
         """Of an event that is not whole yet."""
         self._kept: list[bytes] = []
@@ -110,8 +113,8 @@ class Relay:
             piece = self._turn(piece)
         lost = ""
         if piece:
-            if not self.events and self.hides_ids:
-                piece = self._hide_prompt_ids(piece)
+            if not self.events and self.numbered:
+                piece = self._take_prompt_ids(piece)
             # Looking through a piece costs more than all else here. `in` first takes bytes for a
             # number, and `find` takes its arguments apart, either of which costs as much again as
             # `rpartition`, that copies only what it finds; a number is found at once.
@@ -184,16 +187,19 @@ class Relay:
         assert splice is not None
         return b"".join([splice.turn(event) for event in events.split(BORDER) if event])
 
-    def _hide_prompt_ids(self, events: bytes) -> bytes:
+    def _take_prompt_ids(self, events: bytes) -> bytes:
         """vLLM states them once, in its first event, as long as the prompt is.
 
-        Taken out first of all, lest every look at the piece goes over them.
+        Taken out first of all, lest every look at the piece goes over them; copied for a client
+        that asked for them.
         """
         start = events.find(_PROMPT_IDS) + len(_PROMPT_IDS) - 1
         end = events.find(b"]", start)
         if start < len(_PROMPT_IDS) - 1 or end < 0:
             return events
         self.prompt_ids = events[start + 1 : end]
+        if self._shows_ids:
+            return events
         return b"%bnull%b" % (events[:start], events[end + 1 :])
 
     def _read_kept(self) -> None:

@@ -131,7 +131,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             else:
                 await stream.write(ext_proc.name_endpoint_late(self._address))
             return
-        if completion.numbered:
+        if completion.numbered and not completion.asks_ids:
             # Nobody is there who would take the ids out again.
             del completion.fields[TOKENS_KEY]
         await self._send_direct(stream, head, completion, read[-1].HasField("request_trailers"))

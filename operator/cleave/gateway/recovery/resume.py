@@ -119,8 +119,10 @@ def _continue(
     if choice.finished or left < 1:
         return Ending(_end(chat, completion, seen, len(prompt), choice))
     # What has no text yet is generated again, and must not count twice if that engine is lost too.
-    del choice.ids[choice.settled :]
-    ids = prompt + choice.ids
+    again = choice.ids[choice.settled :] if completion.asks_ids else []
+    if not again:
+        del choice.ids[choice.settled :]
+    ids = prompt + choice.ids[: choice.settled]
     fields = {key: completion.fields[key] for key in _CARRIED if key in completion.fields}
     fields["prompt"] = _raw(ids)
     fields["max_tokens"] = _raw(left)
@@ -136,7 +138,7 @@ def _continue(
         output_tokens=left,
         numbered=True,
     )
-    splice = Continued(seen, chat=chat, tokens=choice.settled)
+    splice = Continued(seen, chat=chat, tokens=choice.settled, again=again)
     return Resumption(COMPLETIONS, rest, splice, "continued")
 
 

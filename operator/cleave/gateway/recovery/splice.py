@@ -7,6 +7,8 @@ like the first engine did, so text is taken off by length and compared on the wa
 differs is no replay.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from cleave.gateway.recovery.transcript import (
@@ -24,6 +26,7 @@ from cleave.gateway.recovery.transcript import (
 )
 
 _encode = msgspec.json.Encoder().encode
+_DIFFERS = "answers otherwise than what the client has seen already"
 
 
 class SpliceError(Exception):
@@ -33,14 +36,20 @@ class SpliceError(Exception):
 class Continued:
     """Events of /v1/completions, asked with prompt and tokens so far, as the rest of the stream."""
 
-    def __init__(self, transcript: Transcript, *, chat: bool, tokens: int) -> None:
-        """`tokens`: generated before, now part of the prompt."""
+    def __init__(
+        self, transcript: Transcript, *, chat: bool, tokens: int, again: Sequence[int] = ()
+    ) -> None:
+        """`tokens`: generated before, now part of the prompt.
+
+        `again`: ids that come next and that the client has seen, but not their text.
+        """
         self._head = transcript.head
         self._chat = chat
         self._tokens = tokens
+        self._again = list(again)
 
     def turn(self, event: bytes) -> bytes:
-        """One event as the first engine would have sent it."""
+        """One event as the first engine would have sent it. Raises SpliceError as a replay does."""
         value = decode_event(event)
         if value is None or "error" in value:
             return event + BORDER
@@ -55,6 +64,8 @@ class Continued:
         return build_event(value)
 
     def _turn_choice(self, choice: Event) -> Event:
+        if self._again and choice.get("token_ids"):
+            choice["token_ids"] = self._drop_seen(choice["token_ids"])
         if not self._chat:
             if "prompt_token_ids" in choice:
                 choice["prompt_token_ids"] = None
@@ -69,6 +80,13 @@ class Continued:
             turned["stop_reason"] = choice.get("stop_reason")
         turned["token_ids"] = choice.get("token_ids")
         return turned
+
+    def _drop_seen(self, ids: list[int]) -> list[int]:
+        count = min(len(ids), len(self._again))
+        if ids[:count] != self._again[:count]:
+            raise SpliceError(_DIFFERS)
+        del self._again[:count]
+        return ids[count:]
 
 
 class Replayed:
@@ -87,7 +105,8 @@ class Replayed:
         if value is None or "error" in value:
             return event + BORDER
         value |= self._seen.head
-        value.pop("prompt_token_ids", None)
+        if self._seen.head:
+            value.pop("prompt_token_ids", None)
         choices = value.get("choices") or []
         if not choices:
             return b"" if self._seen.usage else build_event(value)
@@ -103,7 +122,8 @@ class Replayed:
             key: _trim(value, (key,), seen, met) if key in PARTS else value
             for key, value in choice.items()
         }
-        trimmed.pop("prompt_token_ids", None)
+        if index in self._seen.choices:
+            trimmed.pop("prompt_token_ids", None)
         ends = choice.get("finish_reason") is not None and not seen.finished
         return trimmed if ends or any(_holds(trimmed.get(key)) for key in PARTS) else None
 
@@ -148,7 +168,7 @@ def _trim_text(text: str, path: Path, seen: Choice, met: dict[Path, int]) -> str
     met[path] = before + len(text)
     again = known[before : before + len(text)]
     if not text.startswith(again):
-        raise SpliceError("answers otherwise than what the client has seen already")
+        raise SpliceError(_DIFFERS)
     return text[len(again) :]
 
 
