@@ -153,7 +153,7 @@ class Mover:
         self.limit = pair.copied if way is Way.SHARED_MEMORY else pair.streamed
         """Bytes per second of the link itself."""
         self._reader = Reader(pair.kept, [way], BOUND_S)
-        self._follower = Follower(self._reader, pair.shape.num_layers, BOUND_S)
+        self._follower = Follower(self._reader, BOUND_S)
         self._names = (f"{link}: {number}" for number in itertools.count())
 
     def visible_ms(self, tokens: int, mode: Mode, chunk: int, token_ms: float) -> float:

@@ -1,6 +1,6 @@
-"""Faults in hand-offs of prefills that have not ended: what was promised does not come, or not so.
+"""Prefills that a decode engine is promised and follows; and what was promised and does not come.
 
-Used by faults.py where engines move KV while it is computed.
+Used by faults.py and unlike.py where engines move KV while it is computed.
 """
 
 import json
@@ -58,13 +58,21 @@ def give_promise(
     called = f"promised-{case.number}"
     told = kind.change(promised(vllm.instances()[PREFILL], called))
     prompt = kind.prompt(case, other)
+    tokens = follow((source, decoding), told, called, case, prompt)
+    return hand_offs.Given(f"promise {name}", kind.reason, tokens, wanted)
+
+
+def follow(
+    urls: tuple[str, str], told: dict[str, Any], called: str, case: Case, prompt: Case | None
+) -> list[int]:
+    """Tokens of the decode engine; `prompt`: what is computed under the name, if anything."""
+    source, decoding = urls
     with ThreadPoolExecutor(1) as pool:
         decoded = pool.submit(hand_offs.decode, decoding, case, told, called)
         if prompt:
             asked = json.loads(bytes(ask_ahead(called.encode())))
             hand_offs.post(source, prompt, called, max_tokens=1, kv_transfer_params=asked)
-        tokens = decoded.result()
-    return hand_offs.Given(f"promise {name}", kind.reason, tokens, wanted)
+        return decoded.result()
 
 
 def promised(told: Registration, name: str) -> dict[str, Any]:

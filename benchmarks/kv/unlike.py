@@ -1,9 +1,11 @@
 """Hand-offs between real vLLM engines on CPU that spread the model differently.
 
-Run from the root: `.venv/bin/python benchmarks/kv/unlike.py [--pairs tp2:tp1 pp2:pp2]`. For each
-pair two engines with a tiny model, started as the agent starts them; KV goes one way, then the
-other, and every prompt is asked of its prefill engine alone as well. Takes four cores and up to
-9 GiB. Exit code 1: a token differs, a prompt was computed twice, or a hand-off was lost.
+Run from the root: `.venv/bin/python benchmarks/kv/unlike.py [--pairs tp2:tp1 pp2:pp2]
+[--transfers Pull PerLayer]`. For each pair and time of transfer two engines with a tiny model,
+started as the agent starts them; KV goes one way, then the other, and every prompt is asked of its
+prefill engine alone as well. But for Pull the decode engine is asked first and follows the prefill.
+Takes four cores and up to 9 GiB. Exit code 1: a token differs, a prompt was computed twice, or a
+hand-off was lost.
 """
 
 import argparse
@@ -23,9 +25,12 @@ PATHS = ("benchmarks", "e2e", "tests/worker/transfer")
 sys.path[:0] = [str(ROOT / path) for path in PATHS]
 
 import httpx  # noqa: E402
+import promised  # noqa: E402
 from rows import show  # noqa: E402
 
+from cleave.api.engine import Transfer  # noqa: E402
 from cleave.local.tiny_model import Shape, build  # noqa: E402
+from cleave.rpc.v1.agent_pb2 import Registration  # noqa: E402
 from cleave_worker.agent.config import parse  # noqa: E402
 from cleave_worker.agent.launch import Boot, free_port, launch  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
@@ -49,6 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="such as tp2:tp1")
     parser.add_argument("--way", choices=(Way.SHARED_MEMORY, Way.GLOO), default=Way.SHARED_MEMORY)
+    parser.add_argument(
+        "--transfers", nargs="+", type=Transfer, default=[Transfer.PULL], help="such as PerLayer"
+    )
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     args = parser.parse_args()
@@ -57,45 +65,52 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cleave-kv-") as name:
         folder = Path(name)
         build(folder / "model", MODEL)
-        for number, pair in enumerate(args.pairs):
+        for number, (pair, transfer) in enumerate(itertools.product(args.pairs, args.transfers)):
             own = folder / str(number)
             own.mkdir()
-            with pair_up(pair, args.way, folder / "model", own) as urls:
+            with pair_up(pair, (args.way, transfer), folder / "model", own) as engines:
                 for names, (source, decoding) in (
-                    (pair, urls),
-                    (":".join(reversed(pair.split(":"))), urls[::-1]),
+                    (pair, engines),
+                    (":".join(reversed(pair.split(":"))), engines[::-1]),
                 ):
                     asked = list(itertools.islice(numbers, args.prompts))
-                    found = ask_all(source, decoding, asked)
-                    rows.append({"prefill:decode": names, "way": str(args.way)} | found)
+                    found = ask_all(source, decoding, asked, follows=transfer is not Transfer.PULL)
+                    told = {"way": str(args.way), "transfer": str(transfer)}
+                    rows.append({"prefill:decode": names} | told | found)
     show({"pairs": rows}, args.output, 120, lambda _, value: str(value))
     sys.exit(any(row["wrong"] or row["computed twice"] or row["lost"] for row in rows))
 
 
 @contextmanager
-def pair_up(pair: str, way: str, model: Path, folder: Path) -> Iterator[tuple[str, str]]:
-    """URLs of two engines that are ready, on two cores each."""
+def pair_up(
+    pair: str, how: tuple[str, Transfer], model: Path, folder: Path
+) -> Iterator[tuple[Registration, Registration]]:
+    """Two engines that are ready, on two cores each; `how`: KV moves."""
     with ExitStack() as stack:
         first, second = (
-            stack.enter_context(engine(sizes, (2 * at, 2 * at + 1), way, model, folder))
+            stack.enter_context(engine(sizes, (2 * at, 2 * at + 1), how, model, folder))
             for at, sizes in enumerate(pair.split(":"))
         )
-        for url in (first, second):
-            until(lambda url=url: is_up(url), UP_S, f"{pair} is up, see {folder}")
+        for one in (first, second):
+            until(lambda url=one.engine_url: is_up(url), UP_S, f"{pair} is up, see {folder}")
         yield first, second
 
 
 @contextmanager
 def engine(
-    sizes: str, cores: tuple[int, int], way: str, model: Path, folder: Path
-) -> Iterator[str]:
-    """One engine's URL; `sizes`: tp2, pp2, ..."""
+    sizes: str, cores: tuple[int, int], how: tuple[str, Transfer], model: Path, folder: Path
+) -> Iterator[Registration]:
+    """One engine, as an agent registers it; `sizes`: tp2, pp2, ..."""
+    way, transfer = how
     kind, size = sizes[:2], int(sizes[2:])
     told = ["--name", f"{sizes}-{cores[0]}", "--deployment", "unlike", "--role", "mixed"]
     told += ["--model", str(model), "--served-model-name", "tiny", "--host", HOST]
     told += ["--connector", "cleave", SIZES[kind], str(size), "--max-model-len", "4096"]
+    told += ["--transfer", transfer.lower()]
     made = hand_offs.tiny_with_connector(model, way, checksums=True)
     arguments = made["spec"]["engine"]["args"]  # type: ignore[index]
+    # Several chunks of most prompts.
+    arguments += ["--max-num-batched-tokens", "512"]
     config = parse([*told, "--", "--dtype", "float32", *arguments])
     boot = Boot(
         boot_id=config.name,
@@ -110,7 +125,12 @@ def engine(
         started.argv, env=dict(started.env), stdout=log, stderr=log, start_new_session=True
     )
     try:
-        yield f"http://{HOST}:{boot.engine_port}"
+        yield Registration(
+            instance=config.name,
+            boot_id=boot.boot_id,
+            engine_url=f"http://{HOST}:{boot.engine_port}",
+            kv_port=boot.kv_port,
+        )
     finally:
         process.terminate()
         try:
@@ -127,8 +147,11 @@ def is_up(url: str) -> bool:
     return False
 
 
-def ask_all(source: str, decoding: str, numbers: Sequence[int]) -> Row:
+def ask_all(
+    prefill: Registration, decode: Registration, numbers: Sequence[int], *, follows: bool
+) -> Row:
     """Every prompt split between the engines, then of the prefill engine alone."""
+    source, decoding = prefill.engine_url, decode.engine_url
     cases = [
         Case(n, random.Random(n).randint(1, LONGEST_PROMPT), chat=False, stream=False)
         for n in numbers
@@ -137,9 +160,13 @@ def ask_all(source: str, decoding: str, numbers: Sequence[int]) -> Row:
     begun = time.monotonic()
     split = []
     for case in cases:
-        request_id = f"{source}-{case.number}"
-        handed = hand_offs.prefill(source, case, request_id)
-        split.append(hand_offs.decode(decoding, case, handed, request_id))
+        called = f"{prefill.instance}-{case.number}"
+        if follows:
+            told = promised.promised(prefill, called)
+            split.append(promised.follow((source, decoding), told, called, case, case))
+        else:
+            told = hand_offs.prefill(source, case, called)
+            split.append(hand_offs.decode(decoding, case, told, called))
     seconds = time.monotonic() - begun
     ran = metric(decoding, hand_offs.RAN) - ran
     alone = [ask(source, case).tokens for case in cases]

@@ -45,7 +45,8 @@ def test_a_leader_and_its_followers_share_the_gpus(spread_pool) -> None:
 
 
 def test_ranks_meet_at_the_leader(spread_pool) -> None:
-    pool = spread_pool(engine={"args": ["--seed", "1"]})
+    own = {"connector": "Cleave", "transfer": "PerChunk"}
+    pool = spread_pool(engine={"args": ["--seed", "1"], **own})
     leader = worker_pod(pool, "x")
     (follower,) = follower_pods(pool, leader)
     lines = [container(pod["spec"])["command"] for pod in (leader, follower)]
@@ -54,7 +55,8 @@ def test_ranks_meet_at_the_leader(spread_pool) -> None:
         ["--nnodes", "2", "--node-rank", "0", "--master-addr", "$(POD_IP)", "--seed", "1"],
         ["--nnodes", "2", "--node-rank", "1", "--master-addr", "$(CLEAVE_LEADER)", "--seed", "1"],
     ]
-    for name in ("--model", "--tensor-parallel-size", "--pipeline-parallel-size"):
+    sizes = ("--tensor-parallel-size", "--pipeline-parallel-size")
+    for name in ("--model", *sizes, "--connector", "--transfer"):
         assert option(lines[0], name) == option(lines[1], name)
 
 

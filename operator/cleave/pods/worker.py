@@ -107,8 +107,6 @@ def command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]
     line += ["--engine", spec.engine.type.lower()]
     line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT)]
     line += ["--drain-timeout", str(spec.template.drain_timeout_s)]
-    if spec.engine.transfer is not Transfer.PULL:
-        line += ["--transfer", spec.engine.transfer.lower()]
     if spec.engine.scheduling:
         line += ["--scheduling", json.dumps(terms(spec.engine.scheduling))]
     extra = [*multi_node_args(spec, "0", "$(POD_IP)"), *engine_args(spec)]
@@ -125,6 +123,8 @@ def engine_flags(spec: InstancePoolSpec) -> list[str]:
         flags += ["--max-model-len", str(model.max_model_len)]
     if spec.engine.connector is not Connector.NIXL:
         flags += ["--connector", spec.engine.connector.lower()]
+    if spec.engine.transfer is not Transfer.PULL:
+        flags += ["--transfer", spec.engine.transfer.lower()]
     return flags
 
 

@@ -32,7 +32,7 @@ class Target:
     role: str = ""
     """prefill, decode or mixed: what it served when it was picked."""
     kv_port: int = 0
-    """Where KV can be followed while it is computed; 0: nowhere."""
+    """Where KV can be followed while it is computed: rank 0's; 0: nowhere."""
     ahead_from_tokens: int = 0
     """Prompts from so many on are worth following; 0: the plan knows which."""
 

@@ -37,12 +37,10 @@ def test_a_cell_is_stated_only_when_one_is_given() -> None:
         (["--transfer", "perlayer"], False),
         (["--connector", "cleave"], False),
         (["--connector", "cleave", "--transfer", "auto"], True),
-        (["--connector", "cleave", "--transfer", "push", "--tensor-parallel-size", "2"], False),
+        (["--connector", "cleave", "--transfer", "push", "--tensor-parallel-size", "2"], True),
     ],
 )
-def test_kv_can_be_followed_only_with_the_own_connector_and_one_rank(
-    stated: list[str], followed: bool
-) -> None:
+def test_kv_can_be_followed_only_with_the_own_connector(stated: list[str], followed: bool) -> None:
     assert parse([*REQUIRED, "--name", "w", "--host", "h", *stated], {}).is_followed is followed
 
 

@@ -3,98 +3,35 @@
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer import follower, owner, reader  # noqa: E402
-from cleave_worker.transfer.holds import Begun, Held, Holds  # noqa: E402
-from cleave_worker.transfer.identity import HandOff, Reason, RefusedError  # noqa: E402
+from prefilling import (  # noqa: E402
+    BOUND_S,
+    DIGEST,
+    HERE,
+    THERE,
+    WHOLE,
+    Decode,
+    PrefillRank,
+    reason,
+)
+
+from cleave_worker.transfer import follower, owner  # noqa: E402
+from cleave_worker.transfer.holds import Begun, Held, Holds, Visitor  # noqa: E402
+from cleave_worker.transfer.identity import HandOff, Reason  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
-from cleave_worker.transfer.progress import Progress  # noqa: E402
-from cleave_worker.transfer.shared import share  # noqa: E402
+from cleave_worker.transfer.progress import NOTHING, Progress  # noqa: E402
 
-from owner_process import LAYERS, OwnerProcess, caches, kept_as  # noqa: E402
-
-BOUND_S = 60.0
-DIGEST = "d"
-PROMPT_BLOCKS = (3, 9, 4, 5)
-
-
-class Prefill:
-    """An engine in this process that computes one prompt, as slowly as the test tells it."""
-
-    def __init__(self, *, shared: bool = True) -> None:
-        self.tensors = caches(0)
-        kept = kept_as("boot-p", self.tensors)
-        self.holds = Holds(BOUND_S, BOUND_S)
-        self.asked = threading.Semaphore(0)
-        """Each time that somebody asks for more."""
-        self._follow = self.holds.follow
-        self.holds.follow = self._note  # type: ignore[method-assign]
-        self.owner = owner.Owner(kept, self.holds, share(kept.memory) if shared else (), 0, BOUND_S)
-
-    def _note(self, *told: object, **named: bool) -> object:
-        self.asked.release()
-        return self._follow(*told, **named)  # type: ignore[arg-type]
-
-    def begin(self, epoch: int = 1) -> None:
-        self.holds.begin("theirs", Begun(epoch, DIGEST, len(PROMPT_BLOCKS), "name"))
-
-    def compute(self, *steps: Progress) -> None:
-        """Write what each step makes final, and only that, then say so."""
-        for step in steps:
-            for number, block in enumerate(PROMPT_BLOCKS):
-                final = LAYERS if number < step.blocks else step.planes
-                for layer in range(final if number < step.coming else 0):
-                    self.tensors[layer][block] = 1000 + 100 * layer + block
-            known = PROMPT_BLOCKS[: max(step.blocks, step.coming)]
-            self.holds.grow("theirs", known, step)
-
-    def end(self, epoch: int = 1) -> None:
-        self.holds.hold("theirs", Held(epoch, DIGEST, PROMPT_BLOCKS))
-
-    def hand_off(self, **changed: object) -> HandOff:
-        """Ahead of the prefill."""
-        told = {"boot_id": "boot-p", "request_id": "name", "epoch": 0, "prompt_digest": ""}
-        address = (("127.0.0.1", self.owner.port),)
-        return HandOff(**(told | {"num_tokens": 0, "addresses": address} | changed))
-
-
-class Decode:
-    """The reading engine."""
-
-    def __init__(self, *ways: Way, patience_s: float = BOUND_S) -> None:
-        self.tensors = caches(0)
-        kept = kept_as("boot-d", self.tensors)
-        self.reader = reader.Reader(kept, ways, BOUND_S, check_bytes=True)
-        self.follower = follower.Follower(self.reader, LAYERS, patience_s)
-        self.pool = ThreadPoolExecutor(4)
-
-    def follow(
-        self, hand_off: HandOff, blocks: tuple[int, ...] = (7, 6, 8, 1), first: int = 0
-    ) -> Future[Way]:
-        return self.pool.submit(self.follower.follow, hand_off, DIGEST, first, blocks)
-
-    def values(self, block: int) -> list[float]:
-        return [layer[block, 0, 0, 0].item() for layer in self.tensors]
-
-
-def written(block: int) -> list[float]:
-    return [1000.0 + layer * 100 + block for layer in range(LAYERS)]
-
-
-def reason(following: Future[Way]) -> Reason:
-    with pytest.raises(RefusedError) as caught:
-        following.result(BOUND_S)
-    return caught.value.reason
+from owner_process import LAYERS, OwnerProcess, caches  # noqa: E402
 
 
 @pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    made = Prefill()
+def prefill() -> Iterator[PrefillRank]:
+    made = PrefillRank()
     yield made
     made.owner.close()
 
@@ -103,14 +40,12 @@ def prefill() -> Iterator[Prefill]:
 def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
     made = Decode(Way(request.param))
     yield made
-    made.reader.close()
-    made.pool.shutdown(cancel_futures=True)
+    made.close()
 
 
 LAYER_BY_LAYER = [Progress(0, 2, planes) for planes in range(1, LAYERS + 1)] + [
     Progress(2, 4, planes) for planes in range(1, LAYERS + 1)
 ]
-WHOLE = Progress(4, 4, 0)
 WAYS_TO_COME = {
     "at once": [WHOLE],
     "by chunks": [Progress(1, 1, 0), Progress(3, 3, 0), WHOLE],
@@ -120,7 +55,7 @@ WAYS_TO_COME = {
 
 @pytest.mark.parametrize("steps", WAYS_TO_COME.values(), ids=list(WAYS_TO_COME))
 def test_kv_arrives_as_it_is_computed_and_is_freed_with_the_prefills_end(
-    prefill: Prefill, decode: Decode, steps: list[Progress]
+    prefill: PrefillRank, decode: Decode, steps: list[Progress]
 ) -> None:
     following = decode.follow(prefill.hand_off())
     assert prefill.asked.acquire(timeout=BOUND_S), "it waits before the prefill has come"
@@ -133,20 +68,20 @@ def test_kv_arrives_as_it_is_computed_and_is_freed_with_the_prefills_end(
     assert prefill.holds.take_freed() == set(), "the engine itself still works on it"
     prefill.end()
     assert prefill.holds.take_freed() == {"theirs"}
-    for there, here in zip(PROMPT_BLOCKS, (7, 6, 8, 1), strict=True):
-        assert decode.values(here) == written(there)
+    assert decode.has_what_was_computed()
 
 
-def test_what_a_prefix_cache_has_is_not_moved(prefill: Prefill, decode: Decode) -> None:
+def test_what_a_prefix_cache_has_is_not_moved(prefill: PrefillRank, decode: Decode) -> None:
     prefill.begin()
     following = decode.follow(prefill.hand_off(), (7,), first=3)
     prefill.compute(*LAYER_BY_LAYER, WHOLE)
     assert following.result(BOUND_S)
-    assert decode.values(7) == written(PROMPT_BLOCKS[3])
+    for layer, computed in zip(decode.tensors[0], caches(1000), strict=True):
+        assert torch.equal(layer[7], computed[THERE[3]])
 
 
 def test_a_prefill_that_ended_before_anybody_came_is_read_from_its_hold(
-    prefill: Prefill, decode: Decode
+    prefill: PrefillRank, decode: Decode
 ) -> None:
     prefill.begin()
     prefill.compute(WHOLE)
@@ -156,7 +91,7 @@ def test_a_prefill_that_ended_before_anybody_came_is_read_from_its_hold(
 
 
 def test_waiting_for_one_prompt_keeps_no_other_of_the_same_owner_waiting(
-    prefill: Prefill, decode: Decode
+    prefill: PrefillRank, decode: Decode
 ) -> None:
     prefill.begin()
     following = decode.follow(prefill.hand_off())
@@ -164,14 +99,14 @@ def test_waiting_for_one_prompt_keeps_no_other_of_the_same_owner_waiting(
     prefill.tensors[0][12] = 77
     prefill.holds.hold("other", Held(2, "o", (12,)))
     other = prefill.hand_off(request_id="other", epoch=2, prompt_digest="o")
-    assert decode.reader.pull(other, "o", 0, (13,))
-    assert decode.tensors[0][13, 0, 0, 0] == 77
+    assert decode.readers[0].pull(other, "o", 0, (13,))
+    assert decode.tensors[0][0][13, 0, 0, 0] == 77
     prefill.compute(WHOLE)
     assert following.result(BOUND_S)
 
 
 def test_a_prefill_that_is_given_up_is_refused_whenever_that_comes(
-    prefill: Prefill, decode: Decode
+    prefill: PrefillRank, decode: Decode
 ) -> None:
     prefill.begin()
     following = decode.follow(prefill.hand_off())
@@ -186,7 +121,7 @@ def test_a_prefill_that_is_given_up_is_refused_whenever_that_comes(
 
 
 def test_what_is_given_up_between_the_last_byte_and_the_last_word_is_void(
-    prefill: Prefill, decode: Decode, monkeypatch: pytest.MonkeyPatch
+    prefill: PrefillRank, decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = prefill.holds.release
 
@@ -200,29 +135,27 @@ def test_what_is_given_up_between_the_last_byte_and_the_last_word_is_void(
     assert reason(decode.follow(prefill.hand_off())) is Reason.LAPSED
 
 
-def test_kv_of_another_prompt_or_boot_is_refused(prefill: Prefill, decode: Decode) -> None:
+def test_kv_of_another_prompt_or_boot_is_refused(prefill: PrefillRank, decode: Decode) -> None:
     prefill.begin()
     prefill.compute(WHOLE)
     assert reason(decode.follow(prefill.hand_off(boot_id="before"))) is Reason.BOOT
-    following = decode.pool.submit(
-        decode.follower.follow, prefill.hand_off(), "other", 0, (7, 6, 8, 1)
-    )
+    following = decode.pool.submit(decode.followers[0].follow, prefill.hand_off(), "other", 0, HERE)
     assert reason(following) is Reason.PROMPT
 
 
 def test_a_prefill_that_never_comes_or_never_ends_is_waited_for_within_bounds(
-    prefill: Prefill, decode: Decode, monkeypatch: pytest.MonkeyPatch
+    prefill: PrefillRank, decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "_APPEAR_S", 0.05)
     assert reason(decode.follow(prefill.hand_off())) is Reason.NOT_HELD
     prefill.begin()
-    hasty = follower.Follower(decode.reader, LAYERS, patience_s=0.01)
-    following = decode.pool.submit(hasty.follow, prefill.hand_off(), DIGEST, 0, (7, 6, 8, 1))
+    hasty = follower.Follower(decode.readers[0], patience_s=0.01)
+    following = decode.pool.submit(hasty.follow, prefill.hand_off(), DIGEST, 0, HERE)
     assert reason(following) is Reason.TIME_OUT
 
 
 def test_only_one_may_follow_and_when_it_leaves_the_blocks_are_freed_at_the_end(
-    prefill: Prefill, decode: Decode
+    prefill: PrefillRank, decode: Decode
 ) -> None:
     prefill.begin()
     following = decode.follow(prefill.hand_off())
@@ -241,9 +174,9 @@ def test_only_one_may_follow_and_when_it_leaves_the_blocks_are_freed_at_the_end(
 
 
 def test_a_name_that_is_declined_before_its_prefill_comes_is_freed_at_its_end(
-    prefill: Prefill, decode: Decode
+    prefill: PrefillRank, decode: Decode
 ) -> None:
-    decode.reader.decline(prefill.hand_off())
+    decode.readers[0].decline(prefill.hand_off())
     prefill.begin()
     prefill.compute(WHOLE)
     prefill.end()
@@ -252,7 +185,7 @@ def test_a_name_that_is_declined_before_its_prefill_comes_is_freed_at_its_end(
 
 
 def test_bytes_that_changed_on_their_way_are_refused(
-    prefill: Prefill, decode: Decode, monkeypatch: pytest.MonkeyPatch
+    prefill: PrefillRank, decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "checksums", lambda *told: (1, 2, 3, 4))
     prefill.begin()
@@ -288,9 +221,11 @@ def test_nothing_is_announced_before_the_gpu_has_computed_it() -> None:
     holds = Holds(BOUND_S, BOUND_S)
     holds.begin("theirs", Begun(1, DIGEST, 4, "name"))
     computed = Recorded()
-    holds.grow("theirs", PROMPT_BLOCKS, WHOLE, computed)
+    holds.grow("theirs", THERE, WHOLE, computed)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(holds.follow, "name", DIGEST, Progress(0, 0, 0), BOUND_S, again=False)
+        told = pool.submit(
+            holds.follow, Visitor("boot-d", 0, 1), "name", DIGEST, NOTHING, BOUND_S, again=False
+        )
         assert not told.done()
         computed.reached.set()
         assert told.result(BOUND_S).progress == WHOLE

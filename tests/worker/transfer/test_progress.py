@@ -21,24 +21,27 @@ def prefills(draw: st.DrawFn) -> list[Progress]:
     return told
 
 
-@given(prefills(), st.data())
+@given(prefills(), st.integers(0, PLANES - 1), st.integers(1, PLANES), st.data())
 def test_each_plane_of_each_block_is_moved_once_and_only_when_it_is_final(
-    told: list[Progress], data: st.DataObject
+    told: list[Progress], first_plane: int, count: int, data: st.DataObject
 ) -> None:
+    count = min(count, PLANES - first_plane)
     total = told[-1].blocks
     first = data.draw(st.integers(0, total))
     heard = [one for one in told[:-1] if data.draw(st.booleans())] + told[-1:]
     have, moved = Progress(first, first, 0), []
     for one in heard:
-        now = one.within(first, total)
-        for piece in missing(have, now, PLANES):
+        now = one.within(first, total).of_planes(first_plane, count)
+        for piece in missing(have, now, count):
             for block in range(piece.first_block, piece.first_block + piece.num_blocks):
                 for plane in range(piece.first_plane, piece.first_plane + piece.num_planes):
-                    assert block < now.blocks or (block < now.coming and plane < now.planes)
+                    assert block < one.blocks or (
+                        block < one.coming and first_plane + plane < one.planes
+                    )
                     moved.append((block, plane))
         have = now
     assert sorted(moved) == [
-        (block, plane) for block in range(first, total) for plane in range(PLANES)
+        (block, plane) for block in range(first, total) for plane in range(count)
     ]
 
 

@@ -114,11 +114,6 @@ def owning() -> Iterator[Callable[[Shape], Owners]]:
 Own = Callable[[Shape], Owners]
 
 
-@pytest.fixture(params=[Way.SHARED_MEMORY, Way.GLOO])
-def way(request: pytest.FixtureRequest) -> Way:
-    return Way(request.param)
-
-
 @pytest.fixture
 def reading(way: Way) -> Iterator[Callable[[Shape], Readers]]:
     made: list[Readers] = []
@@ -255,13 +250,6 @@ def test_what_the_prefix_cache_has_is_not_pulled_from_any_rank(
     for own, old, new in zip(readers.tensors[0], before, written, strict=True):
         assert torch.equal(own[HERE[:2]], old[HERE[:2]])
         assert torch.equal(own[HERE[2]], new[THERE[2]])
-
-
-def test_nothing_is_followed_between_unlike_shapes(owning: Own, reading: Make) -> None:
-    owners, readers = owning(Shape(2)), reading(Shape(1))
-    with pytest.raises(RefusedError, match="another shape") as caught:
-        readers.ranks[0].counterpart(owners.hold())
-    assert caught.value.reason is Reason.LAYOUT
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ def side(boot_id: str) -> Any:
     from cleave_worker.vllm.kv.scheduler import SchedulerSide
 
     made = SchedulerSide(boot_id, BLOCK_SIZE, Shape(2, (0, 3)))
-    made.addresses = (("10.0.0.1", 5601),)
+    made.locate((("10.0.0.1", 5601),))
     return made
 
 
@@ -57,6 +57,12 @@ def handed(vllm_request: ModuleType) -> dict[str, Any]:
     assert kept
     assert params
     return params
+
+
+def test_ranks_hear_once_where_all_of_them_serve(vllm_request: ModuleType) -> None:
+    prefill = side("boot-p")
+    assert prefill.take_orders().addresses == (("10.0.0.1", 5601),)
+    assert prefill.take_orders().addresses == ()
 
 
 def test_a_hand_off_says_all_that_the_gateway_and_the_reader_look_at(

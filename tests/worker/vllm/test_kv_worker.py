@@ -13,6 +13,7 @@ from cleave_worker.transfer.holds import Begun, Held, Holds  # noqa: E402
 from cleave_worker.transfer.identity import HandOff, Reason  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
 from cleave_worker.transfer.reader import Reader  # noqa: E402
+from cleave_worker.transfer.shapes import Shape  # noqa: E402
 
 from owner_process import caches, kept_as  # noqa: E402
 
@@ -31,10 +32,10 @@ def start() -> Iterator[Callable[..., Any]]:
 
     started: list[WorkerSide] = []
 
-    def one(boot_id: str, tensors: list[Any], lease_s: float = BOUND_S) -> WorkerSide:
+    def one(boot_id: str, tensors: list[Any], lease_s: float = BOUND_S, **place: Any) -> WorkerSide:
         ways = (Way.SHARED_MEMORY, Way.GLOO)
         settings = Settings(0, ways, lease_s, BOUND_S, check_bytes=True)
-        started.append(WorkerSide(kept_as(boot_id, tensors), settings))
+        started.append(WorkerSide(kept_as(boot_id, tensors, **place), settings))
         return started[-1]
 
     yield one
@@ -156,3 +157,86 @@ def test_a_prefill_that_is_given_up_fails_its_follower(start: Callable[..., Any]
     prefill.note(orders(give_up={"theirs"}))
     assert received(decode) == ({"mine"}, {"mine"})
     assert prefill.take_sent() == set()
+
+
+TP_2 = Shape(2)
+
+
+@pytest.fixture
+def pair_of_ranks(start: Callable[..., Any]) -> tuple[list[Any], list[Any], Any]:
+    """Two engines of two ranks each, and the decode engine's request that follows a prefill."""
+    from cleave_worker.vllm.kv.orders import Wanted
+
+    prefill, decode = (
+        [
+            start(boot, caches(fill, TP_2, rank), shape=TP_2, rank=rank)
+            for rank in range(TP_2.num_ranks)
+        ]
+        for boot, fill in (("boot-p", 1000), ("boot-d", 0))
+    )
+    addresses = tuple(("127.0.0.1", rank.port) for rank in prefill)
+    begun = Begun(1, "d", 2, "name")
+    for rank in prefill:
+        rank.note(orders(begin={"theirs": begun}, addresses=addresses))
+    ahead = HandOff("boot-p", "name", 0, "", 0, addresses[:1])
+    return prefill, decode, Wanted(ahead, "d", 0, (5, 6))
+
+
+def compute(rank: Any) -> None:
+    """The whole prompt, and the engine's word that it is held."""
+    from cleave_worker.vllm.kv.orders import Chunk
+
+    rank.note(orders(compute={"theirs": Chunk((2, 9), 0, 2, True)}))
+    rank.step_done()
+    rank.note(orders(hold={"theirs": Held(1, "d", (2, 9))}))
+
+
+def told_to_the_scheduler(ranks: list[Any]) -> Any:
+    """What vLLM makes of the words of all ranks, step by step until a request is over or sent."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    aggregator, deadline = KVOutputAggregator(len(ranks)), time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        told = []
+        for rank in ranks:
+            over, failed = rank.take_received()
+            said = KVConnectorOutput(rank.take_sent(), over, failed_recving=failed)
+            told.append(ModelRunnerOutput([], {}, kv_connector_output=said))
+        output = aggregator.aggregate(told).kv_connector_output
+        if output.finished_recving or output.finished_sending:
+            return output
+        time.sleep(0.01)
+    raise AssertionError("nothing has ended")
+
+
+def test_a_prompt_that_two_ranks_follow_is_ready_when_both_have_it(
+    pair_of_ranks: tuple[list[Any], list[Any], Any],
+) -> None:
+    prefill, decode, wanted = pair_of_ranks
+    for rank in decode:
+        rank.start({"mine": wanted}, {})
+    compute(prefill[0])
+    deadline = time.monotonic() + BOUND_S
+    while decode[0]._ended.empty():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert decode[1]._ended.empty()
+    compute(prefill[1])
+    output = told_to_the_scheduler(decode)
+    assert (output.finished_recving, output.failed_recving) == ({"mine"}, set())
+    assert told_to_the_scheduler(prefill).finished_sending == {"theirs"}
+
+
+def test_a_prompt_of_which_one_rank_is_lost_has_failed_when_the_other_has_ended(
+    pair_of_ranks: tuple[list[Any], list[Any], Any],
+) -> None:
+    prefill, decode, wanted = pair_of_ranks
+    for rank in decode:
+        rank.start({"mine": wanted}, {})
+    prefill[1].note(orders(give_up={"theirs"}))
+    compute(prefill[0])
+    output = told_to_the_scheduler(decode)
+    assert (output.finished_recving, output.failed_recving) == ({"mine"}, {"mine"})
+    assert prefill[0].take_sent() == {"theirs"}
+    assert prefill[1].take_sent() == set()

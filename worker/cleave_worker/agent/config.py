@@ -19,6 +19,7 @@ CONNECTORS = ("nixl", "cleave")
 """Names of KV connectors on command lines."""
 PACES = {"push": "prompt", "perchunk": "chunk", "perlayer": "layer", "auto": "layer"}
 """Transfers that begin before the prefill has ended, and how much of its KV goes at a time."""
+TRANSFERS = ("pull", *PACES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,8 @@ class AgentConfig:
 
     @property
     def is_followed(self) -> bool:
-        """Whether KV may be taken while it is computed.
-
-        Only of a lone rank: others choose their ports when the engine starts.
-        """
-        return self.connector == "cleave" and self.transfer in PACES and self.ranks == 1
+        """Whether KV may be taken while it is computed."""
+        return self.connector == "cleave" and self.transfer in PACES
 
     @property
     def ranks(self) -> int:
@@ -194,8 +192,8 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--connector", choices=CONNECTORS, default="nixl", help="of KV, with vLLM")
     parser.add_argument(
         "--transfer",
-        choices=("pull", *PACES),
-        default="pull",
+        choices=TRANSFERS,
+        default=TRANSFERS[0],
         help="when connector cleave moves KV: after the prefill, or while it runs; auto: as the "
         "gateway says",
     )

@@ -26,7 +26,7 @@ from cleave.metrics import logs
 from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import warden
-from cleave_worker.agent.config import CONNECTORS, AgentConfig
+from cleave_worker.agent.config import CONNECTORS, TRANSFERS, AgentConfig
 from cleave_worker.agent.launch import Boot, Launch, LaunchError, free_port, has_gpu, share
 from cleave_worker.agent.peers import ask
 from cleave_worker.agent.process import EngineProcess, find_sink
@@ -179,6 +179,7 @@ def parse(argv: Sequence[str]) -> FollowerConfig:
             pipeline_parallel_size=options.pipeline_parallel_size,
             max_model_len=options.max_model_len,
             connector=options.connector,
+            transfer=options.transfer,
             drain_timeout=options.drain_timeout,
             log_format=options.log_format,
             engine_args=tuple(arguments[cut + 1 :]),
@@ -223,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pipeline-parallel-size", type=int, default=1)
     add("--max-model-len", type=int, default=0, metavar="TOKENS")
     add("--connector", choices=CONNECTORS, default="nixl")
+    add("--transfer", choices=TRANSFERS, default=TRANSFERS[0])
     add("--drain-timeout", type=float, default=600.0, metavar="SECONDS")
     logs.add_option(parser)
     return parser

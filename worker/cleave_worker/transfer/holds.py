@@ -3,15 +3,16 @@
 Shared by the engine's thread, which holds and frees, and the threads that serve readers. What is
 hard: blocks must not be given up while somebody reads them, and a reader that stands still must not
 keep them for ever. Reading has a bound of its own; a reader whose time was over learns it when it
-releases the blocks, and throws away what it has read. A prefill may be followed while it runs: then
-its lease begins with its end, and what is released before that is freed at the end.
+releases the blocks, and throws away what it has read. A prefill may be followed while it runs, by
+the ranks of one engine: then its lease begins with its end, and what is released before that is
+freed at the end.
 """
 
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from cleave_worker.transfer.identity import Reason, RefusedError
@@ -20,6 +21,16 @@ from cleave_worker.transfer.progress import NOTHING, Piece, Progress
 
 _REMEMBERED = 4096
 """Requests of the past; who asks for one of them is refused at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """A rank of an engine that reads."""
+
+    boot_id: str
+    rank: int
+    num_ranks: int
+    """That come to this owner in all."""
 
 
 class Computed(Protocol):
@@ -69,7 +80,8 @@ class _Kept:
     computed: Computed | None = None
     """When the progress is true; None: already."""
     ended: bool = True
-    followed: bool = False
+    followers: set[Visitor] = field(default_factory=set)
+    """All of one engine."""
     released: bool = False
     """Before it has ended."""
 
@@ -100,8 +112,8 @@ class Holds:
             self._past.pop(request_id, None)
             self._leases.grant(request_id, time.monotonic())
             if before is not None:
-                kept.name, kept.followed = before.name, before.followed
-                if before.followed:
+                kept.name, kept.followers = before.name, before.followers
+                if before.followers:
                     self._reading[request_id] = time.monotonic() + self._reading_s
                 if before.released:
                     self._free(request_id)
@@ -146,19 +158,27 @@ class Holds:
                 self._forget(request_id)
 
     def follow(
-        self, name: str, prompt_digest: str, seen: Progress, wait_s: float, *, again: bool
+        self,
+        visitor: Visitor,
+        name: str,
+        prompt_digest: str,
+        seen: Progress,
+        wait_s: float,
+        *,
+        again: bool,
     ) -> News:
         """Wait for more of a prefill than a reader has seen. Raises RefusedError.
 
         Returns what it has seen when nothing comes in time. `again`: the reader has asked before;
-        nobody else may from then on, and it must release the prefill.
+        no other engine may from then on, and each rank that has asked must release the prefill.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_more(name, seen), wait_s)
             kept = self._find(self._names.get(name, ""), prompt_digest)
-            if kept.followed is not again:
+            followed_by = {one.boot_id for one in kept.followers}
+            if followed_by - {visitor.boot_id} or (visitor in kept.followers) is not again:
                 raise RefusedError(Reason.BUSY, "somebody reads it, or did")
-            kept.followed = True
+            kept.followers.add(visitor)
             request_id, progress, computed = self._names[name], kept.progress, kept.computed
             news = News(request_id, kept.held.epoch, progress)
             if kept.ended:
@@ -168,9 +188,9 @@ class Holds:
         return news
 
     def look(
-        self, request_id: str, epoch: int, prompt_digest: str, piece: Piece
+        self, visitor: Visitor, request_id: str, epoch: int, prompt_digest: str, piece: Piece
     ) -> tuple[int, ...]:
-        """Blocks of a piece for the reader that follows the prefill. Raises RefusedError."""
+        """Blocks of a piece for a reader that follows the prefill. Raises RefusedError."""
         with self._changed:
             self._expire()
             kept = self._find(request_id, prompt_digest, epoch)
@@ -179,7 +199,7 @@ class Holds:
                 end <= progress.coming and piece.first_plane + piece.num_planes <= progress.planes
             )
             wanted = kept.held.blocks[piece.first_block : end]
-            if not kept.followed or not final or len(wanted) != piece.num_blocks:
+            if visitor not in kept.followers or not final or len(wanted) != piece.num_blocks:
                 raise RefusedError(Reason.MALFORMED, "not announced to this reader")
             return wanted
 
@@ -226,11 +246,15 @@ class Holds:
             return kept.progress.blocks == kept.num_blocks
 
     def has(self, request_id: str, epoch: int) -> bool:
-        """Whether a finished prefill has been held until now."""
+        """Whether a prefill, all of it, has been held until now."""
         with self._changed:
             self._expire()
             kept = self._kept.get(request_id)
-            return kept is not None and kept.ended and kept.held.epoch == epoch
+            return (
+                kept is not None
+                and kept.held.epoch == epoch
+                and kept.progress.blocks == kept.num_blocks
+            )
 
     def extend(self, request_ids: Iterable[str]) -> None:
         """A heartbeat came for these, by id or by name."""

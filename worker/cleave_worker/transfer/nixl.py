@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import torch
@@ -24,6 +25,8 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.0002
 """Between two looks at a piece; while it sleeps other threads of the engine run."""
 _ONE_BYTE = Span(0, 0, 1)
+_CARDS = Path("/sys/class/infiniband")
+"""Those that read memory by themselves, RoCE's among them."""
 
 Begin = Callable[[str, Sequence[Spot], Sequence[Spot]], Flight]
 """Agent.read or Agent.write."""
@@ -38,6 +41,15 @@ class Reach(msgspec.Struct, frozen=True):
     """Addresses of the regions."""
     device: int
     """That they are on."""
+
+
+def usual(device: torch.device) -> tuple[Way, ...]:
+    """What to try, best first, with KV on this device: 026 says why."""
+    if device.type != "cpu":
+        return (Way.NIXL, Way.NCCL)
+    if _CARDS.is_dir() and any(_CARDS.iterdir()):
+        return (Way.SHARED_MEMORY, Way.NIXL, Way.GLOO)
+    return (Way.SHARED_MEMORY, Way.GLOO)
 
 
 def usable(ways: Sequence[Way]) -> tuple[Way, ...]:
@@ -60,6 +72,7 @@ class Served:
     """An owner's regions, registered when the first reader asks for them."""
 
     def __init__(self, name: str, memory: Memory) -> None:
+        """`name`: as agent_name has it."""
         self._name = name
         self._memory = memory
         self._agent: Agent | None = None

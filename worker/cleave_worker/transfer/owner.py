@@ -10,19 +10,20 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
-from cleave_worker.transfer import group, wire
-from cleave_worker.transfer.holds import Holds
+from cleave_worker.transfer import agents, group, nixl, wire
+from cleave_worker.transfer.holds import Holds, Visitor
 from cleave_worker.transfer.identity import Layout, Reason, RefusedError
 from cleave_worker.transfer.link import LinkError, TwoSided, Way
 from cleave_worker.transfer.memory import Memory, Plane, spans_of
 from cleave_worker.transfer.progress import Piece
-from cleave_worker.transfer.shapes import Share, cut
+from cleave_worker.transfer.shapes import Share, count_before, cut
 from cleave_worker.transfer.shared import SharedRegion
-from cleave_worker.transfer.turns import Ask, Turns, Visitor
+from cleave_worker.transfer.turns import Ask, Turns
 
 _log = logging.getLogger(__name__)
 _ANSWER_S = 10.0
@@ -64,12 +65,22 @@ class Owner:
         self._holds = holds
         self._turns = Turns(holds)
         self._shared = tuple(shared)
+        name = nixl.agent_name(kept.boot_id, kept.share.rank)
+        self._served = nixl.Served(name, kept.memory) if agents.installed() else None
         self._transfer_s = transfer_s
         self._listening = socket.create_server((kept.host, port), backlog=128)
         self.port: int = self._listening.getsockname()[1]
+        self._located: Future[wire.Located] = Future()
+        if kept.share.shape.num_ranks == 1:
+            self.locate(((kept.host, self.port),))
         self._wires: set[wire.Wire] = set()
         self._closed = False
         threading.Thread(target=self._accept, name="kv-owner", daemon=True).start()
+
+    def locate(self, addresses: tuple[tuple[str, int], ...]) -> None:
+        """Where the ranks of this engine serve, in their order: told to readers that ask."""
+        if not self._located.done():
+            self._located.set_result(wire.Located(self._kept.share.shape, addresses))
 
     def close(self) -> None:
         """Stop serving; readers find the connection closed."""
@@ -99,9 +110,15 @@ class Owner:
             threading.Thread(target=self._serve, args=(one,), name="kv-serve", daemon=True).start()
 
     def _serve(self, one: wire.Wire) -> None:
-        session = _Session(self._kept, self._holds, self._turns, one, self._transfer_s)
+        session = _Session(
+            self._kept, self._served, self._holds, self._turns, one, self._transfer_s
+        )
         try:
-            session.greet(self._shared)
+            first = one.receive(_ANSWER_S)
+            if isinstance(first, wire.Locate):
+                one.send(self._tell(first), _ANSWER_S)
+                return
+            session.greet(first, self._shared)
             while True:
                 session.answer(one.receive(_IDLE_S))
         except RefusedError as refused:
@@ -114,14 +131,30 @@ class Owner:
             one.close()
             self._wires.discard(one)
 
+    def _tell(self, locate: wire.Locate) -> wire.Located | wire.Refusal:
+        if locate.boot_id != self._kept.boot_id:
+            return wire.Refusal(Reason.BOOT, f"this is boot {self._kept.boot_id}")
+        try:
+            # The engine's first step tells.
+            return self._located.result(_APPEAR_S)
+        except TimeoutError:
+            return wire.Refusal(Reason.NOT_HELD, "no prompt has come since the engine started")
+
 
 class _Session:
     """One reader's connection."""
 
     def __init__(
-        self, kept: Kept, holds: Holds, turns: Turns, connection: wire.Wire, transfer_s: float
+        self,
+        kept: Kept,
+        served: nixl.Served | None,
+        holds: Holds,
+        turns: Turns,
+        connection: wire.Wire,
+        transfer_s: float,
     ) -> None:
         self._kept = kept
+        self._served = served
         self._holds = holds
         self._turns = turns
         self._wire = connection
@@ -129,20 +162,22 @@ class _Session:
         self._link: TwoSided | None = None
         self._read: tuple[str, int] | None = None
         self._planes: tuple[Plane, ...] = ()
+        self._first_plane = 0
         self._visitor = Visitor("", 0, 1)
 
-    def greet(self, shared: tuple[SharedRegion, ...]) -> None:
+    def greet(self, hello: wire.Message, shared: tuple[SharedRegion, ...]) -> None:
         """Compare boot and layout. Raises RefusedError, after the reader has been told."""
-        hello = self._wire.receive(_ANSWER_S)
         if not isinstance(hello, wire.Hello):
             raise wire.WireError("no greeting")
         try:
-            self._planes = _asked(self._kept, hello)
+            self._planes, self._first_plane = _asked(self._kept, hello)
         except RefusedError as refused:
             self._refuse(refused)
             raise
         self._visitor = Visitor(hello.reader, hello.rank, hello.source.num_readers)
-        self._wire.send(wire.Welcome(self._planes, shared), _ANSWER_S)
+        has_nixl = self._served is not None
+        welcome = wire.Welcome(self._planes, shared, self._first_plane, has_nixl)
+        self._wire.send(welcome, _ANSWER_S)
 
     def answer(self, message: wire.Message) -> None:
         """Do what a reader asks. Raises WireError when that makes no sense."""
@@ -159,6 +194,8 @@ class _Session:
                 self._wire.send(wire.Released(held), _ANSWER_S)
             case wire.Beat():
                 self._holds.extend(message.request_ids)
+            case wire.Meet(Way.NIXL):
+                self._tell_reach()
             case wire.Meet():
                 self._meet(message.way)
             case _:
@@ -185,9 +222,12 @@ class _Session:
 
     def _pull_piece(self, pull: wire.Pull) -> None:
         """Whose reader follows it on a connection of its own, and releases it there."""
-        piece = Piece(pull.first_block, pull.num_blocks, pull.first_plane, pull.num_planes)
+        first_plane = self._first_plane + pull.first_plane
+        piece = Piece(pull.first_block, pull.num_blocks, first_plane, pull.num_planes)
         try:
-            blocks = self._holds.look(pull.request_id, pull.epoch, pull.prompt_digest, piece)
+            blocks = self._holds.look(
+                self._visitor, pull.request_id, pull.epoch, pull.prompt_digest, piece
+            )
         except RefusedError as refused:
             self._refuse(refused)
             return
@@ -198,7 +238,12 @@ class _Session:
         again = self._read is not None
         try:
             news = self._holds.follow(
-                follow.name, follow.prompt_digest, follow.seen, _APPEAR_S, again=again
+                self._visitor,
+                follow.name,
+                follow.prompt_digest,
+                follow.seen,
+                _APPEAR_S,
+                again=again,
             )
         except RefusedError as refused:
             self._refuse(refused)
@@ -220,6 +265,14 @@ class _Session:
         except LinkError as error:
             raise wire.WireError(str(error)) from error
 
+    def _tell_reach(self) -> None:
+        reach: nixl.Reach | None = None
+        try:
+            reach = self._served.reach() if self._served else None
+        except LinkError as error:
+            _log.warning("KV is not served over NIXL: %s", error)
+        self._wire.send(wire.Met(reach=reach), _ANSWER_S)
+
     def _meet(self, way: Way) -> None:
         host = self._kept.host
         try:
@@ -233,8 +286,8 @@ class _Session:
         self._wire.send(wire.Refusal(refused.reason, str(refused)), _ANSWER_S)
 
 
-def _asked(kept: Kept, hello: wire.Hello) -> tuple[Plane, ...]:
-    """Where what a reader needs of this rank lies. Raises RefusedError."""
+def _asked(kept: Kept, hello: wire.Hello) -> tuple[tuple[Plane, ...], int]:
+    """(where what a reader needs of this rank lies, planes before it). Raises RefusedError."""
     share, source = kept.share, hello.source
     if hello.boot_id != kept.boot_id:
         raise RefusedError(Reason.BOOT, f"this is boot {kept.boot_id}")
@@ -243,11 +296,12 @@ def _asked(kept: Kept, hello: wire.Hello) -> tuple[Plane, ...]:
     if (hello.shape, source.rank) != (share.shape, share.rank):
         raise RefusedError(Reason.LAYOUT, f"this is rank {share.rank} of {share.shape}")
     if source.part is None:
-        return ()
+        return (), 0
     try:
-        return cut(kept.planes, share, source.part, kept.layout.num_kv_heads)
+        cuts = cut(kept.planes, share, source.part, kept.layout.num_kv_heads)
     except ValueError as error:
         raise RefusedError(Reason.LAYOUT, str(error)) from error
+    return cuts, count_before(len(kept.planes), share, source.part)
 
 
 def checksums(memory: Memory, planes: Sequence[Plane], blocks: Sequence[int]) -> tuple[int, ...]:

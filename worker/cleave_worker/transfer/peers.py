@@ -37,14 +37,6 @@ def peers(kept: Kept, hand_off: HandOff) -> tuple[Peer, ...]:
     )
 
 
-def counterpart(kept: Kept, hand_off: HandOff) -> Peer:
-    """The one rank that holds just what this one does. Raises RefusedError: there is none."""
-    found = peers(kept, hand_off)
-    if hand_off.shape != kept.share.shape or len(found) != 1:
-        raise RefusedError(Reason.LAYOUT, "nothing can be followed in an engine of another shape")
-    return found[0]
-
-
 def own_planes(kept: Kept, peer: Peer) -> tuple[Plane, ...]:
     """Where what a peer has is to go. Raises RefusedError."""
     if peer.source.part is None:

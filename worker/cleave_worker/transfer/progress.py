@@ -24,6 +24,10 @@ class Progress(msgspec.Struct, frozen=True):
             _clamp(self.blocks, first, end), _clamp(self.coming, first, end), self.planes
         )
 
+    def of_planes(self, first: int, count: int) -> "Progress":
+        """The same for whoever wants so many planes of a block only, and counts them from 0."""
+        return Progress(self.blocks, self.coming, _clamp(self.planes - first, 0, count))
+
 
 NOTHING = Progress(0, 0, 0)
 

@@ -6,19 +6,20 @@ its reason, and whatever lies in the own blocks then must not be attended to.
 """
 
 import logging
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TypeVar
 
-from cleave_worker.transfer import group, wire
+from cleave_worker.transfer import group, nixl, wire
+from cleave_worker.transfer.arrivals import Arrivals
+from cleave_worker.transfer.asking import ANSWER_S, Answer, dial, exchange
 from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
 from cleave_worker.transfer.link import LinkError, Meter, OneSided, TwoSided, Way
 from cleave_worker.transfer.memory import moves, spans_of
 from cleave_worker.transfer.owner import Kept, checksums
-from cleave_worker.transfer.peers import Peer, counterpart, own_planes, peers
+from cleave_worker.transfer.peers import Peer, own_planes, peers
+from cleave_worker.transfer.places import Places
 from cleave_worker.transfer.progress import Piece
 from cleave_worker.transfer.shared import SharedMemory
 
@@ -26,16 +27,12 @@ _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 _BEAT_S = 2.0
 """For one owner; a dead one must not keep the others' heartbeats waiting."""
-ANSWER_S = 20.0
-"""The owner may first wait for its engine's word, see owner.py."""
 _MAX_OWNERS = 64
 _BROKEN = (Reason.LOST, Reason.TIME_OUT, Reason.LAYOUT, Reason.MALFORMED)
 """After these nobody knows what the owner does; closing the connection makes it free the blocks."""
 
 _ALL = slice(0, None)
 """Planes, where a prompt comes in one piece."""
-
-_Answer = TypeVar("_Answer", wire.Welcome, wire.Met, wire.News, wire.Grant, wire.Released)
 
 
 class Reader:
@@ -54,6 +51,12 @@ class Reader:
         self._ways = tuple(ways)
         self._transfer_s = transfer_s
         self._check_bytes = check_bytes
+        self._places = Places()
+        self.arrivals = Arrivals(
+            f"{nixl.agent_name(kept.boot_id, kept.share.rank)}/reader",
+            kept.memory.regions[0].device,
+        )
+        """Of all links over NIXL."""
         self._pairs: OrderedDict[Peer, _Pair] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -67,34 +70,43 @@ class Reader:
             raise RefusedError(Reason.PROMPT, "handed off for other tokens")
         if hand_off.boot_id == self._kept.boot_id:
             raise RefusedError(Reason.BOOT, "an engine cannot pull from itself")
-        found = peers(self._kept, hand_off)
+        found = self.find(hand_off)
         needed = [peer for peer in found if peer.source.part]
         ways = [self._use(peer, lambda pair: pair.pull(hand_off, first, blocks)) for peer in needed]
         for peer in found:
             if peer not in needed:
-                self._decline(hand_off, peer)
+                self.decline_at(peer, hand_off)
         return ways[0]
 
-    def pull_piece(self, hand_off: HandOff, piece: Piece, blocks: Sequence[int]) -> Way:
+    def pull_piece(self, peer: Peer, hand_off: HandOff, piece: Piece, blocks: Sequence[int]) -> Way:
         """Fill some planes of own `blocks` with a piece of what is followed (follower.py).
 
         Whoever follows it asks in the end whether it was held all the time. Raises RefusedError.
         """
-        peer = self.counterpart(hand_off)
         return self._use(peer, lambda pair: pair.pull_piece(hand_off, piece, blocks))
 
-    def counterpart(self, hand_off: HandOff) -> Peer:
-        """The one rank of the owner that holds just what this one does.
+    def find(self, hand_off: HandOff, seconds: float = ANSWER_S) -> tuple[Peer, ...]:
+        """The owner's ranks that this one turns to; it is asked if the hand-off does not say.
 
-        Raises RefusedError: there is none, so that nothing can be followed.
+        Each step of that gets `seconds`. Raises RefusedError.
         """
-        return counterpart(self._kept, hand_off)
+        return peers(self._kept, self._places.complete(hand_off, seconds))
 
     def decline(self, hand_off: HandOff) -> None:
         """Tell the owner that nobody will pull; if it cannot be reached its lease ends anyway."""
         with suppress(RefusedError):
-            for peer in peers(self._kept, hand_off):
-                self._decline(hand_off, peer)
+            for peer in self.find(hand_off):
+                self.decline_at(peer, hand_off)
+
+    def decline_at(self, peer: Peer, hand_off: HandOff) -> None:
+        """The same at one rank."""
+        with suppress(RefusedError, wire.WireError, TimeoutError):
+            connection, _ = self.connect(peer, _CONNECT_S)
+            try:
+                connection.send(wire.Release(hand_off.request_id, hand_off.epoch), _CONNECT_S)
+                connection.receive(_CONNECT_S)
+            finally:
+                connection.close()
 
     def beat(self, hand_offs: Iterable[HandOff]) -> int:
         """Extend the leases of what will be pulled later; the number of ranks not reached."""
@@ -118,21 +130,17 @@ class Reader:
         for pair in pairs:
             pair.close()
 
-    def _decline(self, hand_off: HandOff, peer: Peer) -> None:
-        with suppress(RefusedError, wire.WireError, TimeoutError):
-            connection, _ = self.connect(peer, _CONNECT_S)
-            try:
-                connection.send(wire.Release(hand_off.request_id, hand_off.epoch), _CONNECT_S)
-                connection.receive(_CONNECT_S)
-            finally:
-                connection.close()
-
     def _by_peer(self, hand_offs: Iterable[HandOff]) -> dict[Peer, list[str]]:
         found: dict[Peer, list[str]] = {}
+        silent: set[str] = set()
         for hand_off in hand_offs:
-            with suppress(RefusedError):
-                for peer in peers(self._kept, hand_off):
+            if hand_off.boot_id in silent:
+                continue
+            try:
+                for peer in self.find(hand_off, _BEAT_S):
                     found.setdefault(peer, []).append(hand_off.request_id)
+            except RefusedError:
+                silent.add(hand_off.boot_id)
         return found
 
     def _use(self, peer: Peer, pull: "Callable[[_Pair], Way]") -> Way:
@@ -161,14 +169,11 @@ class Reader:
 
     def connect(self, peer: Peer, seconds: float) -> tuple[wire.Wire, wire.Welcome]:
         """A greeted connection; each of two steps gets `seconds`. Raises RefusedError."""
-        kept, address = self._kept, peer.address
+        kept = self._kept
         hello = wire.Hello(
             peer.boot_id, kept.layout, peer.shape, peer.source, kept.boot_id, kept.share.rank
         )
-        try:
-            connection = wire.Wire(socket.create_connection(address, seconds))
-        except (OSError, UnicodeError, OverflowError) as error:
-            raise RefusedError(Reason.LOST, f"{address[0]}:{address[1]}: {error}") from error
+        connection = dial(peer.address, seconds)
         try:
             return connection, exchange(connection, hello, wire.Welcome, seconds)
         except BaseException:
@@ -299,7 +304,7 @@ class _Pair:
         ):
             raise RefusedError(Reason.CHECKSUM, "other bytes arrived than were sent")
 
-    def _exchange(self, message: wire.Message, kind: type[_Answer]) -> _Answer:
+    def _exchange(self, message: wire.Message, kind: type[Answer]) -> Answer:
         assert self._connection
         return exchange(self._connection, message, kind, ANSWER_S)
 
@@ -322,6 +327,8 @@ class _Pair:
                 if not welcome.shared:
                     return False
                 self._one_sided = SharedMemory(kept.memory, welcome.shared)
+            elif way is Way.NIXL:
+                return self._use_nixl(welcome)
             else:
                 met = self._exchange(wire.Meet(way), wire.Met)
                 peer = (self._peer.address[0], met.port)
@@ -331,20 +338,12 @@ class _Pair:
             return False
         return True
 
-
-def exchange(
-    connection: wire.Wire, question: wire.Message, kind: type[_Answer], seconds: float
-) -> _Answer:
-    """The answer to a question, which must be of this kind. Raises RefusedError."""
-    try:
-        connection.send(question, seconds)
-        message = connection.receive(seconds)
-    except TimeoutError as error:
-        raise RefusedError(Reason.TIME_OUT, str(error)) from error
-    except wire.WireError as error:
-        raise RefusedError(Reason.LOST, str(error)) from error
-    if isinstance(message, wire.Refusal):
-        raise RefusedError(message.reason, message.text)
-    if not isinstance(message, kind):
-        raise RefusedError(Reason.LOST, f"{type(message).__name__} in place of {kind.__name__}")
-    return message
+    def _use_nixl(self, welcome: wire.Welcome) -> bool:
+        """Raises LinkError."""
+        reach = self._exchange(wire.Meet(Way.NIXL), wire.Met).reach if welcome.nixl else None
+        if reach is None:
+            return False
+        reader, peer = self._reader, self._peer
+        name = nixl.agent_name(peer.boot_id, peer.source.rank)
+        self._one_sided = nixl.Nixl(reader._kept.memory, reader.arrivals, reach, name, _CONNECT_S)
+        return True

@@ -151,5 +151,10 @@ def cut(planes: Sequence[Plane], share: Share, part: Part, num_kv_heads: int) ->
     return cuts
 
 
+def count_before(num_planes: int, share: Share, part: Part) -> int:
+    """Planes of a rank that lie before those of a part."""
+    return sum(layer < part.first_layer for layer in share.layers_of(num_planes))
+
+
 def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))

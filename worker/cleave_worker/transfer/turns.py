@@ -2,28 +2,19 @@
 
 Between an owner's connections and its holds: for the holds all of them are one reader. What is
 hard: ranks come in any order and some only to say that they want nothing, so the blocks are free
-when all have been there, or one of them was lost: then nothing that the others read is used.
+when all have been there, or one of them was lost: then nothing that the others read is used. Who
+follows a prefill is known to the holds; here its ranks only have their last words.
 """
 
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from cleave_worker.transfer.holds import Holds
+from cleave_worker.transfer.holds import Holds, Visitor
 from cleave_worker.transfer.identity import Reason, RefusedError
 
 _REMEMBERED = 4096
 """Holds that some ranks have come for, and the others perhaps never will."""
-
-
-@dataclass(frozen=True, slots=True)
-class Visitor:
-    """A rank of an engine."""
-
-    boot_id: str
-    rank: int
-    num_ranks: int
-    """That come to this owner in all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import msgspec
 from cleave_worker.transfer.identity import Layout, Reason
 from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import Plane
+from cleave_worker.transfer.nixl import Reach
 from cleave_worker.transfer.progress import Progress
 from cleave_worker.transfer.shapes import Shape, Source
 from cleave_worker.transfer.shared import SharedRegion
@@ -40,6 +41,21 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     """Of the reader."""
 
 
+class Locate(msgspec.Struct, tag=True, frozen=True):
+    """In place of a greeting: where are the ranks of this engine? Answered by Located."""
+
+    boot_id: str
+    """Of the owner that is meant."""
+
+
+class Located(msgspec.Struct, tag=True, frozen=True):
+    """What a hand-off would say of its owner."""
+
+    shape: Shape
+    addresses: tuple[tuple[str, int], ...]
+    """Of each rank, in the order of ranks."""
+
+
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     """The owner is the one that was meant, has the same layout and what the reader needs."""
 
@@ -47,18 +63,24 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Where that lies."""
     shared: tuple[SharedRegion, ...]
     """Empty: its memory cannot be mapped."""
+    first_plane: int = 0
+    """Of these, among the owner's, by whose numbers it announces what is final."""
+    nixl: bool = False
+    """Whether it can be met that way."""
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True):
-    """Make a two-sided link."""
+    """Make a link. Answered by Met."""
 
     way: Way
 
 
 class Met(msgspec.Struct, tag=True, frozen=True):
-    """Where the owner waits for the other end of the link."""
+    """Where the owner waits for the other end of a two-sided link, or how NIXL reads its memory."""
 
-    port: int
+    port: int = 0
+    reach: Reach | None = None
+    """None also where NIXL does not do what it should."""
 
 
 class Pull(msgspec.Struct, tag=True, frozen=True):
@@ -132,6 +154,8 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
 
 Message = (
     Hello
+    | Locate
+    | Located
     | Welcome
     | Meet
     | Met

@@ -23,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import register
+from cleave_worker.transfer.nixl import usable, usual
 from cleave_worker.transfer.owner import Kept
 from cleave_worker.transfer.shapes import Share
 from cleave_worker.vllm.kv.announcing import Pace
@@ -119,8 +120,8 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Place]) -> None:
         """Where the ranks serve, by (pipeline, tensor) rank."""
-        self._told_scheduler().addresses = tuple(
-            (place.host, place.port) for _, place in sorted(metadata.items())
+        self._told_scheduler().locate(
+            tuple((place.host, place.port) for _, place in sorted(metadata.items()))
         )
 
     # The workers' half
@@ -210,10 +211,9 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _settings(self, device: torch.device) -> Settings:
         extra = self._kv_transfer_config.get_from_extra_config
-        usual = (Way.SHARED_MEMORY, Way.GLOO) if device.type == "cpu" else (Way.NCCL,)
         return Settings(
             port=int(extra("port", 0)),
-            ways=tuple(Way(way) for way in extra("ways", usual)),
+            ways=usable(tuple(Way(way) for way in extra("ways", usual(device)))),
             lease_s=float(extra("kv_lease_duration", 30)),
             transfer_s=float(extra("transfer_timeout", 30)),
             check_bytes=bool(extra("checksums", False)),

@@ -53,6 +53,8 @@ class Orders(KVConnectorMetadata):
     pull: dict[str, Wanted] = field(default_factory=dict)
     decline: dict[str, HandOff] = field(default_factory=dict)
     """Will not be pulled: their owners may free them."""
+    addresses: tuple[tuple[str, int], ...] = ()
+    """Where the ranks serve, in their order; with the first step."""
 
 
 @dataclass(frozen=True)

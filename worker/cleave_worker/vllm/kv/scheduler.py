@@ -37,13 +37,19 @@ class SchedulerSide:
         self._boot_id = boot_id
         self._block_size = block_size
         self._shape = shape
-        self.addresses: tuple[tuple[str, int], ...] = ()
-        """Where the ranks serve, in their order; known once they have started."""
+        self._addresses: tuple[tuple[str, int], ...] = ()
         self._epochs = itertools.count(1)
         self._running = Running(block_size)
         self._coming: dict[str, HandOff] = {}
         self._orders = Orders()
         self._transfers = Transfers()
+
+    def locate(self, addresses: tuple[tuple[str, int], ...]) -> None:
+        """Where the ranks serve, in their order: known once they have started.
+
+        They are told, for a decode engine that is promised a prefill knows rank 0 only.
+        """
+        self._addresses = self._orders.addresses = addresses
 
     def on_new_request(self, request: Request) -> None:
         """Read the hand-off that came with a request: the owner hears from us until the end.
@@ -155,7 +161,7 @@ class SchedulerSide:
             held.epoch,
             held.prompt_digest,
             request.num_prompt_tokens,
-            self.addresses,
+            self._addresses,
             self._shape,
         )
         # As vLLM's own connector writes it, for whoever reads hand-offs of any kind.
@@ -165,8 +171,8 @@ class SchedulerSide:
             "remote_block_ids": [list(held.blocks)],
             "remote_engine_id": self._boot_id,
             "remote_request_id": request.request_id,
-            "remote_host": self.addresses[0][0],
-            "remote_port": self.addresses[0][1],
+            "remote_host": self._addresses[0][0],
+            "remote_port": self._addresses[0][1],
             "tp_size": self._shape.tensor_parallel_size,
             "pp_size": len(self._shape.stages),
             "remote_num_tokens": request.num_prompt_tokens,

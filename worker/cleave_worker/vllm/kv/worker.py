@@ -76,7 +76,7 @@ class WorkerSide:
             kept, settings.ways, settings.transfer_s, check_bytes=settings.check_bytes
         )
         self._announcer = Announcer(self._holds, settings.pace, kept.memory.regions[0].device)
-        self._follower = Follower(self._reader, len(kept.planes), settings.patience_s)
+        self._follower = Follower(self._reader, settings.patience_s)
         self._pool = ThreadPoolExecutor(_PULLS, "kv-pull")
         self._following = ThreadPoolExecutor(_FOLLOWS, "kv-follow")
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
@@ -94,6 +94,8 @@ class WorkerSide:
 
     def note(self, orders: Orders) -> None:
         """Before a step computes: readers may come as soon as the answer is out."""
+        if orders.addresses:
+            self._owner.locate(orders.addresses)
         for request_id, begun in orders.begin.items():
             self._holds.begin(request_id, begun)
         for request_id in orders.give_up:

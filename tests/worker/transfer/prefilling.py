@@ -1,0 +1,158 @@
+"""Engines in this process, one that computes a prompt as slowly as a test tells it and one that
+follows; of any shape, each rank with memory, holds and links of its own."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from cleave_worker.transfer import follower, owner, reader
+from cleave_worker.transfer.holds import Begun, Held, Holds
+from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
+from cleave_worker.transfer.link import Way
+from cleave_worker.transfer.progress import Progress
+from cleave_worker.transfer.shapes import Shape, sources
+from cleave_worker.transfer.shared import share
+
+from owner_process import ALONE, LAYOUT, caches, kept_as
+
+BOUND_S = 60.0
+DIGEST = "d"
+THERE = (3, 9, 4, 5)
+HERE = (7, 6, 8, 1)
+WHOLE = Progress(4, 4, 0)
+
+
+class PrefillRank:
+    """Computes its part of one prompt."""
+
+    def __init__(self, shape: Shape = ALONE, rank: int = 0) -> None:
+        self.tensors = caches(0, shape, rank)
+        self._computed = caches(1000, shape, rank)
+        kept = kept_as("boot-p", self.tensors, shape, rank)
+        self.holds = Holds(BOUND_S, BOUND_S)
+        self.asked = threading.Semaphore(0)
+        """Each time that somebody asks for more."""
+        self._follow = self.holds.follow
+        self.holds.follow = self._note  # type: ignore[method-assign]
+        self.owner = owner.Owner(kept, self.holds, share(kept.memory), 0, BOUND_S)
+
+    def _note(self, *told: object, **named: bool) -> object:
+        self.asked.release()
+        return self._follow(*told, **named)  # type: ignore[arg-type]
+
+    def begin(self, epoch: int = 1) -> None:
+        self.holds.begin("theirs", Begun(epoch, DIGEST, len(THERE), "name"))
+
+    def compute(self, *steps: Progress) -> None:
+        """Write what each step makes final, and only that, then say so."""
+        for step in steps:
+            for number, block in enumerate(THERE):
+                final = len(self.tensors) if number < step.blocks else step.planes
+                for layer in range(final if number < step.coming else 0):
+                    self.tensors[layer][block] = self._computed[layer][block]
+            known = THERE[: max(step.blocks, step.coming)]
+            self.holds.grow("theirs", known, step)
+
+    def steps_by_layer(self) -> list[Progress]:
+        """Two chunks of the prompt, layer by layer."""
+        planes = range(1, len(self.tensors) + 1)
+        steps = [Progress(first, first + 2, count) for first in (0, 2) for count in planes]
+        return [*steps, WHOLE]
+
+    def end(self, epoch: int = 1) -> None:
+        self.holds.hold("theirs", Held(epoch, DIGEST, THERE))
+
+    def hand_off(self, **changed: object) -> HandOff:
+        """Ahead of the prefill; it names this rank alone."""
+        told = {"boot_id": "boot-p", "request_id": "name", "epoch": 0, "prompt_digest": ""}
+        address = (("127.0.0.1", self.owner.port),)
+        return HandOff(**(told | {"num_tokens": 0, "addresses": address} | changed))
+
+
+class Prefill:
+    """All ranks."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.ranks = [PrefillRank(shape, rank) for rank in range(shape.num_ranks)]
+        for one in self.ranks:
+            one.owner.locate(tuple(("127.0.0.1", other.owner.port) for other in self.ranks))
+
+    def begin(self) -> None:
+        for one in self.ranks:
+            one.begin()
+
+    def end(self, ranks: Iterable[PrefillRank] | None = None) -> None:
+        for one in self.ranks if ranks is None else ranks:
+            one.end()
+
+    def freed(self) -> list[bool]:
+        """By rank: whether it has told its engine so since it was asked last."""
+        return [one.holds.take_freed() == {"theirs"} for one in self.ranks]
+
+    def num_followers(self, ours: Shape) -> list[int]:
+        """By rank: ranks of another engine that follow it."""
+        heads = LAYOUT.num_kv_heads
+        found = [
+            source.rank
+            for rank in range(ours.num_ranks)
+            for source in sources(ours, rank, self.shape, heads)
+            if source.part
+        ]
+        return [found.count(rank) for rank in range(self.shape.num_ranks)]
+
+    def close(self) -> None:
+        for one in self.ranks:
+            if not one.owner._closed:
+                one.owner.close()
+
+
+class Decode:
+    """The reading engine."""
+
+    def __init__(
+        self,
+        *ways: Way,
+        patience_s: float = BOUND_S,
+        shape: Shape = ALONE,
+        boot_id: str = "boot-d",
+    ) -> None:
+        self.shape = shape
+        self.tensors = [caches(0, shape, rank) for rank in range(shape.num_ranks)]
+        self.readers = [
+            reader.Reader(kept_as(boot_id, one, shape, rank), ways, BOUND_S, check_bytes=True)
+            for rank, one in enumerate(self.tensors)
+        ]
+        self.followers = [follower.Follower(one, patience_s) for one in self.readers]
+        self.pool = ThreadPoolExecutor(8)
+
+    def follow(
+        self, hand_off: HandOff, blocks: Sequence[int] = HERE, first: int = 0, rank: int = 0
+    ) -> Future[Way]:
+        follow = self.followers[rank].follow
+        return self.pool.submit(follow, hand_off, DIGEST, first, blocks)
+
+    def follow_all(self, hand_off: HandOff) -> list[Future[Way]]:
+        return [self.follow(hand_off, rank=rank) for rank in range(len(self.readers))]
+
+    def has_what_was_computed(self, rank: int = 0) -> bool:
+        """Everything of the prompt's blocks, and of no other block anything."""
+        computed, expected = caches(1000, self.shape, rank), caches(0, self.shape, rank)
+        for own, layer in zip(expected, computed, strict=True):
+            own[list(HERE)] = layer[list(THERE)]
+        return all(map(torch.equal, self.tensors[rank], expected))
+
+    def close(self) -> None:
+        for one in self.readers:
+            one.close()
+        self.pool.shutdown(cancel_futures=True)
+
+
+def reason(following: Future[Way]) -> Reason:
+    """Why nothing may be attended to."""
+    with pytest.raises(RefusedError) as caught:
+        following.result(BOUND_S)
+    return caught.value.reason
