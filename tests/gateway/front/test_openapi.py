@@ -40,7 +40,6 @@ async def test_anybody_can_ask_for_it(make_stage, tmp_path) -> None:
     keys.write_text("secret\n")
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     told = (await stage.ask(None, "/openapi.json")).json()
-    assert told["components"]["schemas"]["ModelName"].pop("examples") == ["m"]
     assert told == json.loads(json.dumps(DESCRIBED))
 
 

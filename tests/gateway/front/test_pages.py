@@ -105,9 +105,26 @@ async def test_anything_else_does_not(locked, value: str) -> None:
     assert not locked.engines["x"].requests
 
 
-async def test_probes_and_scrapers_need_no_key(locked) -> None:
-    for path in ("/health", "/metrics"):
-        assert (await locked.ask(None, path)).status == 200
+KEY = {"Authorization": "Bearer secret-1"}
+
+
+async def test_a_probe_needs_no_key_and_is_told_no_more_than_it_needs(locked) -> None:
+    known = await locked.ask(None, "/health", **KEY)
+    assert known.json()["models"]["m"]["ready"]
+    response = await locked.ask(None, "/health")
+    assert (response.status, response.json()) == (200, {"status": "ok"})
+    locked.state(locked.engines["x"], state=1, reason="loads")
+    response = await locked.ask(None, "/health")
+    assert (response.status, response.json()) == (503, {"status": "unavailable"})
+
+
+async def test_metrics_and_names_are_for_those_with_a_key(locked) -> None:
+    response = await locked.ask(None, "/metrics")
+    assert (response.status, response.error["code"]) == (401, "invalid_api_key")
+    assert b'model="m"' in (await locked.ask(None, "/metrics", **KEY)).body
+    for path, options, names in (("/openapi.json", {}, None), ("/openapi.json", KEY, ["m"])):
+        told = (await locked.ask(None, path, **options)).json()
+        assert told["components"]["schemas"]["ModelName"].get("examples") == names
 
 
 async def test_metrics_add_up(pair) -> None:

@@ -1,9 +1,9 @@
 """Everything the gateway answers, by path; what takes a model it lets engines answer.
 
-Used by the client connections. /health and /metrics stay open when keys are required: probes and
-scrapers carry none, and nothing there is about a request. /fleet names every instance and its load,
-which is the operator's business alone: it is answered on the internal port only, which no Service
-leads to.
+Used by the client connections. What is hard: with keys nothing names a model, an instance or a
+tenant to whoever has none, but probes carry no key. So /health and /openapi.json stay open and then
+say less; scrapers bring a key or use the internal port, which no Service leads to. /fleet names
+every instance and its load, which is the operator's business alone: it is answered there only.
 """
 
 from http import HTTPStatus
@@ -49,6 +49,8 @@ _METHODS = {route.path: b"POST" for route in (*COMPLETIONS, *OTHERS)} | {
 }
 _OPEN = frozenset(route.path for route in OWN if not route.needs_key)
 _INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL}
+_UNLOGGED = frozenset((FLEET, HEALTH, METRICS, OPENAPI))
+"""What probes and scrapers ask for."""
 
 _UNAUTHORIZED = ApiError(
     HTTPStatus.UNAUTHORIZED,
@@ -69,6 +71,7 @@ class Pages:
         self._context = context
         self._watch = watch
         self._methods = _INTERNAL_METHODS if internal else _METHODS
+        self._internal = internal
         self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
         self._registry = CollectorRegistry()
         if context.siblings is None:
@@ -113,7 +116,7 @@ class Pages:
                 if request.method == b"POST":
                     self._pass_on(client, request, request_id, tenant)
                 else:
-                    self._tell(client, request, self._answer(request.path), request_id)
+                    self._tell(client, request, self._answer(request), request_id)
                 return
             except ApiError as refusal:
                 error = refusal
@@ -148,7 +151,7 @@ class Pages:
         request_id: bytes,
     ) -> None:
         """Answer here; to HEAD with the head alone, or the next answer would begin with a body."""
-        if request.path not in self._open:
+        if request.path not in _UNLOGGED:
             self.note(request_id, answer[0], request)
         client.respond(*answer, request_id, with_body=request.method != b"HEAD")
 
@@ -176,7 +179,13 @@ class Pages:
         client.run(exchange)
         exchange.start()
 
-    def _answer(self, path: bytes) -> tuple[int, bytes, bytes]:
+    def _may_know(self, request: Request) -> bool:
+        """Whether models may be named in the answer to a path that is open to everybody."""
+        keys = self._context.keys
+        return self._internal or keys.accept(request.headers.get(b"authorization"))
+
+    def _answer(self, request: Request) -> tuple[int, bytes, bytes]:
+        path = request.path
         if path == FLEET:
             page = describe_fleet(self._context)
             return HTTPStatus.OK, head.JSON, msgspec.json.encode(page)
@@ -184,10 +193,13 @@ class Pages:
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
             return HTTPStatus.OK, content, generate_latest(self._registry)
         if path == OPENAPI:
-            api = describe(sorted(self._context.router.directory.models))
-            return HTTPStatus.OK, head.JSON, msgspec.json.encode(api)
+            directory = self._context.router.directory
+            names = sorted(directory.models) if self._may_know(request) else []
+            return HTTPStatus.OK, head.JSON, msgspec.json.encode(describe(names))
         if path == HEALTH:
             status, health = self._describe_health()
+            if not self._may_know(request):
+                health = {"status": health["status"]}
             return status, head.JSON, msgspec.json.encode(health)
         models = self._context.router.directory.models
         if path.startswith(MODEL):

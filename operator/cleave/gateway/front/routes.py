@@ -87,8 +87,8 @@ OTHERS = (
 
 OWN = (
     OwnRoute(MODELS, "List the models", needs_key=True),
-    OwnRoute(HEALTH, "Tell what can be served, and why not"),
-    OwnRoute(METRICS, "Metrics, for Prometheus"),
+    OwnRoute(HEALTH, "Tell whether anything can be served, and with a key what, and why not"),
+    OwnRoute(METRICS, "Metrics, for Prometheus", needs_key=True),
     OwnRoute(OPENAPI, "This description"),
 )
 """And below MODEL each model."""
