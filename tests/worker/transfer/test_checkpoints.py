@@ -102,14 +102,42 @@ def test_no_more_is_written_than_the_file_system_can_spare(folder: Path, monkeyp
     assert store.save(KEY, b"") is (120 * told.f_frsize > 125 * told.f_frsize)
 
 
-def test_own_blocks_can_be_dropped_and_others_cannot(folder: Path) -> None:
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_a_block_stays_until_the_last_engine_that_uses_it_drops_it(folder: Path, last: int) -> None:
+    engines = [opened(folder) for _ in range(3)]
+    for each in engines:
+        assert each.save(KEY, BODY)
+    for each in engines[:last] + engines[last + 1 :]:
+        each.drop([KEY, KEY])
+        assert bytes(engines[last].load(KEY, len(BODY))) == BODY
+    engines[last].drop([KEY])
+    assert not list(folder.iterdir())
+
+
+def test_two_that_write_at_once_use_one_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = opened(folder), opened(folder)
+    monkeypatch.setattr(slow, "_has_room", lambda _: fast.save(KEY, BODY))
+    assert slow.save(KEY, BODY)
+    fast.drop([KEY])
+    assert bytes(slow.load(KEY, len(BODY))) == BODY
+    slow.drop([KEY])
+    assert not list(folder.iterdir())
+
+
+def test_dropping_what_one_does_not_use_takes_nothing_from_others(folder: Path) -> None:
     writer, other = opened(folder), opened(folder)
     writer.save(KEY, BODY)
-    assert other.save(KEY, BODY), "it is there"
     other.drop([KEY])
     assert writer.has(KEY)
-    writer.drop([KEY, KEY])
-    assert not writer.has(KEY)
+
+
+def test_of_what_others_have_written_no_more_is_kept_than_allowed(folder: Path) -> None:
+    writer, small = opened(folder), opened(folder, most=len(BODY))
+    writer.save(KEY, BODY)
+    assert small.save(KEY, BODY), "it is there"
+    assert small.num_bytes == 0
+    writer.drop([KEY])
+    assert not small.has(KEY)
 
 
 def test_what_nobody_says_is_in_use_is_removed(folder: Path) -> None:
@@ -126,17 +154,17 @@ def test_what_nobody_says_is_in_use_is_removed(folder: Path) -> None:
     assert (folder / "letter.txt").exists()
 
 
-def test_what_a_dead_engine_left_belongs_to_who_goes_on_with_the_stream(folder: Path) -> None:
+def test_what_a_dead_engine_left_stays_for_as_long_as_another_goes_on_with_it(folder: Path) -> None:
     dead, living = opened(folder), opened(folder)
     dead.save(KEY, BODY)
     living.save(KEY, BODY)
+    os.utime(folder / f"{KEY}-0", (0, 0))
     living.sweep(500)
-    assert living.num_bytes == 0, "its owner may live"
-    os.utime(folder / f"{KEY}-0", (0, time.time() - 300))
-    living.sweep(500)
-    assert living.num_bytes > len(BODY)
+    assert living.has(KEY)
     living.drop([KEY])
-    assert not living.has(KEY)
+    os.utime(folder / f"{KEY}-0", (0, 0))
+    living.sweep(500)
+    assert not list(folder.iterdir())
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:

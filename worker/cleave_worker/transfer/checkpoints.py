@@ -2,17 +2,19 @@
 
 One engine writes them while a stream decodes; whichever engine of this host goes on with the stream
 reads them. What is hard: nobody vouches for a file, as the engine that wrote it may be dead. So a
-file says itself what it is of, appears only when it is whole, and is checked byte by byte.
+file says itself what it is of, appears only when it is whole, and is checked byte by byte. And
+streams of several engines begin alike: each engine that uses a file has a link of its own to it,
+and who drops the last one removes the file.
 """
 
 import logging
 import os
 import re
+import secrets
 import struct
 import threading
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +27,8 @@ _HEAD = struct.Struct("<8s32s32sQI")
 _MARK = b"cleaveK1"
 _LEFT_FREE = 8
 """One part in so many of the file system: others keep KV there, and die when it is full."""
-_UNFINISHED = ".part"
-_NAME = re.compile(rf"[0-9a-f]{{64}}-\d+(\.\d+\{_UNFINISHED})?")
+_UNFINISHED, _USE = "part", "use"
+_NAME = re.compile(rf"[0-9a-f]{{64}}-\d+(\.[0-9a-f]+\.({_UNFINISHED}|{_USE}))?")
 """Whatever else somebody keeps in the folder is not touched."""
 
 
@@ -34,7 +36,7 @@ class Checkpoints:
     """One rank's view of a folder that the engines of a host share."""
 
     def __init__(self, folder: Path, rank: int, layout: bytes, most_bytes: int) -> None:
-        """`layout`: 32 bytes, equal where KV may be exchanged; `most_bytes`: that this one writes.
+        """`layout`: 32 bytes, equal where KV may be exchanged; `most_bytes`: that this one keeps.
 
         Raises ValueError when the folder cannot be made or is not ours alone.
         """
@@ -42,19 +44,19 @@ class Checkpoints:
         self._rank = rank
         self._layout = layout
         self._most_bytes = most_bytes
-        self._own: OrderedDict[str, int] = OrderedDict()
-        """Sizes of files that this one has written, by key."""
-        self._others: set[str] = set()
-        """Blocks that others had written when this one wanted to."""
+        # A process id would not do: engines in different pods may have the same.
+        self._user = secrets.token_hex(8)
+        self._used: dict[str, int] = {}
+        """Sizes of files that this one has saved or found there, by key."""
         self._lock = threading.Lock()
         self._told_full = False
         open_folder(folder)
 
     @property
     def num_bytes(self) -> int:
-        """In files that this one has written and not dropped."""
+        """In files that this one has saved and not dropped; others may use them as well."""
         with self._lock:
-            return sum(self._own.values())
+            return sum(self._used.values())
 
     def has(self, key: str) -> bool:
         """Whether somebody has written such a block; it may be gone the next moment."""
@@ -62,17 +64,13 @@ class Checkpoints:
 
     def save(self, key: str, body: bytes) -> bool:
         """Write a block unless it is there; whether it is. No room is no fault."""
-        if self.has(key):
-            with self._lock:
-                if key not in self._own:
-                    self._others.add(key)
+        if self._take_up(key):
             return True
         size = _HEAD.size + len(body)
         if not self._has_room(size):
             return False
         head = _HEAD.pack(_MARK, bytes.fromhex(key), self._layout, len(body), zlib.crc32(body))
-        path = self._path(key)
-        part = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
+        part, own = self._path(key, _UNFINISHED), self._path(key, _USE)
         try:
             file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(file, "wb", buffering=0) as written:
@@ -80,13 +78,19 @@ class Checkpoints:
                 written.write(body)
             if part.stat().st_size != size:
                 raise OSError("short write")
-            part.rename(path)
+            part.rename(own)
+            os.link(own, self._path(key))
+        except FileExistsError:
+            # Another engine was faster.
+            own.unlink(missing_ok=True)
+            return self._take_up(key)
         except OSError as error:
             _log.warning("a checkpoint of KV was not written: %s", error)
-            part.unlink(missing_ok=True)
+            for path in (part, own):
+                path.unlink(missing_ok=True)
             return False
         with self._lock:
-            self._own[key] = size
+            self._used[key] = size
         return True
 
     def load(self, key: str, num_bytes: int) -> memoryview:
@@ -108,25 +112,26 @@ class Checkpoints:
         return body
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Remove own blocks; those of others stay."""
+        """Use these blocks no more; what others use stays."""
         for key in keys:
             with self._lock:
-                self._others.discard(key)
-                owned = self._own.pop(key, None)
-            if owned is not None:
-                self._path(key).unlink(missing_ok=True)
+                used = self._used.pop(key, None)
+            if used is None:
+                continue
+            self._path(key, _USE).unlink(missing_ok=True)
+            # Who begins to use it at this very moment computes it again when it wants it.
+            with suppress(FileNotFoundError):
+                if self._path(key).stat().st_nlink == 1:
+                    self._path(key).unlink()
 
     def sweep(self, keep_s: float) -> None:
-        """Say that own files are in use, and remove those of which nobody has said so for long.
+        """Say which files are in use, and remove those of which nobody has said so for long.
 
-        To be called several times in `keep_s`. What a dead engine has left and streams here use
-        becomes this one's own.
+        To be called several times in `keep_s`. What dead engines have left goes, links included.
         """
         with self._lock:
-            for key in list(self._others):
-                self._take_over(key, time.time() - keep_s / 2)
-            own = list(self._own)
-        for key in own:
+            used = list(self._used)
+        for key in used:
             with suppress(FileNotFoundError):
                 os.utime(self._path(key))
         before = time.time() - keep_s
@@ -135,15 +140,25 @@ class Checkpoints:
                 if _NAME.fullmatch(path.name) and path.stat().st_mtime < before:
                     path.unlink()
 
-    def _take_over(self, key: str, before: float) -> None:
-        with suppress(FileNotFoundError):
-            told = self._path(key).stat()
-            if told.st_mtime < before:
-                self._others.discard(key)
-                self._own[key] = told.st_size
+    def _take_up(self, key: str) -> bool:
+        """Use a block if it is there; whether it is."""
+        with self._lock:
+            known, left = key in self._used, self._most_bytes - sum(self._used.values())
+        try:
+            size = self._path(key).stat().st_size
+            if not known and size <= left:
+                os.link(self._path(key), self._path(key, _USE))
+                os.utime(self._path(key, _USE))
+                with self._lock:
+                    self._used[key] = size
+        except FileNotFoundError:
+            return False
+        return True
 
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}-{self._rank}"
+    def _path(self, key: str, own: str = "") -> Path:
+        """The name of a block's file, or one that only this engine gives it."""
+        name = f"{key}-{self._rank}"
+        return self._folder / (f"{name}.{self._user}.{own}" if own else name)
 
     def _has_room(self, size: int) -> bool:
         room = os.statvfs(self._folder)
