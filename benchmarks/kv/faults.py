@@ -39,7 +39,9 @@ from harness import Deployment, deployed, tiny_vllm, until  # noqa: E402
 from vllm_cases import TIMEOUT_S, Case, ask, engine_url, metric  # noqa: E402
 
 NIXL = "nixl"
-WAYS = (Way.SHARED_MEMORY.value, Way.GLOO.value, NIXL)
+OVER_NIXL = "cleave nixl"
+"""Cleave's connector, where NIXL is vLLM's own."""
+WAYS = (Way.SHARED_MEMORY.value, Way.GLOO.value, OVER_NIXL, NIXL)
 UP_S = 420
 LONGEST_PROMPT = 3_000
 LATE, TWICE, KILLED = 20, 20, 20
@@ -97,7 +99,9 @@ def manifest(model: Path, way: str, transfer: str) -> dict[str, Any]:
     found: dict[str, Any] = (
         tiny_vllm(model)
         if way == NIXL
-        else hand_offs.tiny_with_connector(model, way, checksums=False, transfer=transfer)
+        else hand_offs.tiny_with_connector(
+            model, NIXL if way == OVER_NIXL else way, checksums=False, transfer=transfer
+        )
     )
     # What such an engine takes, in place of what is reserved for models of a usual size.
     found["spec"]["template"] = {"resources": {"limits": {"memory": "4Gi"}}}

@@ -33,6 +33,9 @@ except ImportError:
     nixl_pull = None  # type: ignore[assignment]
 
 NIXL = "nixl"
+"""Alone, as vLLM's own connector uses it."""
+OVER_NIXL = "cleave nixl"
+"""One of our ways, by a name that tells it from the one above."""
 BOUND_S = 120.0
 BLOCK_TOKENS = 16
 TOKENS = (512, 2_048, 8_192, 16_384, 32_768)
@@ -104,7 +107,7 @@ class Pair:
     def puller(self, way: str) -> Callable[[list[int]], float]:
         """What pulls blocks this way and tells the seconds."""
         if way != NIXL:
-            return Puller(self.orders, self.owner, self.kept, Way(way)).pull
+            return Puller(self.orders, self.owner, self.kept, way_of(way)).pull
         self.orders.send(None)
         side = nixl_pull.Side(self.kept)
         side.meet(self.orders.recv())
@@ -117,6 +120,11 @@ class Pair:
     def streamed(self) -> float:
         """Bytes per second of one plain TCP stream from the owner's process."""
         return streamed(self.stream)
+
+
+def way_of(name: str) -> Way:
+    """One of our ways by its name in tables."""
+    return Way.NIXL if name == OVER_NIXL else Way(name)
 
 
 @contextmanager

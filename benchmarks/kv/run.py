@@ -8,11 +8,23 @@ does. NIXL, where it is installed, reads the same blocks. shaped.py does it over
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
-from pair import BLOCK_TOKENS, NIXL, SHAPES, Place, Shape, blocks_of, nixl_pull, opened, timed
+from pair import (
+    BLOCK_TOKENS,
+    NIXL,
+    OVER_NIXL,
+    SHAPES,
+    Place,
+    Shape,
+    blocks_of,
+    nixl_pull,
+    opened,
+    timed,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -41,11 +53,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=3.0, help="most KV on each side")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tcp", action="store_true", help="have NIXL take TCP, as between hosts")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.tcp:
+        os.environ["UCX_TLS"] = "tcp"
     torch.set_num_threads(1)
     lines = [
-        line for shape in SHAPES for line in measure(shape, int(args.gib * 2**30), args.rounds)
+        line
+        for shape in SHAPES
+        for line in measure(shape, int(args.gib * 2**30), args.rounds, over_tcp=args.tcp)
     ]
     if args.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
@@ -53,7 +70,7 @@ def main() -> None:
         show(lines)
 
 
-def measure(shape: Shape, room: int, rounds: int) -> Iterator[Line]:
+def measure(shape: Shape, room: int, rounds: int, *, over_tcp: bool) -> Iterator[Line]:
     """All sizes of a shape that fit."""
     sizes = shape.sizes(room)
     with opened(shape, max(sizes) // BLOCK_TOKENS, Place(HOST, HOST)) as pair:
@@ -62,7 +79,7 @@ def measure(shape: Shape, room: int, rounds: int) -> Iterator[Line]:
             Way.GLOO: pair.streamed,
         }
         if nixl_pull:
-            limits[NIXL] = pair.copied
+            limits |= dict.fromkeys((OVER_NIXL, NIXL), pair.streamed if over_tcp else pair.copied)
         for way, limit in limits.items():
             pull = pair.puller(way)
             for tokens, scattered in itertools.product(sizes, (False, True)):

@@ -13,7 +13,18 @@ from dataclasses import asdict, dataclass
 
 import torch
 from cable import Cable, crossed, laid, leave_own_network
-from pair import BLOCK_TOKENS, NIXL, SHAPES, Pair, Shape, blocks_of, nixl_pull, opened, timed
+from pair import (
+    BLOCK_TOKENS,
+    NIXL,
+    OVER_NIXL,
+    SHAPES,
+    Pair,
+    Shape,
+    blocks_of,
+    nixl_pull,
+    opened,
+    timed,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -62,7 +73,7 @@ def measure(shape: Shape, cable: Cable, args: argparse.Namespace) -> Iterator[Li
     """All ways, rates and sizes of a shape: those that fit, and that the link moves in time."""
     room = int(args.gib * 2**30)
     with opened(shape, max(shape.sizes(room)) // BLOCK_TOKENS, cable.place) as pair:
-        for way in [Way.GLOO.value] + ([NIXL] if nixl_pull else []):
+        for way in [Way.GLOO.value] + ([OVER_NIXL, NIXL] if nixl_pull else []):
             pull = Counted(pair, way)
             for gbps in args.gbps:
                 cable.hold_to(gbps)

@@ -1,4 +1,4 @@
-"""Owners in processes of their own."""
+"""Owners in processes of their own, and every way that their KV can take."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,7 +6,22 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
+from cleave_worker.transfer.link import Way  # noqa: E402
+
 from owner_process import OwnerProcess  # noqa: E402
+
+
+@pytest.fixture(params=[Way.SHARED_MEMORY, Way.NIXL, Way.GLOO])
+def way(request: pytest.FixtureRequest, over_tcp: None) -> Way:
+    if request.param is Way.NIXL:
+        pytest.importorskip("nixl", reason="NIXL comes with the worker extras")
+    return Way(request.param)
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL as between hosts: on one host it would read an owner that has no part in it."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
 
 
 @pytest.fixture

@@ -56,11 +56,6 @@ def written(block: int) -> list[float]:
     return [1000.0 + layer * 100 + block for layer in range(LAYERS)]
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> Way:
-    return Way(request.param)
-
-
 @pytest.fixture
 def engines() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []

@@ -67,9 +67,7 @@ class Agent:
 
     def register(self, memory: Memory) -> list[Spot]:
         """Let NIXL move bytes of these regions, which must live as long as the agent."""
-        spots = [
-            Spot(region.data_ptr(), region.numel(), self._device) for region in memory.regions
-        ]
+        spots = [Spot(region.data_ptr(), region.numel(), self._device) for region in memory.regions]
         with _as_link_error("memory cannot be registered"):
             self._agent.registerMem(
                 self._nixl.nixlRegDList(self._kind, [(*spot, "") for spot in spots])
@@ -149,6 +147,6 @@ def _bindings() -> Any:  # noqa: ANN401
 def _as_link_error(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         # NIXL's errors have nothing in common.
         raise LinkError(f"{what}: {error or type(error).__name__}") from error

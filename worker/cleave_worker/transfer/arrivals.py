@@ -1,8 +1,8 @@
 """Buffers in which a reader's bytes arrive over NIXL, shared by all its links.
 
-A transfer that was given up may write until it is over, whenever that is, and nobody can end it. What is
-hard: the memory it writes to must not be anybody else's by then. A buffer is therefore lent again
-only when all transfers into it are known to be over; one of which that is never known stays
+A transfer that was given up may write until it is over, whenever that is, and nobody can end it.
+What is hard: the memory it writes to must not be anybody else's by then. A buffer is therefore lent
+again only when all transfers into it are known to be over; one of which that is never known stays
 unused for ever, and with too many of those nothing is lent any more.
 """
 

@@ -99,7 +99,7 @@ def spans_of(planes: Sequence[Plane], blocks: Sequence[int]) -> Iterator[Span]:
 
 
 def pieces(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Spans cut and grouped so that each group fills a buffer of this size, the last one perhaps not.
+    """Spans cut and grouped so that each group but the last fills a buffer of this size.
 
     Spans of the same lengths are cut alike, wherever they lie.
     """
