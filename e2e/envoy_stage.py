@@ -121,7 +121,14 @@ def picker_cluster(port: int) -> dict[str, object]:
         "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
+    # As gateways of InferencePools do: TLS, and whatever certificate the picker shows.
+    tls = typed(
+        "tls",
+        "transport_sockets.tls.v3.UpstreamTlsContext",
+        common_tls_context={"alpn_protocols": ["h2"]},
+    )
     return cluster("picker", [f"127.0.0.1:{port}"]) | {
+        "transport_socket": tls,
         "typed_extension_protocol_options": {
             f"{TYPES.split('/')[1]}.upstreams.http.v3.HttpProtocolOptions": http2
         }

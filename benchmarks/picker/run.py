@@ -97,6 +97,7 @@ def gateway(direct: bool, core: int) -> Iterator[tuple[psutil.Process, int]]:
     with ExitStack() as stack:
         served = ["-m", "cleave.gateway.main", "--agents", f"127.0.0.1:{agent}", *flags]
         served += ["--port", str(port), "--endpoint-picker-port", str(picker)]
+        served += ["--endpoint-picker-plain"]
         for line in ([str(AGENTS), f"mixed,boot,127.0.0.1:9,127.0.0.1:{agent}"], served):
             process = subprocess.Popen([sys.executable, *line], stderr=subprocess.DEVNULL)
             stack.callback(process.wait, 20)

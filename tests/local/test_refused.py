@@ -40,6 +40,10 @@ def cached(source: str = "org/model", **cache) -> dict:
         ({"gateway": {"keysSecret": "keys"}}, "spec.gateway.keysSecret"),
         ({"gateway": {"tlsSecret": "tls"}}, "spec.gateway.tlsSecret"),
         (
+            {"gateway": {"endpointPickerTlsSecret": "tls"}},
+            "spec.gateway.endpointPickerTlsSecret",
+        ),
+        (
             {"engine": {"env": [{"name": "K", "valueFrom": {"secretKeyRef": SECRET}}]}},
             "spec.engine.env.K",
         ),

@@ -167,6 +167,33 @@ def test_an_endpoint_picker_is_a_second_port_of_the_service(deployment) -> None:
     assert "--endpoint-picker-port" not in plain["command"]
 
 
+@pytest.mark.parametrize(
+    ("stated", "flags", "spoken"),
+    [
+        ({}, [], "http2"),
+        ({"endpointPickerPlain": True}, ["--endpoint-picker-plain"], "kubernetes.io/h2c"),
+        (
+            {"endpointPickerTlsSecret": "picker"},
+            ["--endpoint-picker-cert", "{}/tls.crt", "--endpoint-picker-key", "{}/tls.key"],
+            "http2",
+        ),
+    ],
+    ids=["its own certificate", "without TLS", "a Secret's"],
+)
+def test_an_endpoint_picker_speaks_tls_unless_it_is_told_otherwise(
+    deployment, stated, flags, spoken
+) -> None:
+    chat = deployment(gateway={"endpointPicker": True, **stated})
+    made = gateway_deployment(chat)["spec"]["template"]
+    mounted = container(made)["volumeMounts"][-1]["mountPath"]
+    given = container(made)["command"]
+    after = given[given.index("--endpoint-picker-port") + 2 :]
+    assert after == [flag.format(mounted) for flag in flags]
+    assert gateway_service(chat)["spec"]["ports"][-1]["appProtocol"] == spoken
+    if "endpointPickerTlsSecret" in stated:
+        assert made["spec"]["volumes"][-1]["secret"]["secretName"] == "picker"
+
+
 def test_an_endpoint_picker_names_gateways_that_speak_plain_http(deployment) -> None:
     with pytest.raises(ManifestError, match="plain HTTP"):
         deployment(gateway={"endpointPicker": True, "tlsSecret": "chat-tls"})

@@ -177,6 +177,9 @@ class Tracing(Shape):
     """Of requests that bring no traceparent, those that are traced."""
 
 
+SecretName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
+
+
 class Gateway(Shape):
     """The gateway's pods, in a cluster."""
 
@@ -186,9 +189,9 @@ class Gateway(Shape):
     """In each pod: they serve its port together and know of each other's load; each uses a core."""
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Container image; absent: Cleave's own."""
-    keys_secret: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
+    keys_secret: SecretName | None = None
     """Secret whose entry `keys` has the API keys that are let in, one a line; absent: all are."""
-    tls_secret: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
+    tls_secret: SecretName | None = None
     """Secret of type kubernetes.io/tls: the Service then speaks HTTPS on port 443 instead of HTTP
     on port 80; a renewed certificate is taken up. Absent: plain HTTP."""
     tracing: Tracing | None = None
@@ -198,6 +201,12 @@ class Gateway(Shape):
     endpoint_picker: bool = False
     """Whether the Service also offers an endpoint picker for InferencePools of the Gateway API
     Inference Extension, on port 9002; the pool's endpoints are the gateway's pods."""
+    endpoint_picker_tls_secret: SecretName | None = None
+    """Secret of type kubernetes.io/tls that the endpoint picker shows proxies; a renewed
+    certificate is taken up. Absent: it signs one of its own, which proxies do not check unless they
+    are told to."""
+    endpoint_picker_plain: bool = False
+    """Whether the endpoint picker speaks gRPC without TLS, for proxies that are told so."""
 
     rules = (
         Rule(
@@ -205,6 +214,13 @@ class Gateway(Shape):
             holds=lambda g: not (g.endpoint_picker and g.tls_secret),
             message="cannot go with tlsSecret: proxies speak plain HTTP to what a picker names",
             field="endpointPicker",
+        ),
+        Rule(
+            cel="!has(self.endpointPickerPlain) || !self.endpointPickerPlain"
+            " || !has(self.endpointPickerTlsSecret)",
+            holds=lambda g: not (g.endpoint_picker_plain and g.endpoint_picker_tls_secret),
+            message="cannot go with endpointPickerTlsSecret: leave out one of them",
+            field="endpointPickerPlain",
         ),
     )
 

@@ -61,6 +61,11 @@ class GatewayConfig:
     """Endpoint picker for gateways of InferencePools, over gRPC; 0: off."""
     endpoint_picker_direct: bool = False
     """Whether it sends requests that are not split to instances, past this gateway."""
+    endpoint_picker_certificate: Path | None = None
+    """PEM, with its chain; with its key also read again. None: it signs one of its own."""
+    endpoint_picker_key: Path | None = None
+    endpoint_picker_plain: bool = False
+    """Whether it speaks gRPC without TLS."""
     api_keys: Path | None = None
     """Read again whenever it changes."""
     tls_certificate: Path | None = None

@@ -20,12 +20,12 @@ import uvloop
 from cleave.gateway import open_files, processes
 from cleave.gateway.admission.tenants import KeysError
 from cleave.gateway.config import GatewayConfig, Late, Timeouts
-from cleave.gateway.front.tls import TlsError
-from cleave.gateway.picker.picker import PickerError
+from cleave.gateway.picker.credentials import PickerError
 from cleave.gateway.server import Gateway
 from cleave.gateway.siblings import Siblings
 from cleave.gateway.stories.access_log import ACCESS
 from cleave.gateway.stories.story import TracingError
+from cleave.gateway.tls import TlsError
 from cleave.metrics import logs
 from cleave.policy.dispatch import Policy
 from cleave.router.pool_manager import Flipping
@@ -127,6 +127,10 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     stated = parser.parse_args(arguments)
     if (stated.tls_cert is None) != (stated.tls_key is None):
         parser.error("--tls-cert and --tls-key go together: give both or neither")
+    if (stated.endpoint_picker_cert is None) != (stated.endpoint_picker_key is None):
+        parser.error("--endpoint-picker-cert and -key go together: give both or neither")
+    if stated.endpoint_picker_plain and stated.endpoint_picker_cert is not None:
+        parser.error("--endpoint-picker-plain: needs no certificate: leave out one of them")
     if not 1 <= stated.processes <= MAX_PROCESSES:
         parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
     logs.set_up(stated.log_format)
@@ -141,6 +145,9 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             router_port=stated.router_port,
             endpoint_picker_port=stated.endpoint_picker_port,
             endpoint_picker_direct=stated.endpoint_picker_direct,
+            endpoint_picker_certificate=stated.endpoint_picker_cert,
+            endpoint_picker_key=stated.endpoint_picker_key,
+            endpoint_picker_plain=stated.endpoint_picker_plain,
             api_keys=stated.api_keys,
             tls_certificate=stated.tls_cert,
             tls_key=stated.tls_key,
@@ -214,6 +221,18 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         "--endpoint-picker-direct",
         action="store_true",
         help="it sends completions that are not split to instances, past this gateway",
+    )
+    add(
+        "--endpoint-picker-cert",
+        type=Path,
+        metavar="FILE",
+        help="PEM, with its chain, as --tls-cert; without it the endpoint picker signs its own",
+    )
+    add("--endpoint-picker-key", type=Path, metavar="FILE", help="PEM, without a password")
+    add(
+        "--endpoint-picker-plain",
+        action="store_true",
+        help="it speaks gRPC without TLS, for proxies that are told so",
     )
     add(
         "--api-keys",

@@ -19,10 +19,10 @@ from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import ClientSlot, Context
 from cleave.gateway.front.client import ClientConnection
 from cleave.gateway.front.pages import Pages
-from cleave.gateway.front.tls import Certificate
 from cleave.gateway.picker.picker import PickerServer
 from cleave.gateway.siblings import Siblings
 from cleave.gateway.stories.watch import Watch, make_watch
+from cleave.gateway.tls import Certificate
 from cleave.policy.pooling import make_terms
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
@@ -92,7 +92,10 @@ class Gateway:
         self.port = config.port
 
     async def start(self) -> None:
-        """Listen and follow the fleet. Raises OSError, DiscoveryError and TracingError."""
+        """Listen and follow the fleet.
+
+        Raises OSError, DiscoveryError, TracingError, PickerError, and TlsError of the picker's.
+        """
         config = self._config
         self._watch = make_watch(config, self.context.metrics)
         await self._fleet.start()

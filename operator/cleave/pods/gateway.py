@@ -27,16 +27,9 @@ GRACE_SLACK_S = LEAVE_S + 10
 
 _INTERNAL = "internal"
 _PICKER = "picker"
-_PICKER_SERVICE_PORT = {
-    "name": _PICKER,
-    "port": PICKER_PORT,
-    "targetPort": _PICKER,
-    "protocol": "TCP",
-    "appProtocol": "kubernetes.io/h2c",
-}
-_KEYS = "/etc/cleave/keys"
-_TLS = "/etc/cleave/tls"
-_LENGTHS = "/etc/cleave/lengths"
+_FILES = "/etc/cleave"
+_KEYS, _TLS, _LENGTHS, _PICKER_TLS = "keys", "tls", "lengths", "picker-tls"
+"""Volumes, each mounted below _FILES by its name."""
 
 
 def gateway_pod(
@@ -106,7 +99,7 @@ def gateway_service(deployment: LLMDeployment) -> Manifest:
             "selector": labels,
             "ports": [
                 {"name": scheme, "port": port, "targetPort": scheme, "protocol": "TCP"},
-                *([_PICKER_SERVICE_PORT] if deployment.spec.gateway.endpoint_picker else ()),
+                *_picker_service_ports(deployment.spec.gateway),
             ],
         },
     }
@@ -123,19 +116,38 @@ def _scheme(deployment: LLMDeployment) -> str:
 
 
 def _pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
-    volumes = [scratch("tmp", "/tmp")[0]]  # noqa: S108 - inside the container
-    if secret := deployment.spec.gateway.keys_secret:
-        volumes.append({"name": "keys", "secret": {"secretName": secret, "optional": False}})
-    if secret := deployment.spec.gateway.tls_secret:
-        volumes.append({"name": "tls", "secret": {"secretName": secret, "optional": False}})
-    if name := deployment.spec.routing.lengths_config_map:
-        volumes.append({"name": "lengths", "configMap": {"name": name, "optional": False}})
     return {
         **pod_defaults(deployment.name),
         "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
         "containers": [container],
-        "volumes": volumes,
+        "volumes": [scratch("tmp", "/tmp")[0], *_volumes(deployment)],  # noqa: S108 - inside it
     }
+
+
+def _volumes(deployment: LLMDeployment) -> list[Manifest]:
+    """Files that the deployment names."""
+    stated, routing = deployment.spec.gateway, deployment.spec.routing
+    secrets = {
+        _KEYS: stated.keys_secret,
+        _TLS: stated.tls_secret,
+        _PICKER_TLS: stated.endpoint_picker_tls_secret if stated.endpoint_picker else None,
+    }
+    volumes: list[Manifest] = [
+        {"name": name, "secret": {"secretName": secret, "optional": False}}
+        for name, secret in secrets.items()
+        if secret
+    ]
+    if name := routing.lengths_config_map:
+        volumes.append({"name": _LENGTHS, "configMap": {"name": name, "optional": False}})
+    return volumes
+
+
+def _picker_service_ports(stated: Gateway) -> list[Manifest]:
+    if not stated.endpoint_picker:
+        return []
+    spoken = "kubernetes.io/h2c" if stated.endpoint_picker_plain else "http2"
+    port = {"port": PICKER_PORT, "targetPort": _PICKER, "protocol": "TCP", "appProtocol": spoken}
+    return [{"name": _PICKER, **port}]
 
 
 def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
@@ -148,6 +160,7 @@ def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     ports = list(alone["ports"])
     if deployment.spec.gateway.endpoint_picker:
         more += ["--endpoint-picker-port", str(PICKER_PORT)]
+        more += _picker_tls_flags(deployment.spec.gateway)
         ports.append({"name": _PICKER, "containerPort": PICKER_PORT})
     return {
         **alone,
@@ -177,13 +190,11 @@ def _container(
     whole_below = plan.whole_below_tokens if plan else None
     is_auto = deployment.spec.engine.transfer is Transfer.AUTO
     ahead_from = plan.ahead_from_tokens if plan and is_auto else None
-    mounts = [scratch("tmp", "/tmp")[1]]  # noqa: S108
-    if stated.keys_secret:
-        mounts.append({"name": "keys", "mountPath": _KEYS, "readOnly": True})
-    if stated.tls_secret:
-        mounts.append({"name": "tls", "mountPath": _TLS, "readOnly": True})
-    if routing.lengths_config_map:
-        mounts.append({"name": "lengths", "mountPath": _LENGTHS, "readOnly": True})
+    mounts = [
+        {"name": each["name"], "mountPath": f"{_FILES}/{each['name']}", "readOnly": True}
+        for each in _volumes(deployment)
+    ]
+    lengths = f"{_FILES}/{_LENGTHS}/lengths.json"
     return {
         "name": "gateway",
         "image": stated.image or image("gateway", image_prefix),
@@ -195,7 +206,7 @@ def _container(
             *("--fallback", str(routing.fallback)),
             *("--policy", str(routing.policy)),
             *(("--session-header", routing.session_header) if routing.session_header else ()),
-            *(("--lengths", f"{_LENGTHS}/lengths.json") if routing.lengths_config_map else ()),
+            *(("--lengths", lengths) if routing.lengths_config_map else ()),
             *(("--whole-below", str(whole_below)) if whole_below else ()),
             *(("--ahead-from", str(ahead_from)) if ahead_from else ()),
             *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
@@ -203,8 +214,8 @@ def _container(
             *("--queue-limit", str(routing.queue_limit)),
             *_pool_flags(deployment.spec.pools),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
-            *(("--api-keys", f"{_KEYS}/keys") if stated.keys_secret else ()),
-            *(_tls_flags() if stated.tls_secret else ()),
+            *(("--api-keys", f"{_FILES}/{_KEYS}/keys") if stated.keys_secret else ()),
+            *(_tls_flags("--tls", _TLS) if stated.tls_secret else ()),
             *_observe_flags(stated),
         ],
         "env": addresses(agents_source(deployment.name, deployment.namespace)),
@@ -230,7 +241,7 @@ def _container(
             "timeoutSeconds": 2,
         },
         "securityContext": container_security(),
-        "volumeMounts": mounts,
+        "volumeMounts": [scratch("tmp", "/tmp")[1], *mounts],  # noqa: S108
     }
 
 
@@ -239,9 +250,18 @@ def _pool_flags(pools: Pools) -> tuple[str, ...]:
     return ("--flipping", str(pools.flipping), *least)
 
 
-def _tls_flags() -> tuple[str, ...]:
+def _tls_flags(option: str, volume: str) -> tuple[str, ...]:
     """As secrets of type kubernetes.io/tls name their entries."""
-    return "--tls-cert", f"{_TLS}/tls.crt", "--tls-key", f"{_TLS}/tls.key"
+    folder = f"{_FILES}/{volume}"
+    return f"{option}-cert", f"{folder}/tls.crt", f"{option}-key", f"{folder}/tls.key"
+
+
+def _picker_tls_flags(stated: Gateway) -> tuple[str, ...]:
+    if stated.endpoint_picker_plain:
+        return ("--endpoint-picker-plain",)
+    if stated.endpoint_picker_tls_secret:
+        return _tls_flags("--endpoint-picker", _PICKER_TLS)
+    return ()
 
 
 def _observe_flags(stated: Gateway) -> list[str]:

@@ -17,8 +17,9 @@ from cleave.gateway.admission import door
 from cleave.gateway.admission.keys import Keys
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import Context
+from cleave.gateway.picker.credentials import PickerError
 from cleave.gateway.picker.ext_proc import CHUNK_BYTES, ENDPOINT, NAMESPACE
-from cleave.gateway.picker.picker import PickerError, PickerServer, name_gateway
+from cleave.gateway.picker.picker import PickerServer, name_gateway
 from cleave.router.directory import Directory
 from cleave.router.router import Router
 from cleave.rpc.v1 import external_processor_pb2 as pb
@@ -45,6 +46,7 @@ async def asked(make_stage):
                 engines,
                 endpoint_picker_port=port,
                 endpoint_picker_direct=direct,
+                endpoint_picker_plain=True,
                 **options,
             )
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

@@ -19,6 +19,7 @@ from cleave.gateway.completion import TOKENS_KEY, Completion, build_whole, read_
 from cleave.gateway.context import Context
 from cleave.gateway.errors import ApiError, from_router, refuse_size
 from cleave.gateway.picker import ext_proc
+from cleave.gateway.picker.credentials import PickerError, make_credentials
 from cleave.gateway.picker.direct import Direct, has_prefill, name_endpoint
 from cleave.gateway.picker.ext_proc import Head
 from cleave.gateway.picker.health import PickerHealth
@@ -29,10 +30,6 @@ from cleave.rpc.v1 import external_processor_pb2_grpc
 
 _DUPLEX = pb.FULL_DUPLEX_STREAMED
 _Stream = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
-
-
-class PickerError(ValueError):
-    """The endpoint picker cannot be had as it is configured."""
 
 
 class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
@@ -267,13 +264,14 @@ class PickerServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int, gateway_port: int) -> int:
-        """Listen where the gateway does; the port. Raises OSError and PickerError."""
+        """Listen where the gateway does; the port. Raises OSError, PickerError and TlsError."""
         config = self._context.config
         if config.tls_certificate is not None:
             raise PickerError(
                 "--endpoint-picker-port: proxies speak plain HTTP to it: leave out --tls-cert"
             )
         address = name_gateway(config.host, gateway_port)
+        credentials = make_credentials(config)
         self._server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),
@@ -285,8 +283,12 @@ class PickerServer:
             EndpointPicker(self._context, address, config.endpoint_picker_direct), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(PickerHealth(self._context), self._server)
+        place = name_gateway(config.host, port)
         try:
-            port = self._server.add_insecure_port(f"{config.host}:{port}")
+            if credentials is None:
+                port = self._server.add_insecure_port(place)
+            else:
+                port = self._server.add_secure_port(place, credentials)
         except RuntimeError as error:
             raise OSError(str(error)) from None
         await self._server.start()

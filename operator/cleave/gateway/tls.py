@@ -1,4 +1,4 @@
-"""The certificate of the port that clients use; read at the start and whenever its files change.
+"""Certificates of the gateway's ports; read at the start and whenever their files change.
 
 What is hard: certificates are renewed while the gateway runs, and a renewal that is half done must
 not take the port away. New files are tried in a context of their own first; unless they are good,
@@ -28,11 +28,14 @@ class Certificate:
         self.context = _build(*self._files)
         """What connections begin with; the same one for the gateway's life."""
 
-    def refresh(self) -> None:
-        """Read the files again if they have changed; called every few seconds."""
+    def refresh(self) -> bool:
+        """Read the files again if they have changed; whether there is something new.
+
+        Called every few seconds, or before each connection.
+        """
         stamps = self._stamp()
         if stamps == self._stamps:
-            return
+            return False
         self._stamps = stamps
         try:
             # A pair that does not match would leave the context in use without a key.
@@ -40,8 +43,9 @@ class Certificate:
             _load(self.context, *self._files)
         except TlsError as error:
             log.error("the TLS certificate stays as it was: %s", error)
-        else:
-            log.info("TLS certificate read again")
+            return False
+        log.info("TLS certificate read again")
+        return True
 
     def _stamp(self) -> list[tuple[int, int, int] | None]:
         return [stamp(file) for file in self._files]

@@ -1,0 +1,83 @@
+"""What the endpoint picker's port shows proxies, in gRPC's form. Used by the picker at its start.
+
+An InferencePool's proxy speaks TLS to its picker unless it is told otherwise, and takes what it is
+shown: so without files the picker signs a certificate of its own, as that of the extension does.
+"""
+
+import ipaddress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+
+from cleave.gateway.config import GatewayConfig
+from cleave.gateway.tls import Certificate
+
+_VALID = timedelta(days=3_650)
+"""Longer than any process lives, and its key goes with the process."""
+_SKEW = timedelta(days=1)
+_NAME = "cleave endpoint picker"
+
+Pair = tuple[bytes, bytes]
+"""A key and its certificate with the chain, in PEM."""
+
+
+class PickerError(ValueError):
+    """The endpoint picker cannot be had as it is configured."""
+
+
+def make_credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
+    """What the port is opened with; None: plain gRPC. Raises PickerError and TlsError."""
+    if config.endpoint_picker_plain:
+        return None
+    if config.endpoint_picker_certificate is None or config.endpoint_picker_key is None:
+        return grpc.ssl_server_credentials([_sign_own(config.host)])
+    files = _Files(config.endpoint_picker_certificate, config.endpoint_picker_key)
+    # The stubs do not know that nothing new is None.
+    return grpc.dynamic_ssl_server_credentials(files.read(), files.read_if_new)  # type: ignore[arg-type]
+
+
+class _Files:
+    """A certificate and its key in files, for gRPC, which asks before each connection."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._files = key, certificate
+        self._certificate = Certificate(certificate, key)
+
+    def read(self) -> grpc.ServerCertificateConfiguration:
+        key, certificate = (file.read_bytes() for file in self._files)
+        return grpc.ssl_server_certificate_configuration([(key, certificate)])
+
+    def read_if_new(self) -> grpc.ServerCertificateConfiguration | None:
+        return self.read() if self._certificate.refresh() else None
+
+
+def _sign_own(host: str) -> Pair:
+    """A certificate for this address that nobody else vouches for."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise PickerError(
+            "--endpoint-picker-port: signing a certificate needs the extra gateway: "
+            "pip install 'cleave[gateway]', or give --endpoint-picker-cert"
+        ) from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    now = datetime.now(UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SKEW)
+        .not_valid_after(now + _VALID)
+        .add_extension(address, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    form, lock = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return key.private_bytes(pem, form, lock), signed.public_bytes(pem)

@@ -1,0 +1,64 @@
+"""Certificates as somebody keeps them in files: written, renewed, half renewed."""
+
+import datetime
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+NAME = "gateway.test"
+PLAIN = serialization.NoEncryption()
+
+
+@dataclass(frozen=True)
+class Files:
+    """A certificate and its key in one folder."""
+
+    folder: Path
+
+    @property
+    def certificate(self) -> Path:
+        return self.folder / "tls.crt"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "tls.key"
+
+    def write(self, *, certificate: bool = True, key: bool = True, lock=PLAIN) -> "Files":
+        """A fresh pair; parts may be left as they were."""
+        private = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
+        now = datetime.datetime.now(datetime.UTC)
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(private.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(private, hashes.SHA256())
+        )
+        if certificate:
+            replace(self.certificate, made.public_bytes(serialization.Encoding.PEM))
+        if key:
+            form = serialization.PrivateFormat.PKCS8
+            raw = private.private_bytes(serialization.Encoding.PEM, form, lock)
+            replace(self.key, raw)
+        return self
+
+    def trust(self) -> ssl.SSLContext:
+        """A client that takes this certificate only."""
+        return ssl.create_default_context(cafile=self.certificate)
+
+
+def replace(file: Path, raw: bytes) -> None:
+    """As a whole: nobody reads half of it."""
+    (new := file.with_suffix(".new")).write_bytes(raw)
+    os.rename(new, file)
