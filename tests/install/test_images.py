@@ -52,6 +52,17 @@ def test_images_hold_the_extra_that_they_are_named_by(target) -> None:
     assert "--frozen --no-dev" in build
 
 
+def test_what_compiles_the_gateway_comes_without_what_tests_it() -> None:
+    (line,) = [line for line in stages()["compile-gateway"][1] if "uv sync" in line]
+    assert "--no-default-groups --group compile" in " ".join(line.split())
+    built = " ".join(stages()["build-gateway"][1])
+    extras = set(re.findall(r"--extra (\S+)", built))
+    assert set(re.findall(r"--extra (\S+)", line)) == extras, "all that it imports is there"
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    needed = {re.split(r"[\[>]", each)[0] for each in groups["compile"]}
+    assert {each for each in needed if not each.startswith("types-")} == {"mypy"}
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_images_start_what_pods_start(target) -> None:
     (command,) = [line for line in stages()[target][1] if line.startswith("CMD")]
