@@ -1,11 +1,12 @@
 """Which change counts, and which windows speak of the traffic now."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from views import NOW_S, traffic
 
 from cleave.api.workload import Lengths, Workload
-from cleave.controller.loop.drift import DOUBT_S, Course, follow, list_recent
+from cleave.controller.loop.drift import DOUBT_S, Course, find_start, follow, list_recent
 from cleave.traffic.change import Change, Quantity
 from cleave.traffic.window import Window
 
@@ -86,3 +87,31 @@ def test_another_plan_or_another_fleet_begins_a_course_anew() -> None:
     other = PLANNED_FOR.model_copy(update={"rate": 8.0})
     assert follow(course, other, traffic(8, 300), NOW_S - 900).change is None
     assert follow(course, PLANNED_FOR, (), NOW_S).change is None
+
+
+def test_traffic_that_has_just_changed_is_known_better_each_minute() -> None:
+    course = follow(Course(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+    assert course.change is not None
+    seen_s = course.change.at_s
+    assert course.is_fresh(seen_s, 300)
+    assert course.is_fresh(seen_s + 299, 300)
+    assert not course.is_fresh(seen_s + 300, 300)
+    assert not Course().is_fresh(seen_s, 300)
+
+
+def test_what_ends_before_a_change_of_lengths_is_seen_tells_of_the_traffic_before() -> None:
+    settled_s = NOW_S - 900
+    rate = Change(NOW_S - 15, NOW_S - 60, Quantity.RATE, 4, 8)
+    lengths = Change(NOW_S - 15, NOW_S - 60, Quantity.PROMPT_TOKENS, 300, 900)
+    assert find_start(DOUBLED, rate, settled_s) == NOW_S - 60
+    assert find_start(DOUBLED, lengths, settled_s) == NOW_S - 15
+    # Enough has come since, so that there is no need of what came before.
+    known = Change(NOW_S - 120, NOW_S - 165, Quantity.RATE, 4, 8)
+    assert find_start(DOUBLED, known, settled_s) == NOW_S - 120
+
+
+def test_a_fleet_that_has_settled_since_tells_of_itself_alone() -> None:
+    change = Change(NOW_S - 120, NOW_S - 165, Quantity.RATE, 4, 8)
+    assert find_start(DOUBLED, change, NOW_S - 60) == NOW_S - 60
+    assert find_start(DOUBLED, replace(change, at_s=NOW_S - 15), NOW_S - 150) == NOW_S - 150
+    assert find_start(DOUBLED, None, NOW_S - 300) == NOW_S - 300

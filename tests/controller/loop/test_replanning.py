@@ -66,6 +66,16 @@ def test_a_change_is_told_and_looked_at_at_once() -> None:
     assert found.question.basis.workload.rate == pytest.approx(12, rel=0.2)
 
 
+def test_a_change_after_which_the_plan_was_kept_is_looked_at_again_soon() -> None:
+    asked = deployment()
+    windows = traffic(4, 600, NOW_S - 150) + traffic(12, 150)
+    for age_s, is_due in ((INTERVAL_S / 5, True), (INTERVAL_S / 5 - 2, False)):
+        told = status(asked, prediction={"at": timestamp(NOW_S - age_s), "attainment": 1})
+        assert (turn(view(asked, told, windows=windows)).question is not None) is is_due
+        calm = turn(view(asked, told, windows=traffic(4)))
+        assert calm.question is None
+
+
 def test_a_change_is_urgent_until_it_has_been_looked_at() -> None:
     asked = deployment()
     windows = traffic(4, 600, NOW_S - 90) + traffic(12, 90)

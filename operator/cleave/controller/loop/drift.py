@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cleave.api.workload import Workload
-from cleave.traffic.change import Change, Detector, Reference, watch
+from cleave.traffic.change import Change, Detector, Quantity, Reference, watch
 from cleave.traffic.refit import FEWEST
-from cleave.traffic.window import Window
+from cleave.traffic.window import Window, join
 
 DOUBT_S = 60.0
 _DOUBT = 0.2
@@ -30,6 +30,10 @@ class Course:
     def puts_off(self, late_s: float, interval_s: float) -> bool:
         """Whether a look that has been due for `late_s` had better wait for a change to show."""
         return self.detector.is_in_doubt and late_s < min(DOUBT_S, _DOUBT * interval_s)
+
+    def is_fresh(self, now_s: float, interval_s: float) -> bool:
+        """Whether a change was seen less than an interval ago: each minute tells more of it."""
+        return self.change is not None and now_s - self.change.at_s < interval_s
 
 
 def follow(
@@ -55,6 +59,26 @@ def follow(
     return replace(course, detector=detector, change=change, until_s=until_s)
 
 
+def find_start(windows: Sequence[Window], change: Change | None, settled_s: float) -> float:
+    """Since when windows tell of the traffic as it is now; the fleet has settled at `settled_s`.
+
+    What ends just after a change came mostly before it, and what came after it and ends is short.
+    So windows count from the moment when the change was seen; those before it only where lengths
+    have not changed and too little is known since.
+    """
+    if change is None or change.at_s <= settled_s:
+        return settled_s
+    later = join(after) if (after := _list_after(windows, change.at_s)) else None
+    is_known = later is not None and min(later.prompts.num, later.outputs.num) >= FEWEST
+    if change.what is Quantity.RATE and not is_known:
+        return max(change.since_s, settled_s)
+    return change.at_s
+
+
+def _list_after(windows: Sequence[Window], at_s: float) -> list[Window]:
+    return [window for window in windows if window.start_s >= at_s]
+
+
 def list_recent(
     windows: Sequence[Window], since_s: float, enough_s: float, lead_s: float
 ) -> tuple[Window, ...]:
@@ -62,7 +86,7 @@ def list_recent(
 
     Those of `lead_s` before come with them: whoever judges latencies by them leaves these out.
     """
-    after = [window for window in windows if window.start_s >= since_s]
+    after = _list_after(windows, since_s)
     newest = after[::-1]
     lengths = accumulate(window.length_s for window in newest)
     requests = accumulate(min(window.prompts.num, window.outputs.num) for window in newest)

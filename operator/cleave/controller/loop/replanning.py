@@ -19,7 +19,7 @@ from cleave.controller.actions import PlanOutcome, Review
 from cleave.controller.conditions import Condition
 from cleave.controller.loop import basis as bases
 from cleave.controller.loop import drift
-from cleave.controller.loop.drift import Course, list_recent
+from cleave.controller.loop.drift import Course, find_start, list_recent
 from cleave.controller.loop.following import follow
 from cleave.controller.loop.turn import APPLIED, CORRECTED, DRIFTED, HOLDS, PROPOSED, Event, Turn
 from cleave.controller.observed import seconds, timestamp
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from cleave.controller.deployment import DeploymentView
 
 _SOON = 5
-"""A corrected model is looked at again after this part of the interval; what was seen less long
-after a change tells of both sides of it, where that is less than a minute."""
+"""A corrected model, and traffic that has just changed, are looked at again after this part of the
+interval; what was seen less long after a change tells of both sides of it, where that is less than
+a minute."""
 _HORIZON = 12
 """Intervals for which traffic is taken to stay as it is: an hour, as the interval is by itself."""
 _NOT_COMPARED = "nothing was compared yet"
@@ -161,7 +162,7 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
         return None
     if not _is_time(view, kept, change, settled_s):
         return None
-    since_s = max(change.since_s, settled_s) if change else settled_s
+    since_s = find_start(view.windows, change, settled_s)
     terms = _terms(view)
     if change:
         # When it began is not known to the second; when it was seen, it had.
@@ -197,7 +198,8 @@ def _is_time(view: "DeploymentView", kept: Turn, change: Change | None, settled_
         return True
     is_corrected = any(each.reason == CORRECTED for each in kept.conditions)
     interval_s = view.deployment.spec.planning.replan.interval_s
-    late_s = view.now_s - last_s - interval_s / (_SOON if is_corrected else 1)
+    is_soon = is_corrected or view.course.is_fresh(view.now_s, interval_s)
+    late_s = view.now_s - last_s - interval_s / (_SOON if is_soon else 1)
     return late_s >= 0 and not view.course.puts_off(late_s, interval_s)
 
 
