@@ -79,15 +79,32 @@ def main() -> None:
         for number, (way, transfer) in enumerate(kinds):
             own = folder / str(number)
             own.mkdir()
+            found: dict[str, list[Row]] = {}
             with deployed(manifest(folder / "model", way, transfer), own, UP_S) as vllm:
-                found = {way: [ask_all(vllm, way, transfer, args.prompts)]}
-                if way != NIXL:
-                    tally = hurt(vllm, each)
-                    found |= {"faults": list(tally.rows()), "reasons": list(tally.reasons())}
+                try:
+                    for title, rows in try_out(vllm, way, transfer, args.prompts, each):
+                        found[title] = rows
+                except httpx.TimeoutException as error:
+                    wrong = True
+                    sys.stderr.write(
+                        f"{way}, {transfer}: {error.request.url} took longer than {TIMEOUT_S} s; "
+                        "the rest of this way is left out\n"
+                    )
             # At once: the whole takes long.
             show(found, args.output, 120, lambda _, value: str(value))
             wrong |= any(is_wrong(row) for rows in found.values() for row in rows)
     sys.exit(wrong)
+
+
+def try_out(
+    vllm: Deployment, way: str, transfer: str, prompts: int, faults: int
+) -> Iterator[tuple[str, list[Row]]]:
+    """Title and rows of each table. Raises httpx.TimeoutException."""
+    yield way, [ask_all(vllm, way, transfer, prompts)]
+    if way != NIXL:
+        tally = hurt(vllm, faults)
+        yield "faults", list(tally.rows())
+        yield "reasons", list(tally.reasons())
 
 
 def is_wrong(row: Row) -> bool:

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ sys.path[:0] = [str(ROOT / path) for path in PATHS]
 
 import httpx  # noqa: E402
 import promised  # noqa: E402
+from guarded import guarded  # noqa: E402
 from rows import show  # noqa: E402
 
 from cleave.api.engine import Transfer  # noqa: E402
@@ -120,24 +120,13 @@ def engine(
         cores=cores[:size],
     )
     started = launch(config, boot, os.environ)
-    log = (folder / f"{config.name}.log").open("w")
-    process = subprocess.Popen(
-        started.argv, env=dict(started.env), stdout=log, stderr=log, start_new_session=True
-    )
-    try:
+    with guarded(started.argv, started.env, folder / f"{config.name}.log"):
         yield Registration(
             instance=config.name,
             boot_id=boot.boot_id,
             engine_url=f"http://{HOST}:{boot.engine_port}",
             kv_port=boot.kv_port,
         )
-    finally:
-        process.terminate()
-        try:
-            process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        log.close()
 
 
 def is_up(url: str) -> bool:
