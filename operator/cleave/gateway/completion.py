@@ -9,12 +9,11 @@ one (`kv_transf\\u0065r_params`) would smuggle a KV reference past a search for 
 import msgspec
 
 from cleave.gateway.errors import refuse
+from cleave.gateway.prompt_size import estimate_tokens
 
 Fields = dict[str, msgspec.Raw]
 
 KV_KEY = "kv_transfer_params"
-BYTES_PER_TOKEN = 4
-"""Of text, roughly, in every tokenizer of today."""
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -166,14 +165,14 @@ def read_other(body: bytes, default_model: str) -> Completion:
     fields = _read_fields(body)
     if default_model:
         fields.setdefault("model", msgspec.Raw(_encode(default_model)))
-    text = sum(len(memoryview(fields[key])) for key in _TEXTS if key in fields)
     output = _read_limit(fields)
     return Completion(
         model=_read_model(fields),
         fields=fields,
         stream=_read_stream(fields),
         splittable=False,
-        prompt_tokens=text // BYTES_PER_TOKEN + 1,
+        prompt_tokens=sum(estimate_tokens(bytes(fields[key])) for key in _TEXTS if key in fields)
+        or 1,
         output_tokens=output or 0,
     )
 
@@ -253,13 +252,13 @@ def _measure_prompt(fields: Fields) -> tuple[int, int]:
     """(number of prompts, estimated tokens of all of them)."""
     raw = fields.get("messages")
     if raw is not None:
-        return 1, len(memoryview(raw)) // BYTES_PER_TOKEN + 1
+        return 1, estimate_tokens(bytes(raw))
     raw = fields.get("prompt")
     if raw is None:
         return 1, 1
     text = bytes(raw)
     if not text.startswith(b"["):
-        return 1, len(text) // BYTES_PER_TOKEN + 1
+        return 1, estimate_tokens(text)
     inner = text[1:17].lstrip()
     if inner[:1].isdigit():
         return 1, text.count(b",") + 1
@@ -275,7 +274,7 @@ def _measure_prompts(raw: msgspec.Raw) -> tuple[int, int]:
     for prompt in prompts:
         text = bytes(prompt)
         is_tokens = text.startswith(b"[")
-        tokens += text.count(b",") + 1 if is_tokens else len(text) // BYTES_PER_TOKEN
+        tokens += text.count(b",") + 1 if is_tokens else estimate_tokens(text)
     return len(prompts), tokens
 
 
