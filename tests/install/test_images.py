@@ -71,6 +71,14 @@ def test_images_start_what_pods_start(target) -> None:
     assert (ROOT / top / (module.replace(".", "/") + ".py")).exists()
 
 
+def test_the_operators_machine_code_is_for_the_cpu_that_it_asks_for() -> None:
+    (warming,) = [line for line in stages()["build-operator"][1] if "simulator.warm" in line]
+    asked = "NUMBA_CPU_NAME=generic"
+    assert asked in warming
+    assert f"ENV {asked}" in stages()["operator"][1]
+    assert "XDG_CACHE_HOME=/opt/cleave/share" in warming, "below the prefix of its Python"
+
+
 def test_base_images_are_pinned_and_come_from_nowhere_in_particular() -> None:
     text = (ROOT / "images" / "Dockerfile").read_text()
     version = re.search(r"ARG PYTHON=(\S+)", text)[1]

@@ -41,6 +41,20 @@ def test_without_a_folder_to_write_to_the_code_is_kept_elsewhere(
     assert list(tmp_path.rglob("*.nbi"))
 
 
+def test_what_an_image_brings_is_used_where_it_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "image" / "share"))
+    jit.compile_function(timing.line, {})(1.0, (0.0, 2.0), 0.5)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "image"))
+    assert jit.is_compiled(timing.line)
+    compiled = jit.compile_function(timing.line, {})
+    assert compiled(1.0, (0.0, 2.0), 0.5) == 1.0
+    assert sum(compiled.stats.cache_hits.values()) == 1
+    assert len(list((tmp_path / "home" / "cleave-simulator").iterdir())) == 1
+
+
 def test_importing_the_simulator_does_not_import_numba() -> None:
     script = "import sys, cleave.simulator.run; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

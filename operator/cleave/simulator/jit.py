@@ -22,6 +22,7 @@ Function = Callable[..., Any]
 
 _KEPT = 4
 """Versions whose machine code is kept."""
+_FOLDER = "cleave-simulator"
 
 
 def compile_function(function: Function, given: dict[Function, Any]) -> Function:
@@ -105,15 +106,34 @@ def _find_cache(name: str) -> Path:
     """A folder that can be written: the user's cache, else one for temporary files."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    first = Path(given or home) / "cleave-simulator"
+    first = Path(given or home) / _FOLDER
     folder = first / name
     try:
         if not folder.exists():
-            folder.mkdir(parents=True)
+            first.mkdir(parents=True, exist_ok=True)
+            _fill(folder)
             _prune(first)
     except OSError:
         return _make_private(name)
     return folder if os.access(folder, os.W_OK) else _make_private(name)
+
+
+def _fill(folder: Path) -> None:
+    """Make the folder, with the machine code that an image brings where nothing can be written."""
+    shipped = Path(sys.prefix) / "share" / _FOLDER / folder.name
+    if not shipped.is_dir():
+        folder.mkdir()
+        return
+    # Under another name first: numba would read files that are half there.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as new:
+        copied = shutil.copytree(shipped, Path(new) / folder.name)
+        os.utime(copied)
+        try:
+            copied.rename(folder)
+        except OSError:
+            # Another process was as fast.
+            if not folder.is_dir():
+                raise
 
 
 def _prune(cache: Path) -> None:
