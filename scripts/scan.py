@@ -51,7 +51,7 @@ def _made() -> Iterator[Manifest]:
     yield service_account(deployment)
     yield role_binding(deployment, "cleave-discovery")
     yield workers_service(deployment)
-    yield workers_policy(deployment)
+    yield workers_policy(deployment, "cleave-system")
     yield gateway_service(deployment)
     yield gateway_deployment(deployment)
     yield gateway_budget(deployment)
