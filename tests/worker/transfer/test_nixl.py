@@ -39,9 +39,15 @@ def ours() -> Memory:
 @pytest.fixture
 def link(theirs: Memory, ours: Memory) -> Iterator[nixl.Nixl]:
     served = nixl.Served(PEER, theirs)
-    made = nixl.Nixl(ours, arrivals(), served.reach(), PEER, BOUND_S)
+    made = linked(ours, arrivals(), served)
     yield made
     made.close()
+
+
+def linked(ours: Memory, own: Arrivals, served: nixl.Served) -> nixl.Nixl:
+    reach = served.reach()
+    assert reach
+    return nixl.Nixl(ours, own, reach, PEER, BOUND_S)
 
 
 def arrivals() -> Arrivals:
@@ -102,18 +108,18 @@ def test_a_span_that_is_not_there_is_an_error_and_the_end_of_the_link(
 def test_an_agent_of_another_boot_is_refused(theirs: Memory, ours: Memory) -> None:
     served = nixl.Served("boot-before/0", theirs)
     with pytest.raises(LinkError, match="boot-before/0"):
-        nixl.Nixl(ours, arrivals(), served.reach(), PEER, BOUND_S)
+        linked(ours, arrivals(), served)
 
 
 def test_links_to_one_owner_do_not_end_each_other(theirs: Memory, ours: Memory) -> None:
     served, shared = nixl.Served(PEER, theirs), arrivals()
-    first, second = (nixl.Nixl(ours, shared, served.reach(), PEER, BOUND_S) for _ in range(2))
+    first, second = (linked(ours, shared, served) for _ in range(2))
     first.close()
     first.close()
     second.read(MOVES, BOUND_S)
     second.close()
     assert not shared._uses, "the owner's agent is forgotten with the last link"
-    third = nixl.Nixl(ours, shared, served.reach(), PEER, BOUND_S)
+    third = linked(ours, shared, served)
     third.read(MOVES, BOUND_S)
     third.close()
 
@@ -131,25 +137,39 @@ def test_what_is_not_installed_is_left_out_and_said(
         nixl.usable([Way.NIXL])
 
 
-def test_nixl_is_tried_where_a_card_reads_memory_by_itself_and_on_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nixl_is_tried_only_where_a_card_reads_memory_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
 ) -> None:
-    host = torch.device("cpu")
-    monkeypatch.setattr(nixl, "_CARDS", tmp_path)
-    assert nixl.usual(host) == (Way.SHARED_MEMORY, Way.GLOO)
-    (tmp_path / "mlx5_0").mkdir()
-    assert nixl.usual(host) == (Way.SHARED_MEMORY, Way.NIXL, Way.GLOO)
     monkeypatch.setattr(nixl, "_CARDS", tmp_path / "absent")
-    assert nixl.usual(host) == (Way.SHARED_MEMORY, Way.GLOO)
-    assert nixl.usual(torch.device("cuda", 0)) == (Way.NIXL, Way.NCCL)
+    without = nixl.usual(torch.device(device))
+    assert Way.NIXL not in without
+    monkeypatch.setattr(nixl, "_CARDS", tmp_path)
+    assert nixl.usual(torch.device(device)) == without
+    (tmp_path / "mlx5_0").mkdir()
+    assert nixl.usual(torch.device(device)) == (*without[:-1], Way.NIXL, without[-1])
+
+
+def test_where_nothing_but_tcp_is_left_nixl_is_not_used_unasked(
+    start_owner: "Start", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_TLS")
+    owner, engine = start_owner(shared=False), Engine(BOUND_S, Way.NIXL, Way.GLOO)
+    if any(nixl._CARDS.glob("*")):
+        pytest.skip("this machine has cards of its own")
+    hand_off = owner.hold("r", PROMPT, [3])
+    assert engine.reader.pull(hand_off, hand_off.prompt_digest, 0, [3]) is Way.GLOO
+    assert engine.values(3) == written(3)
+    engine.reader.close()
 
 
 class Engine:
     """A decode engine with blocks of its own, whose reads may take this long."""
 
-    def __init__(self, transfer_s: float) -> None:
+    def __init__(self, transfer_s: float, *ways: Way) -> None:
         self.tensors = caches(0)
-        self.reader = reader.Reader(kept_as("boot-d", self.tensors), [Way.NIXL], transfer_s)
+        kept = kept_as("boot-d", self.tensors)
+        self.reader = reader.Reader(kept, ways or [Way.NIXL], transfer_s)
 
     def pull(self, owner: OwnerProcess, request_id: str, block: int) -> None:
         hand_off = owner.hold(request_id, PROMPT, [block])

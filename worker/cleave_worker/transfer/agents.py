@@ -17,6 +17,10 @@ import torch
 from cleave_worker.transfer.link import LinkError
 from cleave_worker.transfer.memory import Memory
 
+_ENGINE = "TLS=^tcp,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
+"""Of UCX, where its environment (UCX_TLS, ...) says nothing. Over TCP the owner's processor answers
+for a card, and dies now and then of a reader that dies while it is answered; UCX's own segments of
+8 KiB halve the rate."""
 _WAKE_US = 10_000
 """Longest sleep of an answering agent's thread; bytes wake it as well."""
 
@@ -60,7 +64,7 @@ class Agent:
             config.pthrDelay = _WAKE_US
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
             self._agent = self._nixl.nixlAgent(name, config)
-            self._agent.createBackend("UCX", {})
+            self._agent.createBackend("UCX", {"engine_config": _ENGINE})
         on_host = device.type == "cpu"
         self._kind = self._nixl.DRAM_SEG if on_host else self._nixl.VRAM_SEG
         self._device = 0 if on_host else device.index or 0

@@ -20,7 +20,7 @@ class Way(StrEnum):
 
     SHARED_MEMORY = "shared memory"
     NIXL = "nixl"
-    """NVLink, InfiniBand, RoCE or TCP, as UCX finds them."""
+    """InfiniBand, RoCE or NVLink, as UCX finds them; TCP if it is told to."""
     GLOO = "gloo"
     """TCP, between hosts without GPUs."""
     NCCL = "nccl"

@@ -1,4 +1,4 @@
-"""One-sided link over NIXL: NVLink, InfiniBand, RoCE or TCP, as its UCX finds them between hosts.
+"""One-sided link over NIXL: InfiniBand, RoCE or NVLink, as its UCX finds them between two engines.
 
 An owner registers its regions with an agent of its own and tells readers where they lie; a reader's
 agent reads them without the owner's engine. What is hard is told in arrivals.py: bytes arrive in a
@@ -45,11 +45,9 @@ class Reach(msgspec.Struct, frozen=True):
 
 def usual(device: torch.device) -> tuple[Way, ...]:
     """What to try, best first, with KV on this device: 026 says why."""
-    if device.type != "cpu":
-        return (Way.NIXL, Way.NCCL)
-    if _CARDS.is_dir() and any(_CARDS.iterdir()):
-        return (Way.SHARED_MEMORY, Way.NIXL, Way.GLOO)
-    return (Way.SHARED_MEMORY, Way.GLOO)
+    has_cards = _CARDS.is_dir() and any(_CARDS.iterdir())
+    nixl = (Way.NIXL,) if has_cards else ()
+    return (Way.SHARED_MEMORY, *nixl, Way.GLOO) if device.type == "cpu" else (*nixl, Way.NCCL)
 
 
 def usable(ways: Sequence[Way]) -> tuple[Way, ...]:
@@ -77,18 +75,25 @@ class Served:
         self._memory = memory
         self._agent: Agent | None = None
         self._reach: Reach | None = None
+        self._tried = False
         self._lock = threading.Lock()
 
-    def reach(self) -> Reach:
-        """What to tell a reader. Raises LinkError."""
+    def reach(self) -> Reach | None:
+        """What to tell a reader; None: NIXL does not work here, which is logged once."""
         with self._lock:
-            if self._reach is None:
-                device = self._memory.regions[0].device
-                self._agent = Agent(self._name, device, answers=True)
-                spots = self._agent.register(self._memory)
-                starts = tuple(spot.address for spot in spots)
-                self._reach = Reach(self._agent.metadata(), starts, spots[0].device)
+            if not self._tried:
+                self._tried = True
+                try:
+                    self._reach = self._register()
+                except LinkError as error:
+                    _log.warning("KV is not served over NIXL: %s", error)
             return self._reach
+
+    def _register(self) -> Reach:
+        self._agent = Agent(self._name, self._memory.regions[0].device, answers=True)
+        spots = self._agent.register(self._memory)
+        starts = tuple(spot.address for spot in spots)
+        return Reach(self._agent.metadata(), starts, spots[0].device)
 
 
 class Nixl:

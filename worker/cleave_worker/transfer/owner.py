@@ -266,11 +266,7 @@ class _Session:
             raise wire.WireError(str(error)) from error
 
     def _tell_reach(self) -> None:
-        reach: nixl.Reach | None = None
-        try:
-            reach = self._served.reach() if self._served else None
-        except LinkError as error:
-            _log.warning("KV is not served over NIXL: %s", error)
+        reach = self._served.reach() if self._served else None
         self._wire.send(wire.Met(reach=reach), _ANSWER_S)
 
     def _meet(self, way: Way) -> None:
