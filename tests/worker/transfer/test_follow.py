@@ -9,6 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
+from cleave_worker.transfer import follower, owner  # noqa: E402
+from cleave_worker.transfer.holds import Begun, Held, Holds, Visitor  # noqa: E402
+from cleave_worker.transfer.identity import HandOff, Reason  # noqa: E402
+from cleave_worker.transfer.link import Way  # noqa: E402
+from cleave_worker.transfer.progress import NOTHING, Progress  # noqa: E402
+
+from owner_process import LAYERS, OwnerProcess, caches  # noqa: E402
 from prefilling import (  # noqa: E402
     BOUND_S,
     DIGEST,
@@ -19,14 +26,6 @@ from prefilling import (  # noqa: E402
     PrefillRank,
     reason,
 )
-
-from cleave_worker.transfer import follower, owner  # noqa: E402
-from cleave_worker.transfer.holds import Begun, Held, Holds, Visitor  # noqa: E402
-from cleave_worker.transfer.identity import HandOff, Reason  # noqa: E402
-from cleave_worker.transfer.link import Way  # noqa: E402
-from cleave_worker.transfer.progress import NOTHING, Progress  # noqa: E402
-
-from owner_process import LAYERS, OwnerProcess, caches  # noqa: E402
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from prefilling import BOUND_S, WHOLE, Decode, Prefill, PrefillRank, reason  # noqa: E402
-
 from cleave_worker.transfer import owner, places  # noqa: E402
 from cleave_worker.transfer.identity import HandOff, Reason  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
 from cleave_worker.transfer.progress import Progress  # noqa: E402
 from cleave_worker.transfer.shapes import Shape  # noqa: E402
+
+from prefilling import BOUND_S, WHOLE, Decode, Prefill, PrefillRank, reason  # noqa: E402
 
 TP_2, PP_2 = Shape(2), Shape(1, (0, 2))
 SHAPES = {
