@@ -50,6 +50,21 @@ class Manager:
         return done
 
 
+@pytest.mark.parametrize(
+    ("ttft_ms", "wait_ms"), [(200, 50), (400, 100), (1_000, 500), (2_500, 2_000), (0, 250)]
+)
+def test_prompts_wait_nearly_as_long_as_is_promised_before_others_help(
+    ttft_ms: float, wait_ms: float
+) -> None:
+    assert pooling.make_terms(ttft_ms).wait_ms == wait_ms
+
+
+def test_kv_of_prompts_that_wait_is_not_there_yet() -> None:
+    assert pooling.find_present(4_000.0, 1_000.0) == 0.75
+    assert pooling.find_present(4_000.0, 9_000.0) == 0.0, "prompts without a decode instance"
+    assert pooling.find_present(0.0, 0.0) == 1.0
+
+
 def test_without_pressure_everybody_stays() -> None:
     manager = Manager(fleet())
     manager.set(0, 0.9)

@@ -84,6 +84,19 @@ async def test_a_decode_instance_helps_with_prompts_and_goes_home_again(
     assert "d1: decode -> mixed; pressure of prompts" in managed.noted[0].describe()
 
 
+async def test_prompts_that_wait_do_not_fill_the_instances_that_will_decode_them(
+    manage: Manage, directory: Directory
+) -> None:
+    managed = manage(p1="prefill", p2="prefill", d="decode")
+    queue, claims = (directory.instances[name].ledger for name in ("p1", "d"))
+    capacity = 16_000.0
+    queue.prompt.enter(0.5 * capacity)
+    claims.resident.enter(0.95 * capacity)
+    assert await managed.run(3) == []
+    queue.prompt.close(0.5 * capacity)
+    assert [order[1] for order in await managed.run(3)] == ["mixed"]
+
+
 async def test_advice_is_given_once_and_not_followed(
     manage: Manage, directory: Directory, loaded
 ) -> None:

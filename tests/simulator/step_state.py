@@ -155,11 +155,15 @@ class Manager:
         self.members["role"], self.members["is_open"] = self.members["home"], 1
 
     def look(self, now: float) -> None:
+        present = pooling.find_present(
+            float(sum(each.resident_book for each in self.instances)),
+            float(sum(each.prompt_book for each in self.instances)),
+        )
         for member, i in zip(self.members, self.instances, strict=True):
             worked = now - i.since if i.prompt_book else 0.0
             wait = i.unanswered * i.prompt_ms + i.prompt_book * i.token_ms - worked
             member["wait_ms"] = max(wait, 0.0)
-            member["use"] = i.resident_book / (i.total * i.size)
+            member["use"] = present * i.resident_book / (i.total * i.size)
         slot, role = pooling.decide(self.members, self.watch, self.terms, now)
         if slot != pooling.NONE:
             pooling.take(self.members, slot, role, now)

@@ -20,8 +20,8 @@ class Pools(Shape):
     """Prefill and decode pools, while traffic moves. Mixed pools are left as they are."""
 
     flipping: Annotated[Flipping, Field(strict=False)] = Flipping.AUTO
-    """Auto: while prompts wait for more than a quarter of slo.ttftMs, or decode instances are full,
-    an instance of the other pool serves both; it goes home when it is calm. No instance restarts
+    """Auto: while prompts wait until little is left of slo.ttftMs, or decode instances are full, an
+    instance of the other pool serves both; it goes home when it is calm. No instance restarts
     and no request is moved. Advisory: the gateway logs and counts what Auto would do. Off: nobody
     is lent, and who is comes home within minutes."""
     min_prefill: Annotated[int, Field(ge=0, le=10_000)] = 1

@@ -31,8 +31,11 @@ FORGIVEN_MS = 1_800_000.0
 """After so long at home an instance goes out as if for the first time."""
 RELIEF = 0.5
 """Pressure has gone when it is below this."""
+EARLY_MS = 500.0
+"""Before prompts have waited for their whole TTFT target others help: it takes some time until they
+do, and each prompt that decode instances compute delays the answers there."""
 WAIT_SHARE = 0.25
-"""Of the TTFT target, that prompts may wait before others help."""
+"""Of the TTFT target, that prompts may wait in any case."""
 UNSTATED_WAIT_MS = 250.0
 """The same where there is no target."""
 AWAY_MS = 300_000.0
@@ -43,7 +46,7 @@ IDLE = 0.1
 MEMBER = np.dtype(
     [
         ("wait_ms", np.float64),  # until the prompts that wait there are computed
-        ("use", np.float64),  # of its KV, claimed: 0 to 1 and more
+        ("use", np.float64),  # of its KV, by prompts that are computed: 0 to 1 and more
         ("since_ms", np.float64),  # when it took its role
         ("stay_ms", np.float64),  # how long it stays away at least, this time
         ("idle_ms", np.float64),  # since when it has little work of its home's kind; inf: it has
@@ -65,7 +68,7 @@ class Terms(NamedTuple):
     """What a fleet promises, and how patient its manager is."""
 
     wait_ms: float
-    """How long a prompt may wait before others help: a share of the TTFT target."""
+    """How long a prompt may wait before others help."""
     full: float = 0.9
     """Share of its KV from which on a decode instance is full."""
     rise_ms: float = 1_000.0
@@ -81,7 +84,7 @@ class Terms(NamedTuple):
 
 def make_terms(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) -> Terms:
     """Of a fleet with this TTFT target; 0: it has none."""
-    wait_ms = WAIT_SHARE * ttft_ms or UNSTATED_WAIT_MS
+    wait_ms = max(ttft_ms - EARLY_MS, WAIT_SHARE * ttft_ms) or UNSTATED_WAIT_MS
     return Terms(wait_ms, min_prefill=min_prefill, min_decode=min_decode)
 
 
@@ -175,6 +178,15 @@ def take(members: Members, slot: int, role: int, now_ms: float) -> None:
         member["stay_ms"] = FIRST_STAY_MS if is_forgiven else doubled
     member["role"] = role
     member["since_ms"] = now_ms
+
+
+def find_present(claimed: float, pending: float) -> float:
+    """Share of the tokens that instances have been `claimed` for whose prompts are computed.
+
+    KV of prompts that wait (`pending` tokens, of the whole fleet) is nowhere yet. Counted as if it
+    were, a queue of prompts would look like a want of memory, and take an instance from prefill.
+    """
+    return max(1.0 - pending / claimed, 0.0) if claimed > 0.0 else 1.0
 
 
 def find_pressure(members: Members, side: int, terms: Terms, lent: bool) -> float:

@@ -19,7 +19,7 @@ import grpc
 from cleave.policy import pooling
 from cleave.policy.pooling import NONE, Terms
 from cleave.router.directory import Directory
-from cleave.router.instance import Instance
+from cleave.router.instance import Instance, Ledger
 from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -91,8 +91,9 @@ class Pools:
         """What should be done now."""
         now_ms = now_s * 1000
         self._follow([instance.name for instance in instances])
+        present = _find_present([instance.ledger for instance in instances])
         for member, instance in zip(self._members, instances, strict=True):
-            _measure(member, instance, now_ms)
+            _measure(member, instance, present, now_ms)
         if lends:
             slot, role = pooling.decide(self._members, self._watch, terms, now_ms)
         else:
@@ -207,8 +208,15 @@ async def send(flip: Flip) -> None:
         await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=ORDER_TIMEOUT_S)
 
 
-def _measure(member: pooling.Members, instance: Instance, now_ms: float) -> None:
-    """Fill in what the policy looks at."""
+def _find_present(ledgers: list[Ledger]) -> float:
+    claimed = sum(each.resident.pending for each in ledgers)
+    # What others sent is claimed when their engines hold it, and prompts that wait hold nothing.
+    pending = sum(each.prompt.pending - each.prompt.others for each in ledgers)
+    return pooling.find_present(claimed, pending)
+
+
+def _measure(member: pooling.Members, instance: Instance, present: float, now_ms: float) -> None:
+    """Fill in what the policy looks at; `present`: share of claimed KV that is there."""
     stated, ledger = instance.registration, instance.ledger
     queue = ledger.queue
     pending = ledger.prompt.pending
@@ -221,7 +229,7 @@ def _measure(member: pooling.Members, instance: Instance, now_ms: float) -> None
         # Somebody else flipped it.
         member["since_ms"] = now_ms
     member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
-    member["use"] = ledger.resident.pending / capacity if capacity else 0.0
+    member["use"] = present * ledger.resident.pending / capacity if capacity else 0.0
     member["home"] = _to_number(stated.home or stated.role)
     member["role"] = role
     member["is_open"] = instance.selectable and stated.kv_path.verified

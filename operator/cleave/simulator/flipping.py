@@ -7,7 +7,7 @@ may pass between two requests, so looks that cannot find anything new are not ta
 
 import math
 
-from cleave.policy.pooling import NONE, Terms, decide, find_next_ms, take
+from cleave.policy.pooling import NONE, Terms, decide, find_next_ms, find_present, take
 from cleave.simulator.completing import interrupt
 from cleave.simulator.layout import State
 from cleave.simulator.routing import score
@@ -28,12 +28,17 @@ def look(state: State, now: float, until: float) -> bool:
         state.look = math.inf
     count = state.num_instances
     seen = members(state, 0, count)
+    claimed, pending = 0.0, 0.0
+    for i in range(count):
+        claimed += instance_at(state, i).resident_book
+        pending += instance_at(state, i).prompt_book
+    present = find_present(claimed, pending)
     for i in range(count):
         inst, member = instance_at(state, i), seen[i]
         pending_ms = inst.waiting * inst.prompt_ms + inst.prompt_book * inst.token_ms
         worked_ms = now - inst.since if inst.prompt_book > 0 else 0.0
         member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
-        member["use"] = inst.resident_book / (inst.blocks * inst.block)
+        member["use"] = present * inst.resident_book / (inst.blocks * inst.block)
     terms = Terms(
         state.wait,
         state.full,
