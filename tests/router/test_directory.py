@@ -100,6 +100,12 @@ def test_a_name_that_moved_is_not_lost_with_its_old_address(directory, stated) -
     assert not directory.models
 
 
+def test_names_of_models_and_adapters_outlive_their_fleet(directory, stated) -> None:
+    directory.hear("a", stated("d", "decode", adapters=["sql"]), 0.0)
+    directory.forget("a")
+    assert directory.known == {"m", "sql"}
+
+
 def test_an_address_that_serves_another_name_lets_go_of_the_first(directory, stated) -> None:
     directory.hear("a", stated("d1", "decode"), 0.0)
     directory.hear("a", stated("d2", "decode"), 1.0)
