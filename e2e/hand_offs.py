@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from cleave_worker.transfer.link import Way
+
 from harness import Deployment, tiny_vllm
 from owner_process import OwnerProcess
 from vllm_cases import TIMEOUT_S, Case, ask, engine_url, metric
@@ -34,6 +36,9 @@ def tiny_with_connector(
     extra = {"ways": [way], "checksums": checksums, "kv_lease_duration": LEASE_S}
     settings = {"kv_connector_extra_config": extra}
     engine |= {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
+    if way == Way.NIXL:
+        # Here is no card that reads memory by itself.
+        engine |= {"env": [{"name": "UCX_TLS", "value": "all"}]}
     return tiny_vllm(model, engine=engine)
 
 
