@@ -205,13 +205,15 @@ def before_bytes(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> N
 def test_bytes_that_come_after_their_reader_has_given_up_reach_nobody(
     start_owner: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, engine = start_owner(shared=False), Engine(transfer_s=1.0)
+    owner, engine = start_owner(shared=False), Engine(BOUND_S)
     engine.pull(owner, "first", 3)
     before_bytes(monkeypatch, lambda: stop(owner.process.pid))
+    engine.reader._transfer_s = 0.5
     with pytest.raises(RefusedError) as caught:
         engine.pull(owner, "late", 4)
     assert caught.value.reason is Reason.LOST
     assert not is_still(engine.reader.arrivals), "its buffer is nobody's"
+    engine.reader._transfer_s = BOUND_S
     os.kill(owner.process.pid, signal.SIGCONT)
     owner.tell("overwrite", block=4)
     until(lambda: is_still(engine.reader.arrivals))
@@ -226,7 +228,7 @@ def test_an_owner_that_dies_with_bytes_under_way_costs_a_buffer_and_no_other_own
     start_owner: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, other = start_owner(shared=False), start_owner(boot_id="boot-q", shared=False)
-    engine = Engine(transfer_s=BOUND_S)
+    engine = Engine(BOUND_S)
     engine.pull(owner, "first", 3)
     engine.pull(other, "second", 4)
 
