@@ -136,6 +136,21 @@ def test_a_reader_with_bytes_under_way_is_kept_when_nobody_holds_it() -> None:
     assert made not in arrivals._written_to
 
 
+def test_where_no_agent_can_be_made_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(*told: object, **_: object) -> None:
+        tried.append(told)
+        raise LinkError("no card")
+
+    monkeypatch.setattr(arrivals, "Agent", fail)
+    made = Arrivals("boot-d/0/reader", torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(LinkError, match="no card"):
+            made.meet(b"p", "p")
+    assert len(tried) == 1
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["lend", "give back", "end", "fail", "meet", "part"]), st.integers(0, 7)

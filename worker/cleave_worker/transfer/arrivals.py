@@ -59,6 +59,7 @@ class Arrivals:
         self._name = name
         self._device = device
         self._agent: Agent | None = None
+        self._fault = ""
         self._free: list[Buffer] = []
         self._given_up: list[_GivenUp] = []
         self._lost: list[Buffer] = []
@@ -69,14 +70,13 @@ class Arrivals:
     def meet(self, metadata: bytes, name: str) -> Agent:
         """An agent that knows the peer of this name until `part`. Raises LinkError."""
         with self._changed:
-            if self._agent is None:
-                self._agent = Agent(self._name, self._device, answers=False)
-            met = self._agent.meet(metadata)
+            agent = self._agent = self._agent or self._new_agent()
+            met = agent.meet(metadata)
             if met == name:
                 self._uses[name] += 1
-                return self._agent
+                return agent
             if not self._uses[met]:
-                self._agent.part(met)
+                agent.part(met)
         raise LinkError(f"the owner's agent is {met!r}, not {name!r}")
 
     def part(self, name: str) -> None:
@@ -105,6 +105,16 @@ class Arrivals:
         with self._changed:
             self._given_up.append(_GivenUp(buffer, tuple(flights), peer))
             self._look()
+
+    def _new_agent(self) -> Agent:
+        """Tried once. Raises LinkError."""
+        if self._fault:
+            raise LinkError(self._fault)
+        try:
+            return Agent(self._name, self._device, answers=False)
+        except LinkError as error:
+            self._fault = str(error)
+            raise
 
     def _look(self) -> None:
         """Take back what is over."""

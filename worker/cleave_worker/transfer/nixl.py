@@ -164,7 +164,7 @@ class Nixl:
                 yield loan
             finally:
                 self._arrivals.give_back(buffer, loan.flights, self.name)
-        except (LinkError, ValueError, IndexError) as error:
+        except (LinkError, ValueError, IndexError, RuntimeError) as error:
             self.close()
             raise LinkError(f"over NIXL: {error}") from error
 
