@@ -18,6 +18,8 @@ from cleave.traffic.window import Window
 
 PERIOD_S = 15.0
 """Between two looks at the gateways."""
+AHEAD_S = 600.0
+"""That are simulated at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +40,18 @@ class World:
     since_s: float = 0.0
     """When `fleet` came into force."""
     done: list[_Part] = field(default_factory=list)
+    _ahead: tuple[float, _Part] | None = None
+    """What `fleet` makes of all that comes until then. Nothing that comes later changes what was
+    before, so looks need not be simulated one by one."""
 
     def change(self, fleet: Fleet, at_s: float) -> None:
         """Requests that arrive from now on meet `fleet`; all others end where they are."""
         self.done.append(self._serve(at_s))
-        self.fleet, self.since_s = fleet, at_s
+        self.fleet, self.since_s, self._ahead = fleet, at_s, None
 
     def look(self, start_s: float, end_s: float) -> Iterator[Window]:
         """What was counted in each period: arrivals, and the requests that ended."""
-        parts = (*self.done, self._serve(end_s))
+        parts = (*self.done, self._look_ahead(end_s))
         edges = np.arange(start_s, end_s + PERIOD_S / 2, PERIOD_S)
         for low_s, high_s in pairwise(edges.tolist()):
             yield self._count(parts, low_s, high_s)
@@ -56,9 +61,16 @@ class World:
         parts = (*self.done, self._serve(end_s))
         return Score(
             np.concatenate([part.trace.arrival_ms for part in parts]) / 1000,
-            np.concatenate([_find_met(part.outcome, self.slo) for part in parts]),
+            np.concatenate([part.outcome.ttft_ms <= self.slo.ttft_ms for part in parts]),
+            np.concatenate([part.outcome.tpot_ms <= self.slo.tpot_ms for part in parts]),
             sum(part.outcome.num_flips for part in parts),
         )
+
+    def _look_ahead(self, until_s: float) -> _Part:
+        if self._ahead is None or self._ahead[0] < until_s:
+            ahead_s = until_s + AHEAD_S
+            self._ahead = ahead_s, self._serve(ahead_s)
+        return self._ahead[1]
 
     def _serve(self, until_s: float) -> _Part:
         low, high = np.searchsorted(self.trace.arrival_ms, [self.since_s * 1000, until_s * 1000])
@@ -101,11 +113,19 @@ class World:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """Which requests met both targets."""
+    """Which requests met which target."""
 
     arrival_s: np.ndarray
-    met: np.ndarray
+    in_time: np.ndarray
+    """The first token."""
+    fluent: np.ndarray
+    """The others."""
     num_flips: int
+
+    @property
+    def met(self) -> np.ndarray:
+        """Both."""
+        return np.asarray(self.in_time & self.fluent)
 
     def between(self, start_s: float, end_s: float) -> float:
         """Share of those that came then."""
