@@ -16,8 +16,13 @@ TOKENS = 128
 Import = Callable[[str], ModuleType]
 
 
-@pytest.mark.parametrize("way", [Way.SHARED_MEMORY, Way.GLOO])
-def test_prompts_come_after_they_are_computed_and_meanwhile(module: Import, way: Way) -> None:
+@pytest.mark.parametrize("way", [Way.SHARED_MEMORY, Way.NIXL, Way.GLOO])
+def test_prompts_come_after_they_are_computed_and_meanwhile(
+    module: Import, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way is Way.NIXL:
+        pytest.importorskip("nixl", reason="NIXL comes with the worker extras")
+        monkeypatch.setenv("UCX_TLS", "tcp")
     overlap, pair = module("overlap"), module("pair")
     shape = pair.Shape("tiny", num_layers=3, num_kv_heads=1, head_size=8)
     place = pair.Place(HOST, HOST)
