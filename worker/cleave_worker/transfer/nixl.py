@@ -114,8 +114,8 @@ class Nixl:
         self.name = name
         self.is_closed = False
         self._lock = threading.Lock()
-        self._agent = arrivals.meet(reach.metadata, name)
         byte = Memory([torch.empty(1, dtype=torch.uint8, device=local.regions[0].device)])
+        self._agent = arrivals.meet(reach.metadata, name)
         self._read(byte, [Move(_ONE_BYTE, _ONE_BYTE)], seconds)
 
     def read(self, moves: Iterable[Move], seconds: float) -> None:
