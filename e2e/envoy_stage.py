@@ -131,7 +131,7 @@ def picker_cluster(port: int) -> dict[str, object]:
         "transport_socket": tls,
         "typed_extension_protocol_options": {
             f"{TYPES.split('/')[1]}.upstreams.http.v3.HttpProtocolOptions": http2
-        }
+        },
     }
 
 
