@@ -3,14 +3,14 @@
 A tokenizer would cost more than all else the gateway does. What is hard: bytes alone mislead where
 it matters most. Digits are tokens nearly each; a client that escapes what is not ASCII sends six
 bytes for a letter that others send in two; and a picture's base64 is no text at all. Weights are
-least squares over code, prose, JSON and 18 languages in two tokenizers of vocabularies of 131,000
-and 32,000 (`benchmarks/dispatch/sizes.py`); what is left of a scale, instances' lines learn.
+round ones that serve code, prose, JSON and many languages; what they leave beside two tokenizers,
+`benchmarks/dispatch/sizes.py` measures, and of that the scale is learnt by instances' lines.
 """
 
 BYTES_PER_TOKEN = 4
 """Of text without digits, in any alphabet as UTF-8 has it."""
 PICTURE_TOKENS = 1_000
-"""About a megapixel in Qwen2-VL, 28 x 28 pixels a token; LLaVA-1.5 has 576 for any."""
+"""885 x 885 pixels in Qwen2-VL, which takes 28 x 28 for a token; LLaVA-1.5 has 576 for any."""
 _DIGIT_BYTES = 4
 """What a digit weighs besides itself."""
 _ESCAPE = b"\\u"
