@@ -225,6 +225,23 @@ def test_when_traffic_changes_the_plan_follows_and_the_model_stays() -> None:
     assert sum(count(play.running).values()) < 4
 
 
+def test_instances_that_serve_as_well_keep_the_limits_that_they_were_started_with() -> None:
+    problem = ask("Always")
+    play = Play(problem)
+    own = [replace(pool, max_num_seqs=200) for pool in play.running.pools]
+    play.running = replace(play.running, pools=tuple(own))
+    found = play.look(problem.demand.at(30.0))
+    assert found.decision.verdict is Verdict.APPLY
+    assert {pool.max_num_seqs for pool in play.running.pools} == {200}
+    best = found.answer.best
+    assert {pool.max_num_seqs for pool in best.pools} != {200}
+    assert found.proposed.prediction.attainment > problem.slo.attainment
+    few = [replace(pool, max_num_seqs=1) for pool in own]
+    play.running = replace(play.running, pools=tuple(few))
+    play.look()
+    assert {pool.max_num_seqs for pool in play.running.pools} != {1}, "one at a time is too few"
+
+
 def test_code_and_conversation_get_plans_of_their_own() -> None:
     problem = ask("Always", slo={"ttftMs": 2500, "tpotMs": 80})
     code, talk = (

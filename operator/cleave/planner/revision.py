@@ -9,19 +9,21 @@ soon after the last change.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from cleave.api.role import Role
 from cleave.perf import corrected
 from cleave.perf.corrected import NONE, Correction
 from cleave.planner import search
+from cleave.planner.bench import to_draft
 from cleave.planner.guard import FEWEST, SETTLE_S, THRESHOLD, Judgement, judge
-from cleave.planner.plan import EMULATED_GPU, Answer, Plan, PlannedPool
+from cleave.planner.plan import Answer, Plan, PlannedPool
+from cleave.planner.predict import predict
 from cleave.planner.problem import Problem
 from cleave.planner.replay import Running, draft_of, find_attainment
+from cleave.planner.restarts import count_begun, count_kinds, spare
+from cleave.planner.trials import CONFIRMED, Targets, Trials
 from cleave.planner.words import percent, pool_label
 from cleave.traffic.refit import find_margin, to_demand
 from cleave.traffic.window import Window, list_settled
@@ -145,6 +147,7 @@ def revise(
     best = answer.best
     if best is None:
         return Revision(Decision(Verdict.KEEP, answer.reason), judgement, answer)
+    best = _spare_restarts(at_most, running.pools, best, terms)
     then = _look_at(at_most, replace(running, pools=best.pools, algorithm=best.algorithm))
     seen_s = sum(each.length_s for each in windows)
     decision = decide(at_mean, now, then, terms, windows[-1].end_s, left, seen_s)
@@ -161,7 +164,7 @@ def decide(
     seen_s: float = math.inf,
 ) -> Decision:
     """Whether `then` takes the place of `now`; `seen_s`: how long traffic was seen for that."""
-    if _instances(now.pools) == _instances(then.pools):
+    if count_kinds(now.pools) == count_kinds(then.pools):
         return Decision(Verdict.KEEP, "the plan that runs is still the best")
     goal = problem.slo.attainment
     gain = _find_gain(now, then, goal)
@@ -174,6 +177,32 @@ def decide(
         return Decision(Verdict.KEEP, keep, gain)
     verdict = Verdict.PROPOSE if terms.is_advisory else Verdict.APPLY
     return Decision(verdict, _tell(now, then, goal), gain)
+
+
+def _spare_restarts(
+    problem: Problem, now: tuple[PlannedPool, ...], best: Plan, terms: Terms
+) -> Plan:
+    """`best`, or the same with limits of running instances where that serves as well.
+
+    Who starts anew does not serve meanwhile, which better limits have to win back.
+    """
+
+    def attain(pools: tuple[PlannedPool, ...]) -> float:
+        return find_attainment(problem, Running(pools, best.algorithm))
+
+    goal, at_best = problem.slo.attainment, attain(best.pools)
+    least = min(at_best, goal + _ROOM * (1 - goal))
+
+    def serves(pools: tuple[PlannedPool, ...], spared: int) -> bool:
+        lost = spared / _count(pools) * terms.start_s / terms.horizon_s
+        return attain(pools) >= max(least, at_best - lost)
+
+    pools = spare(now, best.pools, serves)
+    if pools == best.pools:
+        return best
+    draft = to_draft(problem, pools, best.algorithm)
+    trials, targets = Trials(problem.demand, problem.seed).at(CONFIRMED), Targets.of(problem.slo)
+    return predict(problem, trials, draft, targets, best.algorithm).plan
 
 
 def _look_at(problem: Problem, running: Running) -> Outlook:
@@ -214,7 +243,7 @@ def _why_not_less(
         )
     for each in left:
         age_s = at_s - each.at_s
-        if age_s < 2 * terms.cooldown_s and _instances(each.pools) == _instances(then.pools):
+        if age_s < 2 * terms.cooldown_s and count_kinds(each.pools) == count_kinds(then.pools):
             return f"{_label(then.pools)} was left {age_s:.0f} s ago; traffic may swing back"
     return None
 
@@ -222,7 +251,7 @@ def _why_not_less(
 def _why_too_little(
     problem: Problem, now: Outlook, then: Outlook, terms: Terms, gain: float
 ) -> str | None:
-    goal, begun = problem.slo.attainment, _count_begun(now.pools, then.pools)
+    goal, begun = problem.slo.attainment, count_begun(now.pools, then.pools)
     if now.worst >= goal and then.attainment < goal + _ROOM * (1 - goal):
         return f"what runs holds the targets; {_label(then.pools)} hardly would"
     if now.worst >= goal:
@@ -239,7 +268,7 @@ def _why_too_little(
         return f"{_label(then.pools)} would serve {max(gain, 0):.0%} more in time; too little"
     won = (then.attainment - now.worst) * problem.rate * terms.horizon_s
     # Those that end before others have begun do not serve meanwhile.
-    replaced = min(begun, _count_begun(then.pools, now.pools))
+    replaced = min(begun, count_begun(then.pools, now.pools))
     share = replaced / _count(now.pools)
     cost = share * now.worst * problem.rate * terms.start_s
     if won <= cost:
@@ -261,33 +290,3 @@ def _label(pools: Iterable[PlannedPool]) -> str:
 
 def _count(pools: Iterable[PlannedPool]) -> int:
     return sum(pool.replicas for pool in pools)
-
-
-def _count_begun(now: Sequence[PlannedPool], then: Sequence[PlannedPool]) -> int:
-    """Instances of `then` that have to be made anew: some of `now` only change pools."""
-    had, wanted = _instances(now), _instances(then)
-    missing, spare = wanted - had, had - wanted
-    if any(pool.per_cell for pool in (*now, *then)):
-        # Cells are tied to nodes, so nobody moves between their pools.
-        return sum(missing.values())
-    return sum((_forget_role(missing) - _forget_role(spare)).values())
-
-
-def _forget_role(instances: Counter[tuple[object, ...]]) -> Counter[tuple[object, ...]]:
-    """Prefill and decode instances that differ in nothing else are one kind."""
-    kinds: Counter[tuple[object, ...]] = Counter()
-    for (role, *rest), count in instances.items():
-        kinds[role if role is Role.MIXED else None, *rest] += count
-    return kinds
-
-
-def _instances(pools: Iterable[PlannedPool]) -> Counter[tuple[object, ...]]:
-    """By all that makes one need other pods than another."""
-    found: Counter[tuple[object, ...]] = Counter()
-    for pool in pools:
-        gpu = None if pool.gpu == EMULATED_GPU else pool.gpu
-        limits = pool.max_num_seqs, pool.max_num_batched_tokens
-        found[pool.role, gpu, pool.parallelism.tensor, pool.parallelism.pipeline, limits] += (
-            pool.replicas
-        )
-    return found
