@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -350,6 +351,14 @@ class Stage:
         for engine in self.engines.values():
             await engine.stop()
         await asyncio.sleep(0)
+
+
+@pytest.fixture
+def internal_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 @pytest.fixture

@@ -45,9 +45,10 @@ MINUTE_S = 60.0
 class Watched:
     """A fleet that has been through something, and what scrapes of it have told so far."""
 
-    def __init__(self, stage, engines) -> None:
+    def __init__(self, stage, engines, internal_port: int) -> None:
         self.stage = stage
         self.engines = engines
+        self.internal_port = internal_port
         self.pages: list[dict] = []
         self.now = 0.0
 
@@ -58,12 +59,11 @@ class Watched:
     async def scrape(self) -> None:
         """A minute later."""
         self.now += MINUTE_S
-        known = {"authorization": "Bearer search-key"}
-        page = (await self.stage.ask(path="/metrics", **known)).body.decode()
-        self._keep("gateway", page)
+        urls = {name: engine.url for name, engine in self.engines.items()}
+        urls["gateway"] = f"http://127.0.0.1:{self.internal_port}"
         async with aiohttp.ClientSession() as session:
-            for name, engine in self.engines.items():
-                async with session.get(f"{engine.url}/metrics") as answer:
+            for name, url in urls.items():
+                async with session.get(f"{url}/metrics") as answer:
                     self._keep(name, await answer.text())
 
     def _keep(self, instance: str, text: str) -> None:
@@ -81,13 +81,14 @@ class Watched:
 
 
 @pytest.fixture
-async def watched(make_fleet, tmp_path):
+async def watched(make_fleet, internal_port, tmp_path):
     """Streams, one that outlived an engine, one that was shed; scraped before and after."""
     keys = tmp_path / "keys"
     keys.write_text(TENANTS)
     roles = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
     slo = {"ttft_slo_ms": 5_000.0, "tpot_slo_ms": 500.0}
-    watched = Watched(*await make_fleet(roles, api_keys=keys, resume_s=0.5, **slo))
+    settings = {"api_keys": keys, "internal_port": internal_port, "resume_s": 0.5}
+    watched = Watched(*await make_fleet(roles, **settings, **slo), internal_port)
     for round_ in range(2):
         for _ in range(12):
             assert await watched.ask() == 200
@@ -160,9 +161,13 @@ async def test_every_panel_of_the_dashboards_is_answered(watched) -> None:
         assert answer["samples"] or title in SELDOM or is_operators, f"{title}: {query}"
 
 
-async def test_attainment_is_told_also_where_nothing_meets_the_targets(make_fleet) -> None:
+async def test_attainment_is_told_also_where_nothing_meets_the_targets(
+    make_fleet, internal_port
+) -> None:
     roles = {"p1": "prefill", "d1": "decode"}
-    watched = Watched(*await make_fleet(roles, ttft_slo_ms=0.001, tpot_slo_ms=500.0))
+    slo = {"ttft_slo_ms": 0.001, "tpot_slo_ms": 500.0}
+    fleet = await make_fleet(roles, internal_port=internal_port, **slo)
+    watched = Watched(*fleet, internal_port)
     for _ in range(2):
         assert await watched.ask() == 200
         await watched.scrape()

@@ -1,7 +1,6 @@
 """What the operator is told of the fleet, and that nobody else is."""
 
 import asyncio
-import socket
 
 import msgspec
 import pytest
@@ -9,14 +8,6 @@ import pytest
 from cleave.gateway.front import fleet_page
 from cleave.rpc.fleet_page import FleetPage, Instance, KvPath
 from cleave.rpc.v1 import agent_pb2
-
-
-@pytest.fixture
-def internal_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -127,6 +127,23 @@ async def test_metrics_and_names_are_for_those_with_a_key(locked) -> None:
         assert told["components"]["schemas"]["ModelName"].get("examples") == names
 
 
+@pytest.mark.parametrize(("tenants", "status"), [(["one"], 200), (["one", "two"], 403)])
+async def test_no_tenant_reads_the_metrics_of_another(
+    make_stage, internal_port, tmp_path, tenants: list[str], status: int
+) -> None:
+    keys = tmp_path / "keys"
+    lines = [f"- {{name: {name}, keys: [{name}-key]}}" for name in tenants]
+    keys.write_text("\n".join(["tenants:", *lines]))
+    stage = await make_stage({"x": "mixed"}, api_keys=keys, internal_port=internal_port)
+    response = await stage.ask(None, "/metrics", Authorization="Bearer one-key")
+    assert response.status == status
+    if status == 403:
+        assert response.error["code"] == "internal_only"
+        assert "--internal-port" in response.error["message"]
+    stage.gateway.port = internal_port
+    assert (await stage.ask(None, "/metrics")).status == 200
+
+
 async def test_metrics_add_up(pair) -> None:
     for body in (ASK, ASK | {"stream": True}, ASK | {"n": 2}, ASK | {"model": "other"}):
         await pair.ask(body)

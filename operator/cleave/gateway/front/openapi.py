@@ -67,6 +67,7 @@ _FIELDS: Mapping[str, Schema] = {
 _MEANINGS = {
     HTTPStatus.BAD_REQUEST: "The request is wrong; an engine's own words are passed on unchanged.",
     HTTPStatus.UNAUTHORIZED: "Keys are asked for, and none of them came.",
+    HTTPStatus.FORBIDDEN: "There are several tenants: metrics are on the internal port.",
     HTTPStatus.NOT_FOUND: "No instance serves this model.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is larger than --max-body.",
     HTTPStatus.EXPECTATION_FAILED: "An expectation other than 100-continue.",
@@ -153,6 +154,7 @@ def _get(route: OwnRoute) -> Schema:
     """What the gateway answers."""
     statuses = (HTTPStatus.UNAUTHORIZED,) if route.needs_key else ()
     if route.path == METRICS:
+        statuses += (HTTPStatus.FORBIDDEN,)
         content: Schema = {"text/plain": {"schema": _TEXT}}
     else:
         content = {"application/json": {"schema": _OWN_ANSWERS[route.path]}}

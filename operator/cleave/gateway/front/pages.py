@@ -3,7 +3,8 @@
 Used by the client connections. What is hard: with keys nothing names a model, an instance or a
 tenant to whoever has none, but probes carry no key. So /health and /openapi.json stay open and then
 say less; scrapers bring a key or use the internal port, which no Service leads to. /fleet names
-every instance and its load, which is the operator's business alone: it is answered there only.
+every instance and its load, which is the operator's business alone: it is answered there only, and
+so is /metrics where there are several tenants, for it tells what each of them does.
 """
 
 from http import HTTPStatus
@@ -58,6 +59,12 @@ _UNAUTHORIZED = ApiError(
     "invalid_request_error",
     code="invalid_api_key",
     fields=b"www-authenticate: Bearer\r\n",
+)
+_OF_ALL_TENANTS = ApiError(
+    HTTPStatus.FORBIDDEN,
+    "/metrics tells of all tenants, so it is answered on the port of --internal-port only",
+    "invalid_request_error",
+    code="internal_only",
 )
 
 
@@ -190,6 +197,8 @@ class Pages:
             page = describe_fleet(self._context)
             return HTTPStatus.OK, head.JSON, msgspec.json.encode(page)
         if path == METRICS:
+            if not self._internal and len(self._context.keys.tenants) > 1:
+                raise _OF_ALL_TENANTS
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
             return HTTPStatus.OK, content, generate_latest(self._registry)
         if path == OPENAPI:
