@@ -39,6 +39,7 @@ def cached(source: str = "org/model", **cache) -> dict:
         ),
         ({"gateway": {"keysSecret": "keys"}}, "spec.gateway.keysSecret"),
         ({"gateway": {"tlsSecret": "tls"}}, "spec.gateway.tlsSecret"),
+        ({"gateway": {"endpointPicker": True}}, "spec.gateway.endpointPicker"),
         (
             {"gateway": {"endpointPickerTlsSecret": "tls"}},
             "spec.gateway.endpointPickerTlsSecret",

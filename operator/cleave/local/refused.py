@@ -48,6 +48,11 @@ def _rest(spec: LLMDeploymentSpec) -> Iterator[str]:
             "spec.gateway.tlsSecret: there are no Secrets without a cluster; remove it, or run "
             "cleave gateway --tls-cert FILE --tls-key FILE beside the workers"
         )
+    if spec.gateway.endpoint_picker:
+        yield (
+            "spec.gateway.endpointPicker: proxies that ask it are a cluster's; remove it, or run "
+            "cleave gateway --endpoint-picker-port PORT beside the workers"
+        )
     if spec.gateway.endpoint_picker_tls_secret:
         yield (
             "spec.gateway.endpointPickerTlsSecret: there are no Secrets without a cluster; remove "
