@@ -92,8 +92,8 @@ class Follower:
         """Ask the planner; the traffic that is planned for from now on."""
         change, settled_s = self._course.change, self._settled_s
         since_s = drift.find_start(self.windows, change, settled_s)
-        mixed_s = max(change.at_s - since_s, 0.0) if change else 0.0
-        terms = Terms(start_s=START_S, cooldown_s=INTERVAL_S, settle_s=SETTLE_S + mixed_s)
+        settle_s = drift.find_settle_s(self.windows, change, since_s, SETTLE_S)
+        terms = Terms(start_s=START_S, cooldown_s=INTERVAL_S, settle_s=settle_s)
         recent = drift.list_recent(self.windows, since_s, INTERVAL_S, terms.settle_s)
         try:
             workload = refit(recent)

@@ -118,3 +118,16 @@ def test_what_fails_by_the_model_and_in_fact_says_nothing_of_the_model() -> None
     assert found.comparisons
     assert (found.holds, found.error, found.correction) == (True, None, NONE)
     assert found.reason == "latencies depend on when just now, and tell nothing of the prediction"
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(lends) -> None:
+    """Else it would find every plan failing, the one that runs among them, and stay."""
+    play = Play(ask("Always"))
+    play.running = replace(play.running, flipping=make_terms(800) if lends else None)
+    play.correction = Correction(1.3, 1.3)
+    found = judged(play, demand=play.problem.demand.at(20.0))
+    assert found.attainment < 0.4
+    assert not found.holds
+    assert found.correction.prefill == pytest.approx(1.0, abs=0.08)
+    assert found.correction.decode == pytest.approx(1.0, abs=0.08)

@@ -98,3 +98,12 @@ def test_buckets_of_unlike_gateways_are_added_where_both_know() -> None:
     fine = Buckets((0.5, 1.0, math.inf), (1.0, 2.0, 2.0), 1.0)
     assert coarse + fine == Buckets((0.5, 1.0, math.inf), (1.0, 5.0, 6.0), 6.0)
     assert Buckets() + fine == fine
+
+
+def test_a_life_lasts_from_first_to_last() -> None:
+    tokens = Buckets((100.0, 200.0, math.inf), (0.0, 10.0, 10.0), 1500.0)
+    tpot = Buckets((0.02, 0.03, math.inf), (0.0, 10.0, 10.0), 0.25)
+    ttft = Buckets((1.0, 2.0, math.inf), (0.0, 10.0, 10.0), 15.0)
+    seen = Window(100.0, 15.0, 10.0, outputs=tokens, ttft=ttft, tpot=tpot)
+    assert seen.life_s == pytest.approx(1.9 + 190 * 0.029)
+    assert Window(100.0, 15.0, 10.0).life_s == 0.0

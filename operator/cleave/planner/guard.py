@@ -39,6 +39,8 @@ _GENTLE = 0.3
 """Share of a correction that is made where the prediction holds."""
 _CLOSE = 0.02
 """Corrections that differ by less are the same."""
+_SURPRISE = 0.2
+"""Attainment beyond the predicted one that nothing but too slow a model explains."""
 _HALVINGS = 8
 _ROUNDS = 2
 
@@ -127,15 +129,19 @@ def judge(
     slower = model.show(correction.times(1 + _SLACK))
     comparisons = tuple(_compare(seen, expected, faster, slower, threshold))
     long_run = find_attainment(model.corrected(correction), running)
+    is_better = (seen.attainment or 0.0) > expected.attainment + _SURPRISE
     if expected.is_lending or _fails(long_run, seen, problem.slo.attainment):
-        excused = tuple(each.excused() for each in comparisons)
-        return Judgement(excused, expected.attainment, correction)
+        comparisons = tuple(
+            each if is_better and each.error < 0 else each.excused() for each in comparisons
+        )
+        if not any(each.is_judged for each in comparisons):
+            return Judgement(comparisons, expected.attainment, correction)
     if expected.is_overloaded and _is_late(model, seen):
         comparisons = tuple(
             each if each.name.endswith("TPOT") else each.excused() for each in comparisons
         )
     wanted = _seek(model, seen, correction)
-    weight = 1.0 if any(each.is_beyond for each in comparisons) else _GENTLE
+    weight = 1.0 if is_better or any(each.is_beyond for each in comparisons) else _GENTLE
     return Judgement(comparisons, expected.attainment, _step(correction, wanted, weight, seen))
 
 

@@ -14,6 +14,7 @@ from itertools import accumulate
 from cleave.traffic.counts import Buckets, Counts
 
 _NONE = Buckets()
+_LIFE = 0.9
 _CHANCE = 3.0
 """Standard deviations by which the requests that come and those that end differ by chance."""
 
@@ -52,6 +53,12 @@ class Window:
     def attainment(self) -> float | None:
         """Share of judged answers that met both targets."""
         return self.attained / self.judged if self.judged else None
+
+    @property
+    def life_s(self) -> float:
+        """What all but a few requests took from first to last; 0: nothing ended."""
+        first_s, token_s = self.ttft.find_quantile(_LIFE) or 0.0, self.tpot.find_quantile(_LIFE)
+        return first_s + (self.outputs.find_quantile(_LIFE) or 0.0) * (token_s or 0.0)
 
     @property
     def ttft_p50_ms(self) -> float | None:

@@ -6,8 +6,16 @@ from dataclasses import replace
 from views import NOW_S, traffic
 
 from cleave.api.workload import Lengths, Workload
-from cleave.controller.loop.drift import DOUBT_S, Course, find_start, follow, list_recent
+from cleave.controller.loop.drift import (
+    DOUBT_S,
+    Course,
+    find_settle_s,
+    find_start,
+    follow,
+    list_recent,
+)
 from cleave.traffic.change import Change, Quantity
+from cleave.traffic.counts import Buckets
 from cleave.traffic.window import Window
 
 PLANNED_FOR = Workload(
@@ -115,3 +123,15 @@ def test_a_fleet_that_has_settled_since_tells_of_itself_alone() -> None:
     assert find_start(DOUBLED, change, NOW_S - 60) == NOW_S - 60
     assert find_start(DOUBLED, replace(change, at_s=NOW_S - 15), NOW_S - 150) == NOW_S - 150
     assert find_start(DOUBLED, None, NOW_S - 300) == NOW_S - 300
+
+
+def test_latencies_tell_of_the_traffic_once_requests_of_before_have_ended() -> None:
+    since_s = NOW_S - 300
+    assert find_settle_s((), None, since_s, 60) == 60
+    assert find_settle_s(DOUBLED, None, since_s, 60) == 60
+    long = [replace(each, outputs=Buckets((6000.0,), (50.0,), 3e5)) for each in DOUBLED]
+    life_s = find_settle_s(long, None, since_s, 60)
+    assert 100 < life_s < 150, "some 5,400 tokens at 20 ms"
+    assert find_settle_s((*long[:40], *DOUBLED[40:]), None, since_s, 60) > 60, "nor those before"
+    change = Change(NOW_S - 255, NOW_S - 300, Quantity.RATE, 4, 8)
+    assert find_settle_s(long, change, since_s, 60) == life_s + 45

@@ -75,6 +75,20 @@ def find_start(windows: Sequence[Window], change: Change | None, settled_s: floa
     return change.at_s
 
 
+def find_settle_s(
+    windows: Sequence[Window], change: Change | None, since_s: float, least_s: float
+) -> float:
+    """So long after `since_s` latencies tell also of what was before it; `least_s` at least.
+
+    Who ends by then came before: for the life of a request, and as long as a change took to be
+    seen, for when it began is not known to the second.
+    """
+    looked_at = (windows, _list_after(windows, since_s))
+    life_s = max((join(each).life_s for each in looked_at if each), default=0.0)
+    mixed_s = max(change.at_s - since_s, 0.0) if change else 0.0
+    return max(least_s, life_s) + mixed_s
+
+
 def _list_after(windows: Sequence[Window], at_s: float) -> list[Window]:
     return [window for window in windows if window.start_s >= at_s]
 

@@ -19,7 +19,7 @@ from cleave.controller.actions import PlanOutcome, Review
 from cleave.controller.conditions import Condition
 from cleave.controller.loop import basis as bases
 from cleave.controller.loop import drift
-from cleave.controller.loop.drift import Course, find_start, list_recent
+from cleave.controller.loop.drift import Course, find_settle_s, find_start, list_recent
 from cleave.controller.loop.following import follow
 from cleave.controller.loop.turn import APPLIED, CORRECTED, DRIFTED, HOLDS, PROPOSED, Event, Turn
 from cleave.controller.observed import seconds, timestamp
@@ -164,10 +164,8 @@ def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutco
         return None
     since_s = find_start(view.windows, change, settled_s)
     terms = _terms(view)
-    if change:
-        # When it began is not known to the second; when it was seen, it had.
-        mixed_s = max(change.at_s - since_s, 0.0)
-        terms = replace(terms, settle_s=terms.settle_s + mixed_s)
+    settle_s = find_settle_s(view.windows, change, since_s, terms.settle_s)
+    terms = replace(terms, settle_s=settle_s)
     # The guard leaves the first ones out.
     recent = list_recent(view.windows, since_s, terms.cooldown_s, terms.settle_s)
     if change is None and not _can_be_judged(recent, terms):
