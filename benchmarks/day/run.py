@@ -46,8 +46,9 @@ from cleave.traffic.history import HistoryError  # noqa: E402
 from cluster.cluster import has_addresses  # noqa: E402
 
 PHASE_S, QUICK_PHASE_S = 60.0, 20.0
-INTERVAL_S = 10
-"""Between two looks whether another plan would be better; the shortest there is."""
+LEAST_INTERVAL_S, LOOKS = 10, 6
+"""Between two looks whether another plan would be better, the least there is; and their number
+in a phase, where that is longer."""
 END_TIMEOUT_S = 60.0
 WIDTH = 150
 
@@ -65,6 +66,11 @@ class Settings:
     def phase_s(self) -> float:
         """Of the wall's clock."""
         return self.day.phase_ms / 1e3 * self.time_scale
+
+    @property
+    def interval_s(self) -> int:
+        """Between two looks, of the wall's clock."""
+        return max(LEAST_INTERVAL_S, round(self.phase_s / LOOKS))
 
     def result_file(self, mode: str) -> Path:
         """A mode's figures."""
@@ -87,7 +93,7 @@ class Settings:
 def run_mode(stage: Stage, mode: Mode, settings: Settings) -> tuple[Result, Seen]:
     """The whole day in one mode."""
     manifest = (
-        planned(settings.workload(0), settings.time_scale, INTERVAL_S, flips=mode.flips)
+        planned(settings.workload(0), settings.time_scale, settings.interval_s, flips=mode.flips)
         if mode.replans
         else placed(settings.best(0), settings.time_scale, flips=mode.flips)
     )

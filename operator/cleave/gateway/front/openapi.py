@@ -152,7 +152,7 @@ def _ask(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
 
 def _get(route: OwnRoute) -> Schema:
     """What the gateway answers."""
-    statuses = (HTTPStatus.UNAUTHORIZED,) if route.needs_key else ()
+    statuses: tuple[HTTPStatus, ...] = (HTTPStatus.UNAUTHORIZED,) if route.needs_key else ()
     if route.path == METRICS:
         statuses += (HTTPStatus.FORBIDDEN,)
         content: Schema = {"text/plain": {"schema": _TEXT}}
