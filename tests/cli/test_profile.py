@@ -26,7 +26,7 @@ FEW = rounds.Settings(
 @pytest.fixture
 def engine(port: str) -> Iterator[str]:
     command = [sys.executable, "-m", "cleave_worker.emulator.main", "--model", "opt-13b"]
-    command += ["--served-model-name", "m", "--port", port, "--time-scale", "0.05"]
+    command += ["--served-model-name", "m", "--port", port, "--time-scale", "0.2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "http://" in process.stderr.readline()
