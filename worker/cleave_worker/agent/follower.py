@@ -114,7 +114,7 @@ class Follower:
                 if over.done():
                     over.result()
                     return True
-                _log.error("share of engine %s ended: %s", boot_id, process.last_line)
+                _log.error("share of engine %s ended: %s", boot_id, process.last_words)
                 return False
             finally:
                 for task in (ended, over):

@@ -1,8 +1,8 @@
 """The engine as a child process under its warden.
 
 Used by the supervisor, one object per boot. What is hard: the engine's output must neither block
-it nor grow without bound, so it is copied to the agent's own stderr as it comes and only the last
-lines are kept, to tell why an engine died.
+it nor grow without bound, so it is copied to the agent's own stderr as it comes and nothing is kept
+but what tells why it died.
 """
 
 import asyncio
@@ -10,19 +10,17 @@ import contextlib
 import logging
 import signal
 import sys
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from cleave_worker.agent import warden
+from cleave_worker.agent.last_words import LastWords
 from cleave_worker.agent.launch import Launch
 
 _engine_log = logging.getLogger("engine")
 _PREFIX = b"[engine] "
 _CHUNK_BYTES = 65536
-_LINES_KEPT = 20
-_LINE_LIMIT = 300
 _SWEEP_SECONDS = 5.0
 
 
@@ -54,7 +52,7 @@ class EngineProcess:
     ) -> None:
         self._process = process
         self._stop_seconds = stop_seconds
-        self._last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._words = LastWords()
         self._output = asyncio.create_task(self._copy(sink))
 
     @classmethod
@@ -86,9 +84,9 @@ class EngineProcess:
         return cls(process, stop_grace, sink)
 
     @property
-    def last_line(self) -> str:
-        """The last thing it said; empty when nothing."""
-        return self._last_lines[-1] if self._last_lines else ""
+    def last_words(self) -> str:
+        """What it ended of, in its own words; empty when it said nothing."""
+        return self._words.tell()
 
     async def wait(self) -> int:
         """Its exit status, once it and all its descendants are gone."""
@@ -136,5 +134,5 @@ class EngineProcess:
         if not lines:
             return
         sink(b"".join(_PREFIX + line + b"\n" for line in lines))
-        said = (line.decode(errors="replace").strip()[:_LINE_LIMIT] for line in lines)
-        self._last_lines.extend(line for line in said if line)
+        for line in lines:
+            self._words.hear(line.decode(errors="replace"))

@@ -177,7 +177,7 @@ async def _answering(url: str, timing: Timing) -> None:
 
 async def _ended(process: EngineProcess) -> None:
     status = await process.wait()
-    said = f": {process.last_line}" if process.last_line else ""
+    said = f": {process.last_words}" if process.last_words else ""
     raise EngineFault(f"engine ended with status {status}{said}")
 
 
