@@ -36,6 +36,7 @@ from cleave.gateway.engines.engine import EngineConnection
 from cleave.gateway.exchanges import exchange
 from cleave.gateway.front.client import ClientConnection
 from cleave.gateway.front.pages import Pages
+from cleave.gateway.outbox import Outbox
 from cleave.router.directory import Directory
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
@@ -84,6 +85,7 @@ class Bench:
     def __init__(self, roles: tuple[str, ...], *, everything: bool) -> None:
         """`everything`: a tenant with limits, and targets to measure against."""
         self._context = _build_context(everything)
+        self._outbox = self._context.outbox = Outbox(do_later=_leave)
         # The hand-off in the prefill engine's answer names its request: each has the first id.
         self._prefill = _write_prefill(self._context.make_id())
         self._client = ClientConnection(self._context, Pages(self._context))
@@ -97,6 +99,7 @@ class Bench:
         """One request, from its first byte to the last of its answer."""
         self._context._last_id = 0
         self._client.data_received(_write_request(tokens, stream, self._authorized))
+        self._outbox.flush()
         if "prefill" in self._engines:
             self._answer("prefill", (self._prefill,))
         role = "decode" if "decode" in self._engines else "mixed"
@@ -114,6 +117,7 @@ class Bench:
         receive = connection.data_received
         for piece in pieces:
             receive(piece)
+            self._outbox.flush()
 
     def _start_engine(self, role: str, place: int) -> tuple[EngineConnection, Wire]:
         directory = self._context.router.directory
@@ -127,6 +131,10 @@ class Bench:
         wire = _connect(connection)
         pool.keep(connection)
         return connection, wire
+
+
+def _leave(work: Callable[[], None]) -> None:
+    """There is no event loop: each turn is ended by hand."""
 
 
 def _build_context(everything: bool) -> Context:

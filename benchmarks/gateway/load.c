@@ -4,7 +4,8 @@
  *
  * Each prompt begins with a number of its own, and engine.c repeats it in every token. Lengths are spread
  * evenly over N/2..3N/2 tokens: with one length for all, the streams would start and end in step.
- * TTFT counts from before the request is written until the first token's event is complete.
+ * TTFT counts from before the request is written until the first token's event is complete. The first
+ * one of each connection is left out: all connect at once, and so does whoever serves them behind.
  * Prints one line of JSON: requests, tokens, seconds, percentiles of TTFT and of whole requests.
  *
  * load --target HOST:PORT --connections N --seconds S --tokens N [--stream 1|0]
@@ -20,7 +21,7 @@ enum { STALL_MS = 10000, FIRST_SEED = 10000000 };
 struct client {
   struct buffer in, events; /* bytes as they came; de-chunked and not yet understood */
   struct message message;
-  bool in_body, busy, done;
+  bool in_body, busy, done, used; /* used: an answer has come */
   long seed, tokens, tokens_wanted;
   double started_us;
 };
@@ -81,14 +82,19 @@ static void start_request(int fd) {
     die("load: a request was not taken in one piece: %s", strerror(errno));
 }
 
+static void record_ttft(const struct client *c, double now) {
+  if (c->used) record(&ttft_us, now - c->started_us);
+}
+
 static void finish_request(int fd) {
   struct client *c = &clients[fd];
   double now = now_us();
   if (c->tokens != c->tokens_wanted) fault("tokens are missing", c->events.data, c->events.len);
   if (c->in.len) fault("bytes after the end", c->in.data, c->in.len);
-  if (!streaming) record(&ttft_us, now - c->started_us);
+  if (!streaming) record_ttft(c, now);
   record(&latency_us, now - c->started_us);
   num_tokens += c->tokens;
+  c->used = true;
   if (now < deadline_us) return start_request(fd);
   c->busy = false;
   num_busy--;
@@ -114,7 +120,7 @@ static void take_event(struct client *c, const char *event, size_t n) {
     c->done = true;
   } else if (!contains(event, n, "\"role\":\"assistant\"") || c->tokens) {
     check_content(c, event, n, c->tokens);
-    if (c->tokens++ == 0) record(&ttft_us, now_us() - c->started_us);
+    if (c->tokens++ == 0) record_ttft(c, now_us());
   }
 }
 
@@ -186,7 +192,7 @@ static int compare(const void *a, const void *b) {
 }
 
 static double quantile(const struct series *sorted, double q) {
-  return sorted->values[(size_t)ceil(q * (double)sorted->len) - 1];
+  return sorted->len ? sorted->values[(size_t)ceil(q * (double)sorted->len) - 1] : 0.0;
 }
 
 static void report(double seconds) {

@@ -53,6 +53,8 @@ class Settings:
     rate_connections: int = 64
     rate_tokens: int = 16
     latency_connections: int = 16
+    latency_runs: int = 4
+    """How many times as long: a 99th percentile of 600 requests is one pause of the machine."""
     latency_tokens: int = 16
 
 
@@ -89,7 +91,8 @@ def measure_round(subject: Subject, settings: Settings, core: int) -> Round:
     idle = measure_idle(subject.pid, seconds)
     streams = [run(Load(n, settings.cost_connections, seconds)) for n in settings.lengths]
     whole = run(Load(settings.rate_tokens, settings.rate_connections, seconds, stream=False))
-    latency = run(Load(settings.latency_tokens, settings.latency_connections, seconds))
+    waits_s = settings.latency_runs * seconds
+    latency = run(Load(settings.latency_tokens, settings.latency_connections, waits_s))
     return Round(
         cost=fit_cost(streams, idle),
         idle_share=idle,

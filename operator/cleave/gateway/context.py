@@ -13,6 +13,7 @@ from cleave.gateway.counts.summed import restore, save
 from cleave.gateway.engines.engine import EnginePool
 from cleave.gateway.engines.health import Breaker
 from cleave.gateway.head import TRACEPARENT
+from cleave.gateway.outbox import Outbox
 from cleave.gateway.siblings import Siblings
 from cleave.router.instance import Target
 from cleave.router.router import Router
@@ -65,6 +66,7 @@ class Context:
         self.door = Door(config, router.directory, self.metrics, siblings)
         self.use_keys(keys)
         self.breaker = Breaker()
+        self.outbox = Outbox()
         self.clients: set[ClientSlot] = set()
         self.exchanges: set[Sweepable] = set()
         self.unanswered = 0
@@ -119,9 +121,8 @@ class Context:
         pool = self._pools.get(target.boot_id)
         if pool is None:
             config = self.config
-            pool = EnginePool(
-                target, config.engine_connections, config.timeouts.connect_s, self.clock
-            )
+            limit, connect_s = config.engine_connections, config.timeouts.connect_s
+            pool = EnginePool(target, limit, connect_s, self.clock, self.outbox)
             self._pools[target.boot_id] = pool
         return pool
 

@@ -6,10 +6,10 @@ from types import ModuleType
 import pytest
 
 CALLS = {
-    "plain": 133,
-    "plain, everything on": 170,
-    "P/D": 168,
-    "P/D, everything on": 205,
+    "plain": 150,
+    "plain, everything on": 185,
+    "P/D": 188,
+    "P/D, everything on": 222,
 }
 """Cleave's own functions that a request may call: about a tenth more than it does."""
 
@@ -28,8 +28,8 @@ def test_a_request_takes_no_more_calls_than_it_is_allowed(alone: ModuleType, cas
     assert alone.count_calls(lambda: bench.serve(0)) <= CALLS[case]
 
 
-def test_a_token_takes_three_calls(alone: ModuleType) -> None:
+def test_a_token_takes_six_calls_where_each_is_sent_by_itself(alone: ModuleType) -> None:
     bench = alone.Bench(("mixed",), everything=True)
     bench.serve(0)
     few, many = (alone.count_calls(lambda n=n: bench.serve(n)) for n in (16, 26))
-    assert many - few <= 3 * 10 + 2
+    assert many - few <= 6 * 10 + 2

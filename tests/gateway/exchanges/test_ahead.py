@@ -63,18 +63,22 @@ async def test_both_engines_are_asked_at_once_and_know_one_name(ahead) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_answer_is_the_decode_engines_whichever_comes_first(ahead, stream) -> None:
-    for late in ("p", "d"):
+    engines = ahead.engines.values()
+    for number, late in enumerate(("p", "d"), start=1):
         opened = gate(ahead.engines[late])
         asking = asyncio.create_task(ahead.ask(ASK | {"stream": stream}))
-        other = ahead.engines["d" if late == "p" else "p"]
-        await ahead.until(lambda other=other: other.requests, "the other is asked")
+        # Neither answer may come before both are asked.
+        await ahead.until(
+            lambda number=number: {len(engine.requests) for engine in engines} == {number},
+            "both are asked",
+        )
         opened.set()
         response = await asking
         assert response.status == 200
         assert b"kv_transfer_params" not in response.body
         await ahead.until_idle()
         ahead.engines[late].script = None
-    assert {len(engine.requests) for engine in ahead.engines.values()} == {2}
+    assert {len(engine.requests) for engine in engines} == {2}
 
 
 async def test_a_prefill_that_hands_over_is_counted_as_asked_ahead(ahead) -> None:

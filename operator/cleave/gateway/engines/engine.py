@@ -16,6 +16,7 @@ import httptools
 
 from cleave.gateway.engines.health import Pulse
 from cleave.gateway.head import Headers, make_safe
+from cleave.gateway.outbox import Outbox
 from cleave.router.instance import Target
 
 IDLE_S = 4.0
@@ -116,7 +117,7 @@ class EngineConnection(asyncio.Protocol):
         self._call = call
         call.connection = self
         self._head_done = self._complete = self._delimited = self._heard = False
-        self.transport.write(call.payload)
+        self._pool.outbox.post(self.transport, call.payload)
 
     def abort(self) -> None:
         """Close without waiting for anything."""
@@ -210,8 +211,14 @@ class EnginePool:
     """The connections to one engine."""
 
     def __init__(
-        self, target: Target, limit: int, connect_s: float, clock: Callable[[], float]
+        self,
+        target: Target,
+        limit: int,
+        connect_s: float,
+        clock: Callable[[], float],
+        outbox: Outbox,
     ) -> None:
+        self.outbox = outbox
         self.host = f"{target.host}:{target.port}".encode()
         name = make_safe(target.instance)
         self.prefill_label = b"x-cleave-prefill: %b\r\n" % name

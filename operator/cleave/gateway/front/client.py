@@ -7,7 +7,6 @@ the client has gone.
 """
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol, cast
 
 from cleave.gateway import head
@@ -48,11 +47,10 @@ class ClientConnection(asyncio.Protocol):
     """One client."""
 
     transport: asyncio.Transport
-    write: Callable[[bytes], None]
-    """Send bytes of the response; the transport's own, for it is called for each token."""
 
     def __init__(self, context: Context, handler: Handler) -> None:
         self._context = context
+        self._outbox = context.outbox
         self._handler = handler
         self._reader = RequestReader(
             context.config.max_body_bytes, handler.check, context.also_read
@@ -73,7 +71,6 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up by the event loop."""
         self.transport = cast("asyncio.Transport", transport)
-        self.write = self.transport.write
         set_nodelay(self.transport)
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._wait(self._context.config.timeouts.keep_alive_s)
@@ -119,6 +116,10 @@ class ClientConnection(asyncio.Protocol):
         """Say what works on the present request, so that it hears of the client."""
         self._running = running
 
+    def write(self, data: bytes) -> None:
+        """Send bytes of the response."""
+        self._outbox.post(self.transport, data)
+
     def respond(
         self,
         status: int,
@@ -141,7 +142,7 @@ class ClientConnection(asyncio.Protocol):
         self._running = None
         if not reusable or not self.keep_alive or self._context.draining:
             self._wait(self._context.config.timeouts.idle_s)
-            self.transport.close()
+            self._close()
             return
         self._busy = False
         self._wait(self._context.config.timeouts.keep_alive_s)
@@ -161,7 +162,11 @@ class ClientConnection(asyncio.Protocol):
     def close_if_idle(self) -> None:
         """The gateway ends: nothing is lost by closing this one."""
         if not self._busy:
-            self.transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._outbox.flush()
+        self.transport.close()
 
     def _feed(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -215,6 +220,7 @@ class ClientConnection(asyncio.Protocol):
         self._context.metrics.requests["", "refused"] += 1
         self._handler.note(request_id, error.status)
         if self.transport.can_write_eof():
+            self._outbox.flush()
             self.transport.write_eof()
         self._wait(LINGER_S)
 
