@@ -72,10 +72,9 @@ async def test_an_event_loop_ends_its_turn_by_itself() -> None:
 
 
 async def test_an_answer_is_whole_when_its_connection_is_closed_after_it(single) -> None:
-    client = await single.connect()
     for _ in range(3):
+        client = await single.connect()
         body = {"model": "m", "prompt": "hello", "max_tokens": 3, "stream": True}
         client.writer.write(client.build(body).replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\n", 1))
         raw = await client.reader.read()
         assert raw.endswith(b"data: [DONE]\n\n")
-        client = await single.connect()
