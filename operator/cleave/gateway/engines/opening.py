@@ -16,11 +16,13 @@ MAX_HELD_BYTES = 8 << 20
 """What is longer is no opening; it passes as it is. An opening may name every token of a prompt."""
 
 _ERROR = b'data: {"error"'
+_ERROR_BYTES = len(_ERROR)
 _DATA = len(b"data: ")
 _ROLE = b'"delta":{"role":'
 _ROLE_WITHIN = 1_024
 """Bytes of an event; where it stands later, the event is no opening."""
 _NOTHING_SAID = b'"content":""'
+_BORDER = b"\n\n"
 
 
 class Opening(enum.Enum):
@@ -37,22 +39,31 @@ _BEGIN = Opening.BEGIN
 """Found for every stream, and looking a member up takes an enum a while."""
 
 
-def judge_opening(opening: bytes) -> Opening:
-    """What a stream that has begun with these bytes is."""
+def skip_roles(opening: bytes, at: int = 0) -> int:
+    """Where the first event begins, from the one at `at` on, that does not only name a role."""
+    # By place, not by cutting: the first event may name every token of a prompt.
+    while at < len(opening):
+        before, role, after = opening[at : at + _ROLE_WITHIN].partition(_ROLE)
+        if not role:
+            break
+        said, nothing, _ = after.partition(_NOTHING_SAID)
+        told = at + len(before) + len(role) + len(said)
+        # JSON holds no line's end, and one byte is found ten times faster than two.
+        end = opening.find(b"\n", at)
+        if not nothing or end < told or opening[end : end + 2] != _BORDER:
+            break
+        at = end + 2
+    return at
+
+
+def judge_event(opening: bytes, at: int) -> Opening:
+    """What a stream is whose first event that tells something begins at `at`, if it does yet."""
     if len(opening) > MAX_HELD_BYTES:
         return _BEGIN
-    at = 0
-    # By place, not by cutting: the first event may name every token of a prompt.
-    while True:
-        role = opening.find(_ROLE, at, at + _ROLE_WITHIN)
-        if role < 0 or opening.startswith(_ERROR, at) or opening.find(b"\n\n", at, role) >= 0:
-            return _judge_event(opening[at:])
-        # A line's end is found ten times faster than an event's, and JSON holds none.
-        end = opening.find(b"\n", role)
-        said = opening.find(_NOTHING_SAID, role, role + _ROLE_WITHIN) < 0
-        if said or end < 0 or not opening.startswith(b"\n\n", end):
-            return _BEGIN
-        at = end + 2
+    start = opening[at : at + _ERROR_BYTES]
+    if start == _ERROR:
+        return _judge_error(opening[at:])
+    return Opening.HOLD if len(start) < _ERROR_BYTES and _ERROR.startswith(start) else _BEGIN
 
 
 def is_failure(event: bytes) -> bool:
@@ -64,15 +75,8 @@ def is_failure(event: bytes) -> bool:
     return not (isinstance(code, int) and 400 <= code < 500)
 
 
-def _judge_event(opening: bytes) -> Opening:
-    """Of an event that does not name the role."""
-    if opening.startswith(_ERROR):
-        return _judge_error(opening)
-    return Opening.HOLD if _ERROR.startswith(opening) else _BEGIN
-
-
 def _judge_error(opening: bytes) -> Opening:
-    event, end, _ = opening.partition(b"\n\n")
+    event, end, _ = opening.partition(_BORDER)
     if not end:
         return Opening.HOLD
     return Opening.FAIL if is_failure(event) else Opening.BEGIN

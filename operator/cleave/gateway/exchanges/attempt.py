@@ -16,7 +16,7 @@ from cleave.gateway.context import Context
 from cleave.gateway.engines.engine import Call, EnginePool
 from cleave.gateway.engines.handoff import HandoffError, read_handoff
 from cleave.gateway.engines.health import Pulse
-from cleave.gateway.engines.opening import Opening, judge_opening
+from cleave.gateway.engines.opening import Opening, judge_event, skip_roles
 from cleave.gateway.exchanges.ahead import Prefill, bodies, may_follow
 from cleave.gateway.recovery.recovery import Failure
 from cleave.router.instance import Target
@@ -29,7 +29,8 @@ LEASE_S = 30.0
 
 # Looking a member up takes an enum as long as a call does; these are compared for every request.
 _OK = HTTPStatus.OK.value
-_BEGIN, _FAIL = Opening.BEGIN, Opening.FAIL
+_BEGIN = Opening.BEGIN
+_FAIL = Opening.FAIL
 _PREFILL = Phase.PREFILL
 
 
@@ -74,6 +75,7 @@ class Attempt:
         "_id",
         "_opening",
         "_path",
+        "_said_at",
         "deadline",
         "labels",
         "pick",
@@ -108,6 +110,8 @@ class Attempt:
         self._answer_bytes = 0
         self._opening = b""
         """Of a stream, while it cannot be told from a failure."""
+        self._said_at = 0
+        """Where in it the first event begins that does not only name a role."""
         self.pulse: Pulse
         """Of the engine that works on it."""
         self.streaming = False
@@ -283,7 +287,8 @@ class Attempt:
     def _open_stream(self, call: Call, piece: bytes, complete: bool) -> None:
         """The first bytes of a stream: an answer, or a failure that came after the status."""
         opening = self._opening + piece
-        verdict = judge_opening(opening)
+        self._said_at = skip_roles(opening, self._said_at)
+        verdict = judge_event(opening, self._said_at)
         if verdict is _FAIL:
             self._note_failed_handoff()
             self._asker.fail(Failure.STATUS, "answered with an error in its stream")
