@@ -18,6 +18,7 @@ KV_KEY = "kv_transfer_params"
 _decode_fields = msgspec.json.Decoder(Fields).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_str = msgspec.json.Decoder(str).decode
+_decode_any = msgspec.json.Decoder().decode
 _decode_flag = msgspec.json.Decoder(bool | None).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -334,7 +335,7 @@ def _drop_nested(fields: Fields, key: str) -> None:
 def decode_any(raw: msgspec.Raw) -> object:
     """A field's value, or something that equals no valid one."""
     try:
-        value: object = msgspec.json.decode(raw)
+        value: object = _decode_any(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return b"invalid"
     return value

@@ -76,7 +76,8 @@ class Phase(enum.Enum):
     DECODE = "decode"
 
 
-_PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE
+_PREFILL = Phase.PREFILL
+_DECODE = Phase.DECODE
 """Compared for every request, and looking a member up takes an enum as long as a call."""
 
 
