@@ -13,10 +13,11 @@
  * an easier mode than the one being measured.
  *
  * engine --listen HOST:PORT --role prefill|decode|mixed --boot-id ID [--peer ID] [--step-us N]
+ *        [--awake 1: looks on for 5 ms after it has heard something, instead of sleeping]
  */
 #include "net.h"
 
-enum { PROMPT_TOKENS = 256 };
+enum { PROMPT_TOKENS = 256, AWAKE_US = 5000 };
 
 struct conn {
   struct buffer in, out;
@@ -238,18 +239,23 @@ int main(int argc, char **argv) {
   peer = option(argc, argv, "--peer", "");
   list_prompt_ids();
   long step_us = atol(option(argc, argv, "--step-us", "0"));
+  double awake_us = *option(argc, argv, "--awake", "0") == '1' ? AWAKE_US : 0, heard_us = 0;
   int epoll = epoll_create1(0), listener = listen_on(option(argc, argv, "--listen", NULL)), timer = -1;
   watch(epoll, listener);
   if ((stepped = step_us > 0)) watch(epoll, timer = start_timer(step_us));
   for (;;) {
     struct epoll_event events[MAX_EVENTS];
-    int n = epoll_wait(epoll, events, MAX_EVENTS, -1);
+    int n = epoll_wait(epoll, events, MAX_EVENTS, now_us() - heard_us < awake_us ? 0 : -1);
     for (int i = 0; i < n; i++) {
       int fd = events[i].data.fd;
       uint64_t periods;
       if (fd == listener) accept_all(epoll, listener, opened);
-      else if (fd != timer) handle(fd, events[i].events);
-      else if (read(timer, &periods, sizeof periods) > 0) step();
+      else if (fd == timer) {
+        if (read(timer, &periods, sizeof periods) > 0) step();
+      } else {
+        handle(fd, events[i].events);
+        heard_us = now_us();
+      }
     }
   }
 }

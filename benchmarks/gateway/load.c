@@ -11,6 +11,7 @@
  * load --target HOST:PORT --connections N --seconds S --tokens N [--stream 1|0]
  *      [--prompt-bytes N] [--allow-hand-off 1: a relay may pass "kv_transfer_params":null on]
  *      [--key KEY: sent as bearer token] [--quick-ack 1: acknowledge every segment at once]
+ *      [--awake 1: looks for answers all the time, instead of sleeping until they come]
  */
 #include "net.h"
 
@@ -214,15 +215,18 @@ int main(int argc, char **argv) {
   allow_handoff = option(argc, argv, "--allow-hand-off", "0");
   key = option(argc, argv, "--key", "");
   quick_ack = *option(argc, argv, "--quick-ack", "0") == '1';
+  int wait_ms = *option(argc, argv, "--awake", "0") == '1' ? 0 : STALL_MS;
   int fds[MAX_FDS], on = 1, epoll = epoll_create1(0);
   for (long i = 0; i < connections; i++) watch(epoll, fds[i] = connect_to(target));
-  double started_us = now_us();
+  double started_us = now_us(), heard_us = started_us;
   deadline_us = started_us + seconds * 1e6;
   for (long i = 0; i < connections; i++) start_request(fds[i]);
   while (num_busy) {
     struct epoll_event events[MAX_EVENTS];
-    int n = epoll_wait(epoll, events, MAX_EVENTS, STALL_MS);
-    if (n == 0) die("load: nothing came for %d ms, %ld requests wait", STALL_MS, num_busy);
+    int n = epoll_wait(epoll, events, MAX_EVENTS, wait_ms);
+    double looked_us = now_us();
+    if (n) heard_us = looked_us;
+    if (looked_us - heard_us >= STALL_MS * 1e3) die("load: nothing came for %d ms, %ld requests wait", STALL_MS, num_busy);
     for (int i = 0; i < n; i++) {
       int fd = events[i].data.fd;
       size_t before = clients[fd].in.len;

@@ -61,6 +61,9 @@ class Subject:
     quick_ack: bool = False
     """Whether clients acknowledge each segment at once: without it, what does not set TCP_NODELAY
     waits for acknowledgements that come 40 ms late."""
+    awake: bool = False
+    """Whether clients look for answers all the time; asleep, the proxy is charged for waking them,
+    which on other machines nobody would be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,7 @@ def run_load(subject: Subject, load: Load, core: int) -> Run:
         "--allow-hand-off": int(not subject.strips_hand_off),
         "--key": subject.key,
         "--quick-ack": int(subject.quick_ack),
+        "--awake": int(subject.awake),
     }
     command = [str(BUILD / "load"), *(str(part) for pair in options.items() for part in pair)]
     before = read_cpu(subject.pid)

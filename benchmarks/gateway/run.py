@@ -216,6 +216,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--processes", type=int, default=1, help="of each gateway of ours")
     parser.add_argument("--python", default=sys.executable, help="what runs ours: another 3.11")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="proxies; floors come along")
+    parser.add_argument(
+        "--asleep",
+        action="store_true",
+        help="clients and engines sleep until something comes; waking them is charged to proxies",
+    )
     parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
     parser.add_argument("--requests", type=int, default=MILLION, help="of memory, once it is warm")
     parser.add_argument("--clients", type=int, default=CLIENTS, help="of idle")
@@ -231,10 +236,18 @@ def choose_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def describe(
-    settings: Settings, cores: Cores, quick: bool, measured: Collection[str], gateways: str
+    settings: Settings,
+    cores: Cores,
+    measured: Collection[str],
+    gateways: str,
+    *,
+    awake: bool,
+    quick: bool,
 ) -> Description:
     """`gateways`: the interpreter that runs them."""
     notes = [describe_cores(cores), f"gateways run by {gateways}"]
+    if not awake:
+        notes.append("clients and engines sleep until something comes: proxies pay for waking them")
     if find_haproxy() is None:
         notes.append("haproxy is not installed, so it is not measured")
     if not any(name.startswith("sglang") for name in measured):
@@ -296,10 +309,12 @@ def report_scaling(arguments: argparse.Namespace, console: Console) -> None:
 def report_costs(arguments: argparse.Namespace, console: Console) -> None:
     settings, cores = choose_settings(arguments), choose_cores(list_cores())
     processes, only, python = arguments.processes, arguments.only, arguments.python
-    with stage(cores, settings.step_us, processes, only, python) as subjects:
+    awake = cores.are_enough and not arguments.asleep
+    with stage(cores, settings.step_us, processes, only, python, awake=awake) as subjects:
         rounds = measure(subjects, settings, cores.load, console)
     summaries = {s.name: summarize(rounds, s) for s in subjects if s.name != "direct"}
-    description = describe(settings, cores, arguments.quick, summaries, python)
+    quick = arguments.quick
+    description = describe(settings, cores, summaries, python, awake=awake, quick=quick)
     if arguments.output == "json":
         proxies = {
             name: {figure: asdict(values) for figure, values in figures.items()}

@@ -76,6 +76,11 @@ class Cores:
     rest: int
     """The prefill engine and the agents."""
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether each has one for itself."""
+        return len({self.proxy, self.engine, self.load, self.rest}) == 4
+
 
 def choose_cores(available: Sequence[int]) -> Cores:
     """One core each for as many as there are; the proxy's own comes first."""
@@ -116,13 +121,17 @@ def stage(
     processes: int = 1,
     only: Collection[str] | None = None,
     python: str = sys.executable,
+    *,
+    awake: bool = False,
 ) -> Iterator[list[Subject]]:
     """Start everything; yields what can be measured, floors before what is compared with them.
 
     `only`: the proxies that are wanted beside the floors; None: all. `python`: what runs ours.
+    `awake`: clients and engines look on while there is something to come, instead of sleeping.
     """
     with ExitStack() as stack:
-        yield Stage(stack, cores, processes, only, python).build(step_us)
+        subjects = Stage(stack, cores, processes, only, python, awake=awake).build(step_us)
+        yield [replace(subject, awake=awake) for subject in subjects]
 
 
 class Stage:
@@ -135,13 +144,17 @@ class Stage:
         processes: int = 1,
         only: Collection[str] | None = None,
         python: str = sys.executable,
+        *,
+        awake: bool = False,
     ) -> None:
-        """`processes`: of each gateway, on as many cores; `python`: another one of this version."""
+        """`processes`: of each gateway, on as many cores; `python`: another one of this version;
+        `awake`: engines are."""
         self._stack = stack
         self._cores = cores
         self._processes = processes
         self._only = only
         self._python = python
+        self._awake = awake
 
     def build(self, step_us: int) -> list[Subject]:
         engine = self.start_engines(step_us)
@@ -163,6 +176,7 @@ class Stage:
         for role, address in ENGINES.items():
             command = [str(BUILD / "engine"), "--listen", address, "--role", role]
             command += ["--boot-id", f"boot-{role}", "--peer", "boot-prefill"]
+            command += ["--awake", str(int(self._awake))]
             core = self._cores.rest if role == "prefill" else self._cores.engine
             process = self._start(f"engine {role}", [*command, "--step-us", str(step_us)], core)
             if role == "mixed":

@@ -57,11 +57,18 @@ async def run_load(tools: Path, target: str, *options: str) -> tuple[int, str]:
 # ---- engine, relay and load together ----
 
 
+@pytest.mark.parametrize("awake", ["0", "1"], ids=["asleep", "awake"])
 @pytest.mark.parametrize("step_us", ["0", "500"])
-async def test_streams_through_the_relay_arrive_complete(tools: Path, step_us: str) -> None:
+async def test_streams_through_the_relay_arrive_complete(
+    tools: Path, step_us: str, awake: str
+) -> None:
     engine = (tools / "engine", "--role", "mixed", "--boot-id", "m", "--step-us", step_us)
-    with running(*engine) as at, running(tools / "relay", "--engine", at) as relay:
-        status, output = await run_load(tools, relay, "--connections", "8", "--tokens", "20")
+    options = "--connections", "8", "--tokens", "20", "--awake", awake
+    with (
+        running(*engine, "--awake", awake) as at,
+        running(tools / "relay", "--engine", at) as relay,
+    ):
+        status, output = await run_load(tools, relay, *options)
     assert status == 0, output
     assert json.loads(output)["requests"] == 8
 
