@@ -30,7 +30,6 @@ _LISTED_SIZES = 1_024
 _SIZES = [b"%x\r\n" % size for size in range(_LISTED_SIZES)]
 """What a chunk begins with, written once for nearly all there are."""
 _PROMPT_IDS = b'"prompt_token_ids":['
-_NO_PROMPT_IDS = b'"prompt_token_ids":null'
 
 
 class StreamLostError(Exception):
@@ -194,12 +193,14 @@ class Relay:
         Taken out first of all, lest every look at the piece goes over them; copied for a client
         that asked for them.
         """
-        before, key, rest = events.partition(_PROMPT_IDS)
-        ids, end, after = rest.partition(b"]")
-        if not key or not end:
+        start = events.find(_PROMPT_IDS) + len(_PROMPT_IDS) - 1
+        end = events.find(b"]", start)
+        if start < len(_PROMPT_IDS) - 1 or end < 0:
             return events
-        self.prompt_ids = ids
-        return events if self._shows_ids else before + _NO_PROMPT_IDS + after
+        self.prompt_ids = events[start + 1 : end]
+        if self._shows_ids:
+            return events
+        return b"%bnull%b" % (events[:start], events[end + 1 :])
 
     def _read_kept(self) -> None:
         if self._transcript is None:
