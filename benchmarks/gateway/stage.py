@@ -37,6 +37,8 @@ PROXIES = {
     "cleave interpreted P/D": f"{HOST}:7034",
 }
 SGLANG_METRICS = {"sglang-router": 7031, "sglang-router P/D": 7032}
+QUICK_ACK = ", quick-ack"
+SGLANG_NAMES = [f"{name}{way}" for name in SGLANG_METRICS for way in ("", QUICK_ACK)]
 KEY = "a-key-of-the-benchmark"
 TENANTS = f"""tenants:
 - name: bench
@@ -163,7 +165,7 @@ class Stage:
         subjects.append(self._start_relay("relay P/D", "decode", "--prefill", ENGINES["prefill"]))
         if self._wants("haproxy") and (haproxy := find_haproxy()):
             subjects.append(self._start_haproxy(haproxy))
-        if self._wants("sglang-router") and (python := install_sglang_router()):
+        if any(map(self._wants, SGLANG_NAMES)) and (python := install_sglang_router()):
             subjects += self._start_sglang_routers(python)
         ours = [name for name in PROXIES if name.startswith("cleave") and self._wants(name)]
         return subjects + [self.start_gateway(name) for name in ours]
@@ -233,14 +235,17 @@ class Stage:
             "sglang-router P/D": ["--pd-disaggregation", *pair],
         }
         for name, way in ways.items():
+            if not self._wants(name) and not self._wants(name + QUICK_ACK):
+                continue
             address = PROXIES[name]
             command = build_sglang_command(python, address, SGLANG_METRICS[name])
             process = self._start(name, [*command, *way], self._cores.proxy)
             wait_healthy(log_name(name), process, f"http://{address}/readiness")
             floor = "relay P/D" if name.endswith("P/D") else "relay"
             usual = Subject(name, address, process.pid, floor)
-            yield usual
-            yield replace(usual, name=f"{name}, quick-ack", quick_ack=True)
+            for each in (usual, replace(usual, name=name + QUICK_ACK, quick_ack=True)):
+                if self._wants(each.name):
+                    yield each
 
     def _write_keys(self) -> Path:
         keys = BUILD / f"keys-{os.getpid()}.yaml"
