@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "bench"
 COMPILE_S = 300.0
 STARTUP_S = 30.0
+CATCH_UP_S = 1.0
+"""To hear what agents have said while it stood still, or that they are lost, and find them again."""
 STOP_S = 10.0
 RUN_SLACK_S = 30.0
 
@@ -61,6 +64,8 @@ class Subject:
     quick_ack: bool = False
     """Whether clients acknowledge each segment at once: without it, what does not set TCP_NODELAY
     waits for acknowledgements that come 40 ms late."""
+    follows: bool = False
+    """Whether it follows agents, which takes a hundredth of a core also while it serves nobody."""
     awake: bool = False
     """Whether clients look for answers all the time; asleep, the proxy is charged for waking them,
     which on other machines nobody would be."""
@@ -134,6 +139,10 @@ def started(
             process.wait()
 
 
+def log_name(name: str) -> str:
+    return name.replace("/", "").replace(" ", "-")
+
+
 def settle(cores: Collection[int]) -> None:
     """Keep to these cores, and open as many files as the system allows."""
     os.sched_setaffinity(0, cores)
@@ -141,11 +150,14 @@ def settle(cores: Collection[int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def wait_healthy(name: str, process: subprocess.Popen[bytes], url: str) -> None:
-    """Until `url` answers 200; BenchError with the end of the log when it does not in time."""
+def wait_healthy(name: str, process: subprocess.Popen[bytes] | None, url: str) -> None:
+    """Until `url` answers 200; BenchError with the end of the log when it does not in time.
+
+    `process`: whose end is no use waiting for.
+    """
     deadline = time.monotonic() + STARTUP_S
     answer = "no answer"
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and (process is None or process.poll() is None):
         try:
             with urllib.request.urlopen(url, timeout=1):
                 return
@@ -156,6 +168,26 @@ def wait_healthy(name: str, process: subprocess.Popen[bytes], url: str) -> None:
         time.sleep(0.05)
     log = (BUILD / f"{name}.log").read_text(errors="replace")[-2000:]
     raise BenchError(f"{name} is not healthy: {answer}\n{log}")
+
+
+@contextmanager
+def undisturbed(subject: Subject, subjects: Collection[Subject]) -> Iterator[None]:
+    """All others that would work meanwhile stand still; itself it has stood still before.
+
+    Raises BenchError when it does not hear of its agents again in time.
+    """
+    others = [each.pid for each in subjects if each.follows and each.pid != subject.pid]
+    resting = [pid for other in others for pid in list_family(other)]
+    for pid in resting:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        if subject.follows:
+            time.sleep(CATCH_UP_S)
+            wait_healthy(log_name(subject.name), None, f"http://{subject.target}/health")
+        yield
+    finally:
+        for pid in resting:
+            os.kill(pid, signal.SIGCONT)
 
 
 def read_cpu(pid: int) -> CpuTime:

@@ -29,7 +29,16 @@ from endurance import (
     to_rows,
 )
 from figures import Cost, Run, Spread, fit_cost, spread, system_share
-from processes import BenchError, Load, Subject, build_tools, measure_idle, run_load, settle
+from processes import (
+    BenchError,
+    Load,
+    Subject,
+    build_tools,
+    measure_idle,
+    run_load,
+    settle,
+    undisturbed,
+)
 from rich.console import Console
 from rich.table import Table
 from stage import Cores, choose_cores, describe_cores, find_haproxy, list_cores, stage
@@ -114,7 +123,8 @@ def measure(
     for number in range(settings.rounds):
         for subject in subjects:
             console.print(f"round {number + 1} of {settings.rounds}: {subject.name}", style="dim")
-            rounds[subject.name].append(measure_round(subject, settings, core))
+            with undisturbed(subject, subjects):
+                rounds[subject.name].append(measure_round(subject, settings, core))
     return rounds
 
 

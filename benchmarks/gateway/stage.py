@@ -17,7 +17,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from processes import BUILD, HERE, ROOT, Subject, build_gateway, started, wait_healthy
+from processes import (
+    BUILD,
+    HERE,
+    ROOT,
+    Subject,
+    build_gateway,
+    log_name,
+    started,
+    wait_healthy,
+)
 from rivals import build_sglang_command, install_sglang_router
 
 HOST = f"127.77.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
@@ -205,7 +214,9 @@ class Stage:
         process = self._start(name, command, *cores, sources=(ours, others))
         wait_healthy(log_name(name), process, f"http://{PROXIES[name]}/health")
         floor, key = "relay P/D" if split else "relay", "" if bare else KEY
-        return Subject(name, PROXIES[name], process.pid, floor, strips_hand_off=True, key=key)
+        return Subject(
+            name, PROXIES[name], process.pid, floor, strips_hand_off=True, key=key, follows=True
+        )
 
     def _start(
         self, name: str, command: Sequence[str], *cores: int, sources: Sequence[Path] = ()
@@ -253,10 +264,6 @@ class Stage:
             keys.write_text(TENANTS)
             self._stack.callback(keys.unlink)
         return keys
-
-
-def log_name(name: str) -> str:
-    return name.replace("/", "").replace(" ", "-")
 
 
 def find_haproxy() -> str | None:
