@@ -29,7 +29,7 @@ BUILD = ROOT / "build" / "bench"
 COMPILE_S = 300.0
 STARTUP_S = 30.0
 CATCH_UP_S = 1.0
-"""To hear what agents have said while it stood still, or that they are lost, and find them again."""
+"""To hear what agents have said meanwhile, or to find those again that it has lost."""
 STOP_S = 10.0
 RUN_SLACK_S = 30.0
 
