@@ -1,10 +1,8 @@
-"""What is sent in a turn of the event loop and the next, sent together. Shared by all connections.
+"""What is sent in one turn of the event loop, sent together. Shared by all connections.
 
 What is hard: waking who waits for bytes costs a kernel as much as moving them, and a peer on the
 same machine has slept again before the next token comes, ten microseconds later. Sent one right
-after the other they find it awake. One turn has little to send where it is faster than engines
-write; the next looks once more for what has come, and waits for nothing. Nothing may be closed
-before what was posted to it is sent.
+after the other they find it awake. Nothing may be closed before what was posted to it is sent.
 """
 
 import asyncio
@@ -27,18 +25,14 @@ class Outbox:
         self._posted: list[tuple[asyncio.Transport, bytes]] = []
 
     def post(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Send it, at the end of the next turn at the latest."""
+        """Send it, at the end of this turn at the latest."""
         posted = self._posted
         posted.append((transport, data))
         count = len(posted)
         if count == 1:
-            self._do_later(self._take_in_more)
+            self._do_later(self.flush)
         elif count == AT_ONCE:
             self.flush()
-
-    def _take_in_more(self) -> None:
-        """What has come by now is seen to before anything is sent."""
-        self._do_later(self.flush)
 
     def flush(self) -> None:
         """Send what was posted, in order; what is for a connection that was cut is dropped."""
