@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from cleave.gateway import server
-from cleave.gateway.admission import keys
 from cleave.gateway.admission.keys import KeysError, KeysFile, read_keys
 
 
@@ -39,19 +38,6 @@ def test_an_emptied_secret_opens_nothing_and_closes_nothing(tmp_path: Path, text
     mount(tmp_path, "v2", text)
     file.refresh()
     assert (accepts(file, "first"), accepts(file, "")) == (True, False)
-
-
-def test_keys_that_came_before_are_found_however_many_there_are(
-    tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(keys, "MOST_KNOWN", 3)
-    path = tmp_path / "keys"
-    path.write_text("".join(f"key-{number}\n" for number in range(8)))
-    file = KeysFile(path)
-    for number in (0, 1, 0, *range(8), 0, 7):
-        assert accepts(file, f"key-{number}")
-        assert not accepts(file, f"key-{number}0")
-        assert not file.keys.accept(f"Basic key-{number}".encode())
 
 
 def test_a_secret_that_is_gone_leaves_its_keys(tmp_path: Path) -> None:

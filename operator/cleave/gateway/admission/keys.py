@@ -12,9 +12,6 @@ from cleave.gateway.admission.tenants import EVERYBODY, KeysError, Tenant, diges
 
 log = logging.getLogger(__name__)
 
-MOST_KNOWN = 4_096
-"""Headers that are known to carry a key; one more, and all of them are looked up again."""
-
 
 class Keys:
     """The keys that are accepted, and whose they are; without any, everybody is."""
@@ -22,9 +19,6 @@ class Keys:
     def __init__(self, tenants: Mapping[bytes, Tenant] | None) -> None:
         """`tenants`: by digest of their keys."""
         self._tenants = tenants
-        self._known: dict[bytes, Tenant] = {}
-        """Whose key a header carries that came before: clients repeat it, and to find it among
-        these takes a tenth of a digest. What carries none is not kept."""
 
     @property
     def tenants(self) -> set[Tenant]:
@@ -39,16 +33,9 @@ class Keys:
         """Whose key the value of an Authorization header carries; None: nobody's."""
         if self._tenants is None:
             return EVERYBODY
-        if authorization is None:
+        if authorization is None or authorization[:7].lower() != b"bearer ":
             return None
-        tenant = self._known.get(authorization)
-        if tenant is None and authorization[:7].lower() == b"bearer ":
-            tenant = self._tenants.get(digest(authorization[7:].strip()))
-            if tenant is not None:
-                if len(self._known) >= MOST_KNOWN:
-                    self._known.clear()
-                self._known[authorization] = tenant
-        return tenant
+        return self._tenants.get(digest(authorization[7:].strip()))
 
 
 class KeysFile:
