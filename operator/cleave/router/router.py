@@ -76,8 +76,7 @@ class Phase(enum.Enum):
     DECODE = "decode"
 
 
-_PREFILL = Phase.PREFILL
-_DECODE = Phase.DECODE
+_PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE
 """Compared for every request, and looking a member up takes an enum as long as a call."""
 
 
