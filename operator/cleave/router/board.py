@@ -102,7 +102,7 @@ class Board:
         computes = self.prefill if self.prefill.size else self.whole
         self.computing = [slot for slot, both in enumerate(self._uses) if _is_in(computes, both)]
         """Slots of those that compute prompts."""
-        # What `update` writes to: one number at a time goes into an array four times as slowly.
+        # What `update` writes to: one number at a time goes into an array more slowly.
         self._prompt_cells = _view(self.pending_prompt)
         self._use_cells = [
             ([*map(_view, by_prompt)], [*map(_view, by_all)]) for by_prompt, by_all in self._uses
