@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
-from queueing import REPORT_MS, WARM_UP, Delay, Load
+from queueing import WARM_UP, Delay, Load
 from stated import state
 
 from cleave.metrics.shared_table import SharedTable
+from cleave.policy.books import INTERVAL_MS, MAX_INTERVAL_MS, find_interval_ms
 from cleave.router.directory import Directory
-from cleave.router.fleet import MAX_INTERVAL_MS
 from cleave.router.router import Phase, Pick
 from cleave.router.shared_board import SharedBoard
 from cleave.router.shared_books import SharedBooks, make_table
@@ -80,7 +80,7 @@ class _Fleet:
         self._free_at = dict.fromkeys(self._names, 0.0)
         self._todo = dict.fromkeys(self._names, 0)
         self._ends: list[tuple[float, int, int, Pick]] = []
-        interval_ms = min(processes * REPORT_MS, MAX_INTERVAL_MS)
+        interval_ms = find_interval_ms(min(processes * INTERVAL_MS, MAX_INTERVAL_MS), 1)
         phases = np.random.default_rng(1).uniform(0.0, interval_ms, instances * processes)
         self._reports = [
             (float(at), number % processes, self._names[number // processes])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cleave.policy import books, dispatch
 
-REPORT_MS = 100.0
+REPORT_MS = float(books.INTERVAL_MS)
 WARM_UP = 0.2
 """Share of the requests that fills the queues and is not counted."""
 TIE = dispatch.RECENCY

@@ -1,7 +1,8 @@
 """Stand-ins for the agents beside the load mocks, so that a real gateway follows them.
 
 Started by processes.py as a process of its own. It sends what a healthy agent sends: a
-Registration, then a LoadReport each 100 ms. The reports say "idle": the mocks have no queue.
+Registration, then a LoadReport as often as a router is told that alone sends requests: while one
+gateway is measured the others stand still. Reports say "idle": the mocks have no queue.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from cleave.policy.books import INTERVAL_MS, find_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 KV_BLOCKS = 1 << 20
@@ -39,7 +41,7 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
         yield agent_pb2.WatchEvent(registration=describe(self._instance))
         while True:
             yield agent_pb2.WatchEvent(load=report(self._instance))
-            await asyncio.sleep((request.interval_ms or 100) / 1000)
+            await asyncio.sleep(find_interval_ms(request.interval_ms or INTERVAL_MS, 1) / 1000)
 
     async def Health(  # noqa: N802
         self, request: agent_pb2.HealthRequest, context: grpc.aio.ServicerContext

@@ -7,16 +7,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.policy.books import (
+    INTERVAL_MS,
+    MAX_INTERVAL_MS,
     NOMINAL_SUMS,
     NOMINAL_TOKEN_MS,
     Book,
     Queue,
     add_answer,
     estimate_pending,
+    find_interval_ms,
     fit_line,
 )
 
 amounts = st.integers(0, 1_000_000)
+
+
+def test_a_router_that_alone_sends_requests_is_told_less_often() -> None:
+    assert find_interval_ms(INTERVAL_MS, 1) == MAX_INTERVAL_MS
+    assert find_interval_ms(INTERVAL_MS, 2) == INTERVAL_MS
+    assert find_interval_ms(INTERVAL_MS, 0) == INTERVAL_MS
+
+
+def test_nobody_is_told_more_often_than_asked() -> None:
+    assert find_interval_ms(400, 1) == MAX_INTERVAL_MS
+    assert find_interval_ms(60_000, 1) == 60_000
 
 
 def test_others_work_is_added_to_own() -> None:

@@ -1,12 +1,29 @@
 """How many tokens wait at an instance, from own dispatches and a stale report.
 
-Called by the router at every dispatch, release and load report. A report is up to 100 ms old and
-counts everybody's work; the router's own books are exact but know only its own. Least pending
-tokens on their sum stays within 1-15 % of an oracle where stale reports alone fall far behind.
+Called by the router at every dispatch, release and load report. Where several routers send, reports
+are up to 100 ms old and count everybody's work; a router's own books are exact but know only its
+own. Least pending tokens on their sum stays within 1-15 % of an oracle where stale reports alone
+fall far behind.
 What is hard: what is both in the report and in the books must count once.
 """
 
 import math
+
+INTERVAL_MS = 100
+"""Of reports to a router that is one of several."""
+MAX_INTERVAL_MS = 500
+"""Far below what makes an instance doubtful."""
+ALONE = 5
+"""How many times as long a router can wait that alone sends requests."""
+
+
+def find_interval_ms(asked_ms: int, routers: int) -> int:
+    """How often an instance reports to one of so many routers (0: to somebody who sends nothing).
+
+    Who alone sends requests knows them all, and dispatches as well without any report
+    (benchmarks/dispatch); it hears what engines alone know: free blocks, whether they stand still.
+    """
+    return max(asked_ms, min(ALONE * asked_ms, MAX_INTERVAL_MS)) if routers == 1 else asked_ms
 
 
 def estimate_pending(own: float, reported: float, own_at_report: float) -> float:

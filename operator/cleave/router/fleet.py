@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import grpc
 
+from cleave.policy.books import INTERVAL_MS, MAX_INTERVAL_MS
 from cleave.router.directory import Directory
 from cleave.rpc.channel import dial
 from cleave.rpc.discovery import Agents, DiscoveryError
@@ -27,10 +28,6 @@ POLL_S = 0.5
 DISCOVERY_TIMEOUT_S = 5.0
 MEETING_S = 3.0
 """For the agents that are there at the beginning, to say who they are."""
-INTERVAL_MS = 100
-"""Of load reports."""
-MAX_INTERVAL_MS = 500
-"""Far below what makes an instance doubtful."""
 FIRST_DELAY_S = 0.05
 LAST_DELAY_S = 2.0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import grpc
 import pytest
@@ -160,6 +161,29 @@ async def test_a_taken_port_is_refused(served: Served, config: AgentConfig) -> N
     with pytest.raises(OSError, match=str(config.port)):
         await second.server.start()
     await second.channel.close()
+
+
+async def test_who_alone_sends_requests_is_told_less_often(served: Served) -> None:
+    async def time_reports(call) -> list[float]:
+        """Seconds from one to the next."""
+        times = []
+        while len(times) < 6:
+            if (await call.read()).HasField("load"):
+                times.append(asyncio.get_running_loop().time())
+        return [later - earlier for earlier, later in pairwise(times)]
+
+    def follow(router: str):
+        request = agent_pb2.WatchRequest(interval_ms=40, router=router)
+        return served.stub.Watch(request, timeout=SECONDS)
+
+    alone = follow("a")
+    assert sum(await time_reports(alone)) > 0.6
+    stranger = follow("")
+    assert min(await time_reports(stranger)) < 0.1
+    second = follow("b")
+    assert min(await time_reports(second)) < 0.1
+    for call in (alone, stranger, second):
+        call.cancel()
 
 
 async def test_routers_learn_how_many_they_are_and_which(served: Served) -> None:

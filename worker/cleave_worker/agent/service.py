@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from cleave.policy.books import INTERVAL_MS, find_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent.drain import Drained
 from cleave_worker.agent.instance import Instance, OtherBoot, StaleEpoch
@@ -19,7 +20,6 @@ from cleave_worker.agent.verify import TransferError
 
 READY_SERVICE = "ready"
 """Name under which the health protocol tells whether the instance takes requests."""
-_INTERVAL_MS = 100
 _SHORTEST_INTERVAL_MS = 10
 
 _Context = grpc.aio.ServicerContext[object, object]
@@ -44,7 +44,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         context: _Context,  # noqa: ARG002
     ) -> AsyncIterator[agent_pb2.WatchEvent]:
         """A registration first and after each change, load reports in between."""
-        seconds = max(request.interval_ms or _INTERVAL_MS, _SHORTEST_INTERVAL_MS) / 1000
+        asked_ms = max(request.interval_ms or INTERVAL_MS, _SHORTEST_INTERVAL_MS)
         version = None
         self._routers[request.router] += 1
         try:
@@ -52,9 +52,10 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 if version != self._instance.version:
                     version = self._instance.version
                     yield agent_pb2.WatchEvent(registration=self._instance.registration())
-                yield agent_pb2.WatchEvent(load=self._report_to(request.router))
+                load = self._report_to(request.router)
+                yield agent_pb2.WatchEvent(load=load)
                 if version == self._instance.version:
-                    await self._instance.change(seconds)
+                    await self._instance.change(find_interval_ms(asked_ms, load.num_routers) / 1000)
         finally:
             self._routers[request.router] -= 1
             # Drops names that nobody has any more.

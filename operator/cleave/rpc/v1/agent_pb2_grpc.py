@@ -61,7 +61,8 @@ class AgentServicer:
 
     def Watch(self, request, context):
         """Follow an instance: first a Registration, then a LoadReport every
-        interval_ms. A new Registration is sent whenever what it states changes
+        interval_ms; up to five times as long to the only router that sends requests,
+        but no longer than 500 ms. A new Registration is sent whenever what it states changes
         (engine restarted, role set, draining, not ready). The stream ends with the agent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -35,7 +35,8 @@ class AgentStub:
     def __new__(cls, channel: _aio.Channel) -> AgentAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_agent_pb2.WatchRequest, _agent_pb2.WatchEvent]
     """Follow an instance: first a Registration, then a LoadReport every
-    interval_ms. A new Registration is sent whenever what it states changes
+    interval_ms; up to five times as long to the only router that sends requests,
+    but no longer than 500 ms. A new Registration is sent whenever what it states changes
     (engine restarted, role set, draining, not ready). The stream ends with the agent.
     """
     SetRole: _grpc.UnaryUnaryMultiCallable[_agent_pb2.SetRoleRequest, _agent_pb2.SetRoleResponse]
@@ -53,7 +54,8 @@ class AgentAsyncStub(AgentStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_agent_pb2.WatchRequest, _agent_pb2.WatchEvent]  # type: ignore[assignment]
     """Follow an instance: first a Registration, then a LoadReport every
-    interval_ms. A new Registration is sent whenever what it states changes
+    interval_ms; up to five times as long to the only router that sends requests,
+    but no longer than 500 ms. A new Registration is sent whenever what it states changes
     (engine restarted, role set, draining, not ready). The stream ends with the agent.
     """
     SetRole: _aio.UnaryUnaryMultiCallable[_agent_pb2.SetRoleRequest, _agent_pb2.SetRoleResponse]  # type: ignore[assignment]
@@ -74,7 +76,8 @@ class AgentServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.WatchEvent], _abc.AsyncIterator[_agent_pb2.WatchEvent]]:
         """Follow an instance: first a Registration, then a LoadReport every
-        interval_ms. A new Registration is sent whenever what it states changes
+        interval_ms; up to five times as long to the only router that sends requests,
+        but no longer than 500 ms. A new Registration is sent whenever what it states changes
         (engine restarted, role set, draining, not ready). The stream ends with the agent.
         """
 
