@@ -43,7 +43,7 @@ class Siblings:
         self._has_warned = False
         """Its counts could not be written; it has been said."""
         self._books = make_table(count)
-        self.accounts = SharedTable(MAX_TENANTS, count, own=1, common=4)
+        self.accounts = SharedTable(MAX_TENANTS, count, own=1, common=2)
         """Of tenants."""
         self._vitals = SharedTable(1, count, own=4, common=1)
         self._vitals.claim(b"all")
@@ -124,7 +124,7 @@ class Siblings:
     @property
     def restarts(self) -> int:
         """Of all processes, since the start."""
-        return int(self._vitals.common[_RESTARTS, 0])
+        return int(self._vitals.common[0, _RESTARTS])
 
     # --- what only the parent does ---
 
@@ -141,7 +141,7 @@ class Siblings:
 
     def note_restart(self) -> None:
         """Another one takes its place."""
-        self._vitals.common[_RESTARTS, 0] += 1
+        self._vitals.common[0, _RESTARTS] += 1
 
     def close(self) -> None:
         """All have ended."""
@@ -152,7 +152,7 @@ class Siblings:
         return self._vitals.read(0, field)
 
     def _set(self, process: int, field: int, value: float) -> None:
-        self._vitals.cells[self._vitals.column_at(0, field) + process] = value
+        self._vitals.cells[self._vitals.block_at(0, process) + field] = value
 
     def _path(self, process: int) -> Path:
         return self._folder / f"{process}.counts"

@@ -135,9 +135,6 @@ class Queue:
         self.safe_token_ms = NOMINAL_TOKEN_MS
         """The same with a margin, by which queues are compared."""
 
-    def sync(self) -> None:
-        """Tell and hear what others know of it that keep the same books; there are none here."""
-
     def answer(self, tokens: float, now_ms: float, others: float = 0.0) -> float:
         """A prompt of that many tokens was answered, the next one begins; how long it took.
 

@@ -20,6 +20,10 @@ from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 _STALE = Contact.STALE
 """Looked up for every request, which takes an enum a while."""
 
+_Scoring = Callable[[Ledger, float, float, float, float], tuple[float, float]]
+"""(books, prompt tokens that wait, prompts they are of, resident tokens, doubt) -> (score of a
+prompt, score of all else)"""
+
 USES = ("prefill", "decode", "mixed", "whole", "spare")
 """Boards have scores for each."""
 
@@ -103,9 +107,9 @@ class Board:
         self.computing = [slot for slot, both in enumerate(self._uses) if _is_in(computes, both)]
         """Slots of those that compute prompts."""
         # What `update` writes to: one number at a time goes into an array more slowly.
-        self._prompt_cells = _view(self.pending_prompt)
+        self._prompt_cells = view(self.pending_prompt)
         self._use_cells = [
-            ([*map(_view, by_prompt)], [*map(_view, by_all)]) for by_prompt, by_all in self._uses
+            ([*map(view, by_prompt)], [*map(view, by_all)]) for by_prompt, by_all in self._uses
         ]
         for slot in range(len(instances)):
             self.update(slot)
@@ -150,10 +154,15 @@ class Board:
             self._share_out(slot, instance)
         prompt = ledger.prompt.pending
         doubt = STALE if instance.contact is _STALE else 0.0
-        self._prompt_cells[slot] = prompt + doubt
-        first, total = self._score(ledger, prompt, ledger.resident.pending, doubt)
+        prompts = ledger.count_prompts(prompt) if prompt else 0.0
+        resident = ledger.resident.pending
+        first, total = self._score(ledger, prompt, prompts, resident, doubt)
         if self._compares_more:
             self._measure(slot, instance)
+        self._enter(slot, first, total, prompt + doubt)
+
+    def _enter(self, slot: int, first: float, total: float, pending: float) -> None:
+        self._prompt_cells[slot] = pending
         by_prompt, by_all = self._use_cells[slot]
         for cells in by_prompt:
             cells[slot] = first
@@ -179,12 +188,11 @@ def _is_in(scores: Scores, both: tuple[tuple[Scores, ...], tuple[Scores, ...]]) 
 
 
 def _score_wait(
-    ledger: Ledger, prompt: float, resident: float, doubt: float
+    ledger: Ledger, prompt: float, prompts: float, resident: float, doubt: float
 ) -> tuple[float, float]:
     tie = ledger.last_turn * RECENCY
     queue = ledger.queue
     # STALE squared is far above what a clock may show as well.
-    prompts = ledger.count_prompts(prompt) if prompt else 0.0
     first = doubt * doubt + predict_end_ms(
         prompt, prompts, queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
     )
@@ -192,14 +200,14 @@ def _score_wait(
 
 
 def _score_turn(
-    ledger: Ledger, _prompt: float, _resident: float, doubt: float
+    ledger: Ledger, _prompt: float, _prompts: float, _resident: float, doubt: float
 ) -> tuple[float, float]:
     turn = doubt + ledger.last_turn
     return turn, turn
 
 
 def _score_requests(
-    ledger: Ledger, _prompt: float, _resident: float, doubt: float
+    ledger: Ledger, _prompt: float, _prompts: float, _resident: float, doubt: float
 ) -> tuple[float, float]:
     here = ledger.count_requests() + ledger.others
     score = here + doubt + ledger.last_turn * RECENCY
@@ -207,14 +215,13 @@ def _score_requests(
 
 
 def _score_tokens(
-    ledger: Ledger, prompt: float, resident: float, doubt: float
+    ledger: Ledger, prompt: float, _prompts: float, resident: float, doubt: float
 ) -> tuple[float, float]:
     first = prompt + doubt + ledger.last_turn * RECENCY
     return first, first + resident
 
 
-def _find_scoring(policy: Policy) -> Callable[[Ledger, float, float, float], tuple[float, float]]:
-    """What makes (score of a prompt, score of all else) of books, tokens in both, and doubt."""
+def _find_scoring(policy: Policy) -> _Scoring:
     if policy is Policy.SHORTEST_WAIT:
         return _score_wait
     if policy is Policy.ROUND_ROBIN:
@@ -242,7 +249,7 @@ def _number_cells(instances: list[Instance]) -> Cells | None:
     return np.array([numbers[name] for name in names], np.int64)
 
 
-def _view(scores: Scores) -> "memoryview[float]":
+def view(scores: Scores) -> "memoryview[float]":
     """The same numbers, each by itself."""
     return scores.data.cast("B").cast("d")
 

@@ -90,6 +90,8 @@ class Directory:
         """Score an instance whose books changed."""
         if instance.board is not None:
             instance.board.update(instance.slot)
+        else:
+            instance.ledger.sync()
 
     @property
     def has_answers(self) -> bool:

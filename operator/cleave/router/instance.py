@@ -110,7 +110,7 @@ class Ledger:
         self.others = estimate_pending(0.0, here, self.count_requests())
 
     def sync(self) -> None:
-        """Before it is scored: tell and hear what others know that keep the same books."""
+        """Tell and hear what others know that keep the same books."""
 
     def leave(self) -> None:
         """The boot is gone, or not followed any more."""

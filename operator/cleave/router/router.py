@@ -206,7 +206,9 @@ class Router:
                     self._passes.add_prompt(tokens, ms)
             if pick.prefill is not None:
                 ledger.requests -= 1
-            self._refresh(instance, ledger)
+            # Where both phases end on one instance it is scored once, below.
+            if pick.prefill is not None or phase is _PREFILL or pick._decode_entry is None:
+                self._refresh(instance, ledger)
         entry = pick._decode_entry
         if entry is not None and phase is not _PREFILL:
             pick._decode_entry = None
@@ -260,9 +262,7 @@ class Router:
         placed = None
         if not single:
             placed = self._place_short(known, wish, avoids) or self._place_pair(known, wish, avoids)
-        if placed is None:
-            placed = self._place_whole(model, known, wish, single, avoids, prefill_lost)
-        return placed
+        return placed or self._place_whole(model, known, wish, single, avoids, prefill_lost)
 
     def _place_short(
         self, known: Model, wish: Wish, avoids: list[Collection[str]]

@@ -8,27 +8,30 @@ entered; so each looks again at what it scored by, and the last to write has see
 instance is open and how well it is heard is each process's own view, which is added here.
 """
 
+import math
 import struct
 
 import numpy as np
 
-from cleave.metrics.shared_table import CELL_BYTES
+from cleave.metrics.shared_table import CELL_BYTES, SharedTable
 from cleave.policy.dispatch import STALE, Policy, Scores
-from cleave.router.board import USES, Board
+from cleave.router.board import USES, Board, view
 from cleave.router.instance import Contact, Instance
 from cleave.router.shared_books import (
     FIRST,
-    OTHER_PROMPTS,
-    OTHER_RESIDENTS,
-    OWN,
+    OTHERS,
     PENDING,
     PROMPT,
+    RESIDENT,
     TOTAL,
+    Blocks,
     SharedBooks,
-    add_up,
+    SharedLedger,
 )
 
 _STALE = Contact.STALE
+_FEW = 8
+"""Up to so many instances gathering by array takes longer than one after the other."""
 _ATTEMPTS = 3
 """To score what others change meanwhile; the next change or report scores it anew."""
 
@@ -37,60 +40,72 @@ class SharedBoard(Board):
     """Its arrays hold what was gathered last."""
 
     __slots__ = (
-        "_at",
+        "_all",
+        "_blocks",
         "_cells",
-        "_common",
-        "_count",
         "_doubts",
         "_gathered",
-        "_look",
+        "_is_small",
         "_masks",
         "_memory",
+        "_own",
+        "_read",
+        "_scores_at",
         "_sources",
-        "_starts",
         "_weights",
     )
 
     def __init__(self, instances: list[Instance], policy: Policy, books: SharedBooks) -> None:
         table, rows = books.table, [books.find_row(each.ledger) for each in instances]
-        self._cells = table.cells
-        fields = FIRST, TOTAL, PENDING, OTHER_PROMPTS, OTHER_RESIDENTS
-        self._at = [tuple(table.common_at(row, field) for field in fields) for row in rows]
-        self._memory, self._count = table.memory, table.processes
-        # The columns of a row are side by side, tokens first: one look at all.
-        self._look = struct.Struct(f"{OWN * table.processes}d").unpack_from
-        self._starts = [CELL_BYTES * table.column_at(row, PROMPT) for row in rows]
+        self._memory, self._all, self._cells = table.memory, table.all, table.cells
+        self._blocks = [Blocks(table, row) for row in rows]
+        self._own = [
+            slice(CELL_BYTES * table.block_at(row, 0), CELL_BYTES * table.common_at(row, 0))
+            for row in rows
+        ]
+        self._scores_at = [table.common_at(row, FIRST) for row in rows]
+        self._read = struct.Struct("3d").unpack_from
         self._doubts = [0.0] * len(instances)
+        self._is_small = len(instances) <= _FEW
         self._masks, self._weights = np.zeros((1, len(instances))), np.zeros(1)
         super().__init__(instances, policy)
-        used = [use for use in USES if getattr(self, use).size]
-        kinds = [FIRST if use == "prefill" else TOTAL for use in used] + [PENDING]
-        self._common = table.common.reshape(-1)
-        self._sources = np.array(kinds)[:, None] * table.rows + np.array(rows, np.int64)
-        # As in `score_wait`: no clock may show as much.
-        self._weights = np.where(np.array(kinds) == FIRST, STALE, 1.0)
-        self._masks = self._find_masks(used) + np.outer(self._weights, self._doubts)
-        self._gathered = np.empty(self._sources.shape)
-        for at, use in enumerate(used):
-            setattr(self, use, self._gathered[at])
-        self.pending_prompt = self._gathered[-1]
+        if not self._is_small:
+            self._gather_at_once(table, rows)
         self.gather()
 
     def gather(self) -> None:
         """Take in what the siblings did."""
-        # Without a mode take() copies once more.
-        self._common.take(self._sources, out=self._gathered, mode="clip")
-        np.add(self._gathered, self._masks, out=self._gathered)
+        if not self._is_small:
+            # Without a mode take() copies once more.
+            self._all.take(self._sources, out=self._gathered, mode="clip")
+            np.add(self._gathered, self._masks, out=self._gathered)
+            return
+        for slot, at in enumerate(self._scores_at):
+            first, total, pending = self._read(self._memory, CELL_BYTES * at)
+            if doubt := self._doubts[slot]:
+                first, total, pending = first + doubt * STALE, total + doubt, pending + doubt
+            self._enter(slot, first, total, pending)
+
+    def find_shortest_queue(self) -> float:
+        """As it is now."""
+        if not self._is_small:
+            self.gather()
+            return super().find_shortest_queue()
+        least = math.inf
+        for slot in self.computing:
+            least = min(least, self._cells[self._scores_at[slot] + 2] + self._doubts[slot])
+        return least
 
     def is_overtaken(self, slot: int) -> bool:
         """Whether a sibling has sent prompts there, or got some done, since the last gathering."""
-        pending = self.instances[slot].ledger.prompt.pending + self._doubts[slot]
-        return pending != self.pending_prompt.item(slot)
+        pending = self._cells[self._scores_at[slot] + 2] + self._doubts[slot]
+        return pending != self._prompt_cells[slot]
 
     def update(self, slot: int) -> None:
         """Score one instance anew from the books of all processes."""
         instance = self.instances[slot]
         ledger = instance.ledger
+        assert isinstance(ledger, SharedLedger)
         if instance.num_routers > 1 or self.is_shared:
             self._share_out(slot, instance)
         doubt = STALE if instance.contact is _STALE else 0.0
@@ -99,20 +114,34 @@ class SharedBoard(Board):
             self._doubts[slot] = doubt
         if self._compares_more:
             self._measure(slot, instance)
-        cells = self._cells
-        first_at, total_at, pending_at, prompt_at, resident_at = self._at[slot]
-        ledger.sync()
-        look, memory, start, count = self._look, self._memory, self._starts[slot], self._count
-        now = look(memory, start)
+        ledger.tell()
+        memory, own, blocks = self._memory, self._own[slot], self._blocks[slot]
+        cells, at = self._cells, self._scores_at[slot]
+        now = memory[own]
         for _ in range(_ATTEMPTS):
-            seen = now
-            prompt = add_up(seen[:count]) + cells[prompt_at]
-            resident = add_up(seen[count : 2 * count]) + cells[resident_at]
-            cells[first_at], cells[total_at] = self._score(ledger, prompt, resident, 0.0)
-            cells[pending_at] = prompt
-            now = look(memory, start)
-            if now == seen:
+            before, seen = now, ledger.look()
+            prompt = blocks.add_up(seen, PROMPT) + blocks.find_common(seen, OTHERS + PROMPT)
+            resident = blocks.add_up(seen, RESIDENT) + blocks.find_common(seen, OTHERS + RESIDENT)
+            prompts = ledger.count_prompts_in(seen)
+            cells[at], cells[at + 1] = self._score(ledger, prompt, prompts, resident, 0.0)
+            cells[at + 2] = prompt
+            now = memory[own]
+            if now == before:
                 break
+
+    def _gather_at_once(self, table: SharedTable, rows: list[int]) -> None:
+        """With arrays: nothing for few instances, and less than each by itself for many."""
+        used = [use for use in USES if getattr(self, use).size]
+        kinds = [FIRST if use == "prefill" else TOTAL for use in used] + [PENDING]
+        self._sources = np.array([[table.common_at(row, kind) for row in rows] for kind in kinds])
+        # As in `score_wait`: no clock may show as much.
+        self._weights = np.where(np.array(kinds) == FIRST, STALE, 1.0)
+        self._masks = self._find_masks(used) + np.outer(self._weights, self._doubts)
+        self._gathered = np.empty(self._sources.shape)
+        for at, use in enumerate(used):
+            setattr(self, use, self._gathered[at])
+        self.pending_prompt = self._gathered[-1]
+        self._prompt_cells = view(self.pending_prompt)
 
     def _find_masks(self, used: list[str]) -> Scores:
         """+inf where an instance is closed for a use; the last line is of what has no use."""

@@ -8,9 +8,10 @@ boot that are free again when nobody needs them.
 """
 
 import logging
+import struct
 
 from cleave.metrics.shared_table import CELL_BYTES, SharedTable
-from cleave.policy.books import Book, Queue, Sums, estimate_pending
+from cleave.policy.books import Book, Queue, estimate_pending
 from cleave.router.instance import Ledger
 
 log = logging.getLogger(__name__)
@@ -19,24 +20,30 @@ MAX_BOOTS = 4_096
 """Boots of engines at a time. All further ones share a row: each then counts as being as busy as
 all of them together, and is taken last."""
 
-FIRST, TOTAL, PENDING = 0, 1, 2
-"""Common cells with what boards compare: `shared_board`."""
-_SINCE, _TURN, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 3, 4, 5, 6, 7
-_LEARNT, _NUM_LEARNT = 8, 9
-"""The sums of a queue."""
-_OTHERS = _LEARNT + _NUM_LEARNT
-"""Plus the own field: what other gateways have there, as the latest report tells any process."""
-PROMPT, _RESIDENT, _REQUESTS, _PROMPTS = 0, 1, 2, 3
+PROMPT, RESIDENT, REQUESTS, PROMPTS = 0, 1, 2, 3
 OWN = 4
-"""Own cells."""
-OTHER_PROMPTS, OTHER_RESIDENTS = _OTHERS + PROMPT, _OTHERS + _RESIDENT
+"""Own cells: what the process has sent."""
+_TURN, OTHERS, SINCE = 0, 1, 4
+"""Common cells; `OTHERS` and two more: what other gateways have there, by own field, as the latest
+report tells any process. `SINCE` and all behind it are of the queue."""
+_PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS, _LEARNT, _NUM_LEARNT = 5, 6, 7, 8, 9
+"""The last two: the sums of a queue."""
+_PROMPTS_LEARNT, _TOKENS = 1, 2
+"""Among these sums."""
+FIRST = _LEARNT + _NUM_LEARNT
+"""Here and behind it: what boards compare, `shared_board`."""
+TOTAL, PENDING = FIRST + 1, FIRST + 2
+_SEEN = _LEARNT
+"""Common cells that every score looks at; they are beside the own ones."""
 _SPILL, _TURNS = 0, 1
 """Rows that are no boot's."""
+_GONE = -1
+"""The row of a boot that is not followed any more."""
 
 
 def make_table(processes: int) -> SharedTable:
     """Before the processes are forked."""
-    table = SharedTable(MAX_BOOTS, processes, own=OWN, common=_OTHERS + 3)
+    table = SharedTable(MAX_BOOTS, processes, own=OWN, common=PENDING + 1)
     table.claim(b"what has no row of its own")
     table.claim(b"turns")
     return table
@@ -49,13 +56,17 @@ class SharedBooks:
         self.table = table
         self._cells = table.cells
         self._turn_at = table.common_at(_TURNS, _TURN)
+        self._spill: SharedLedger | None = None
 
     def open(self, instance: str, boot_id: str) -> "SharedLedger":
         """The ledger of one boot of an engine."""
         row = self.table.claim(f"{instance} {boot_id}".encode())
-        if row is None:
-            log.warning("no room in the shared books: the load of %s is overestimated", instance)
-        return SharedLedger(self.table, _SPILL if row is None else row)
+        if row is not None:
+            return SharedLedger(self.table, row)
+        log.warning("no room in the shared books: the load of %s is overestimated", instance)
+        if self._spill is None:
+            self._spill = SharedLedger(self.table, _SPILL)
+        return self._spill
 
     def find_row(self, ledger: Ledger) -> int:
         """Where a ledger's scores are; those of another kind have none of their own."""
@@ -68,89 +79,118 @@ class SharedBooks:
         return int(turn)
 
 
-class SharedLedger(Ledger):
-    """A ledger in one row of the table; what is not a sum is brought in step by `sync`."""
+class Blocks:
+    """The own cells of all processes in one row, and the common ones right behind them."""
 
-    __slots__ = (
-        "_cells",
-        "_others_at",
-        "_prompts_at",
-        "_requests_at",
-        "_table",
-        "_told",
-        "_told_prompts",
-        "_turn_at",
-        "row",
-    )
+    __slots__ = ("_end", "_look", "_memory", "_start")
+
+    def __init__(self, table: SharedTable, row: int) -> None:
+        self._memory, self._start = table.memory, CELL_BYTES * table.block_at(row, 0)
+        self._end = OWN * table.processes
+        self._look = struct.Struct(f"{self._end + _SEEN}d").unpack_from
+
+    def read(self) -> tuple[float, ...]:
+        """As they are now."""
+        seen: tuple[float, ...] = self._look(self._memory, self._start)
+        return seen
+
+    def add_up(self, seen: tuple[float, ...], field: int) -> float:
+        """What all have entered; sums of fractions do not come back to nothing exactly."""
+        here = 0.0
+        for at in range(field, self._end, OWN):
+            here += seen[at]
+        return here if here > 0.0 else 0.0
+
+    def find_common(self, seen: tuple[float, ...], field: int) -> float:
+        """A common cell among those that were read."""
+        return seen[self._end + field]
+
+
+class SharedLedger(Ledger):
+    """A ledger in one row of the table. What is entered here the others see after the next `sync`,
+    which follows every change; what they have entered is read whenever it is asked for."""
+
+    __slots__ = ("_blocks", "_cells", "_common_at", "_own_at", "_table", "row")
 
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
         self.row = row
+        self._table, self._cells = table, table.cells
+        self._blocks = Blocks(table, row)
+        self._own_at, self._common_at = table.own_at(row, 0), table.common_at(row, 0)
         self.prompt = SharedBook(table, row, PROMPT)
-        self.resident = SharedBook(table, row, _RESIDENT)
+        self.resident = SharedBook(table, row, RESIDENT)
         self.queue: Queue = SharedQueue(table, row)
-        self._table = table
-        self._cells = table.cells
-        self._requests_at = table.own_at(row, _REQUESTS)
-        self._prompts_at = table.own_at(row, _PROMPTS)
-        self._others_at = table.common_at(row, _OTHERS + _REQUESTS)
-        self._turn_at = table.common_at(row, _TURN)
-        self._told = self._told_prompts = 0
 
     def count_prompts(self, pending: float) -> float:
         """Of all processes, and other gateways' as long as usual."""
         del pending
-        here, others = add_up(self._table.read(self.row, _PROMPTS)), self.prompt.others
+        return self.count_prompts_in(self._blocks.read())
+
+    def count_prompts_in(self, seen: tuple[float, ...]) -> float:
+        """The same in cells that have been read."""
+        blocks = self._blocks
+        here, others = blocks.add_up(seen, PROMPTS), blocks.find_common(seen, OTHERS + PROMPT)
         return here + self.queue.count_prompts(others) if others else here
 
     def count_requests(self) -> int:
         """Of all processes."""
-        return round(sum(self._table.read(self.row, _REQUESTS)))
+        return round(self._blocks.add_up(self._blocks.read(), REQUESTS))
 
     def report_requests(self, here: int) -> None:
         """The instance's own count arrived."""
         super().report_requests(here)
-        self._cells[self._others_at] = self.others
+        self._cells[self._common_at + OTHERS + REQUESTS] = self.others
 
     def sync(self) -> None:
         """Tell siblings what has changed, and learn what they have told."""
-        cells = self._cells
-        if self.requests != self._told:
-            cells[self._requests_at] += self.requests - self._told
-            self._told = self.requests
-        if self.prompts != self._told_prompts:
-            cells[self._prompts_at] += self.prompts - self._told_prompts
-            self._told_prompts = self.prompts
-        turn = int(cells[self._turn_at])
+        if self.row != _GONE:
+            self.tell()
+            self.look()
+
+    def tell(self) -> None:
+        """Tell siblings what has changed."""
+        cells, at = self._cells, self._own_at
+        cells[at + PROMPT], cells[at + RESIDENT] = self.prompt.own, self.resident.own
+        cells[at + REQUESTS], cells[at + PROMPTS] = float(self.requests), float(self.prompts)
+
+    def look(self) -> tuple[float, ...]:
+        """What siblings have told, as cells; taken over here where it is no sum."""
+        blocks = self._blocks
+        seen = blocks.read()
+        turn = int(blocks.find_common(seen, _TURN))
         if self.last_turn > turn:
-            cells[self._turn_at] = float(self.last_turn)
+            self._cells[self._common_at + _TURN] = float(self.last_turn)
         else:
             self.last_turn = turn
-        self.others = cells[self._others_at]
-        self.queue.sync()
+        queue, since_ms = self.queue, blocks.find_common(seen, SINCE)
+        if queue.since_ms > since_ms:
+            self._cells[self._common_at + SINCE] = queue.since_ms
+        else:
+            queue.since_ms = since_ms
+        queue.prompt_ms = blocks.find_common(seen, _PROMPT_MS)
+        queue.token_ms = blocks.find_common(seen, _TOKEN_MS)
+        queue.safe_token_ms = blocks.find_common(seen, _SAFE_TOKEN_MS)
+        self.others = blocks.find_common(seen, OTHERS + REQUESTS)
+        return seen
 
     def leave(self) -> None:
         """Take what is this process's off the row; what is released later changes nothing there."""
-        self._cells[self._requests_at] -= self._told
-        self._cells[self._prompts_at] -= self._told_prompts
-        for book in (self.prompt, self.resident):
-            book.close(book.own)
-        if self.row != _SPILL:
+        if self.row > _TURNS:
             self._table.release(self.row)
-        self.prompt, self.resident, self.queue = Book(), Book(), Queue()
+            self.row = _GONE
+            self.prompt, self.resident, self.queue = Book(), Book(), Queue()
 
 
 class SharedBook(Book):
     """Tokens outstanding at one instance in one phase: own ones, those of siblings, and others."""
 
-    __slots__ = ("_cells", "_memory", "_others_at", "_own_at", "_start", "_unpack")
+    __slots__ = ("_blocks", "_cells", "_field", "_others_at")
 
     def __init__(self, table: SharedTable, row: int, field: int) -> None:
-        self.own = 0.0
-        self._cells, self._memory, self._unpack = table.cells, table.memory, table.unpack
-        self._own_at = table.own_at(row, field)
-        self._start = CELL_BYTES * table.column_at(row, field)
-        self._others_at = table.common_at(row, _OTHERS + field)
+        super().__init__()
+        self._blocks, self._field = Blocks(table, row), field
+        self._cells, self._others_at = table.cells, table.common_at(row, OTHERS + field)
 
     @property
     def others(self) -> float:
@@ -160,21 +200,13 @@ class SharedBook(Book):
     @property
     def pending(self) -> float:
         """The estimate that dispatch compares."""
-        return add_up(self._unpack(self._memory, self._start)) + self._cells[self._others_at]
-
-    def enter(self, tokens: float) -> None:
-        """A request of this process was sent there."""
-        self.own += tokens
-        self._cells[self._own_at] += tokens
-
-    def close(self, tokens: float) -> None:
-        """That request, or its phase, has ended."""
-        self.own -= tokens
-        self._cells[self._own_at] -= tokens
+        blocks = self._blocks
+        seen = blocks.read()
+        return blocks.add_up(seen, self._field) + blocks.find_common(seen, OTHERS + self._field)
 
     def report(self, reported: float) -> float:
         """The instance's own count arrived; what is outstanding of those that keep this book."""
-        here = add_up(self._unpack(self._memory, self._start))
+        here = self._blocks.add_up(self._blocks.read(), self._field)
         self._cells[self._others_at] = estimate_pending(0.0, reported, here)
         return here
 
@@ -185,58 +217,41 @@ class SharedQueue(Queue):
     Two that learn at the same moment may lose what one has seen; of two hundred that is little.
     """
 
-    __slots__ = ("_cells", "_learnt_at", "_prompt_at", "_safe_token_at", "_since_at", "_token_at")
+    __slots__ = ("_cells", "_learnt_at", "_memory", "_pack", "_place", "_unpack")
 
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
-        self._cells = table.cells
-        self._since_at = table.common_at(row, _SINCE)
-        self._prompt_at = table.common_at(row, _PROMPT_MS)
-        self._token_at = table.common_at(row, _TOKEN_MS)
-        self._safe_token_at = table.common_at(row, _SAFE_TOKEN_MS)
-        self._learnt_at = tuple(table.common_at(row, _LEARNT + at) for at in range(_NUM_LEARNT))
-        if not self._cells[self._learnt_at[2]]:
-            self._tell()
-        self.sync()
+        self._cells, self._memory = table.cells, table.memory
+        start, end = table.common_at(row, SINCE), table.common_at(row, FIRST)
+        self._place = slice(CELL_BYTES * start, CELL_BYTES * end)
+        self._learnt_at = table.common_at(row, _LEARNT)
+        cells = struct.Struct(f"{end - start}d")
+        self._unpack, self._pack = cells.unpack, cells.pack
+        if not self._cells[self._learnt_at + _TOKENS]:
+            self._write()
+        self._read()
 
     def answer(self, tokens: float, now_ms: float, others: float = 0.0) -> float:
         """A prompt of that many tokens was answered, the next one begins; how long it took."""
-        self.sync()
-        self._sums = self._hear()
+        self._read()
         ms = super().answer(tokens, now_ms, others)
-        self._tell()
+        self._write()
         return ms
-
-    def sync(self) -> None:
-        """Whoever has seen the later prompt begin is right."""
-        cells = self._cells
-        since_ms = cells[self._since_at]
-        if self.since_ms > since_ms:
-            cells[self._since_at] = self.since_ms
-        else:
-            self.since_ms = since_ms
-        self.prompt_ms, self.token_ms = cells[self._prompt_at], cells[self._token_at]
-        self.safe_token_ms = cells[self._safe_token_at]
 
     def count_prompts(self, tokens: float) -> float:
         """How many prompts that many tokens are."""
-        return tokens * self._cells[self._learnt_at[1]] / self._cells[self._learnt_at[2]]
+        learnt = self._learnt_at
+        return tokens * self._cells[learnt + _PROMPTS_LEARNT] / self._cells[learnt + _TOKENS]
 
-    def _hear(self) -> Sums:
-        cells = self._cells
-        a, b, c, d, e, f, g, *last = (cells[at] for at in self._learnt_at)
-        return a, b, c, d, e, f, g, last[0], last[1]
+    def _read(self) -> None:
+        """Whoever has seen the later prompt begin is right."""
+        cells: tuple[float, ...] = self._unpack(self._memory[self._place])
+        since_ms, self.prompt_ms, self.token_ms, self.safe_token_ms, *sums = cells
+        self.since_ms = max(self.since_ms, since_ms)
+        a, b, c, d, e, f, g, h, i = sums
+        self._sums = a, b, c, d, e, f, g, h, i
 
-    def _tell(self) -> None:
-        cells = self._cells
-        cells[self._since_at] = max(self.since_ms, cells[self._since_at])
-        cells[self._prompt_at], cells[self._token_at] = self.prompt_ms, self.token_ms
-        cells[self._safe_token_at] = self.safe_token_ms
-        for at, value in zip(self._learnt_at, self._sums, strict=True):
-            cells[at] = value
-
-
-def add_up(tokens: tuple[float, ...]) -> float:
-    """What all processes have entered; sums of fractions do not come back to nothing exactly."""
-    here = sum(tokens)
-    return here if here > 0.0 else 0.0
+    def _write(self) -> None:
+        line = self.since_ms, self.prompt_ms, self.token_ms, self.safe_token_ms
+        # Not pack_into(): it clears the place first, and others read at any moment.
+        self._memory[self._place] = self._pack(*line, *self._sums)

@@ -225,7 +225,6 @@ class Door:
         least, instances = math.inf, 0
         known = self._directory.models.get(model)
         for board in known.boards if known is not None else ():
-            board.gather()
             least = min(least, board.find_shortest_queue())
             instances += len(board.computing)
         # One that is not heard is no place to wait for; nor is none at all, which is told at once.

@@ -7,42 +7,35 @@ gets is known only at its end, so its tokens are charged then, and a tenant that
 from dataclasses import dataclass
 
 MINUTE_S = 60.0
+LEAST_S = 1e-6
+"""Less is no wait: sums of times are not exact."""
 
 
 class Bucket:
-    """An allowance that fills evenly; a minute's worth may be used at once."""
+    """An allowance that fills evenly; a minute's worth may be used at once.
 
-    __slots__ = ("_at", "_level", "_per_minute")
+    It is known by when it is full again (the generic cell rate algorithm, ITU-T I.371).
+    """
+
+    __slots__ = ("_full_at", "_per_minute")
 
     def __init__(self, per_minute: float, now: float) -> None:
         self._per_minute = per_minute
-        self._level = per_minute
-        self._at = now
+        self._full_at = now
 
     def find_wait_s(self, amount: float, now: float) -> float:
         """Seconds until so much may be used; 0: now. More than a minute's worth needs it full."""
-        missing = min(amount, self._per_minute) - self._fill(now)
-        return max(0.0, missing * MINUTE_S / self._per_minute)
+        needed_s = min(amount / self._per_minute, 1.0) * MINUTE_S
+        wait_s = self._full_at - now + needed_s - MINUTE_S
+        return wait_s if wait_s > LEAST_S else 0.0
 
     def use(self, amount: float, now: float) -> None:
         """Charge so much, also what is not there."""
-        self._fill(now)
-        self.charge(amount)
+        self._full_at = max(self._full_at, now) + amount / self._per_minute * MINUTE_S
 
-    def charge(self, amount: float) -> None:
-        """The same directly after the wait was found."""
-        self._level -= amount
-
-    def resize(self, per_minute: float, now: float) -> None:
-        """Another allowance from now on."""
-        self._level = min(self._fill(now), per_minute)
+    def resize(self, per_minute: float) -> None:
+        """Another allowance from now on, of which the same share is left."""
         self._per_minute = per_minute
-
-    def _fill(self, now: float) -> float:
-        gained = (now - self._at) * self._per_minute / MINUTE_S
-        self._level = min(self._per_minute, self._level + gained)
-        self._at = now
-        return self._level
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +90,10 @@ class Account:
         if self._tokens is not None and (wait_s := self._tokens.find_wait_s(prompt_tokens, now)):
             message = f"more than {limits.tokens_per_minute} tokens a minute"
             return Refusal("token_rate_limit", message, wait_s)
-        # Both have just been filled up to now.
         if self._requests is not None:
-            self._requests.charge(1)
+            self._requests.use(1, now)
         if self._tokens is not None:
-            self._tokens.charge(prompt_tokens)
+            self._tokens.use(prompt_tokens, now)
         self.running += 1
         return None
 
@@ -122,7 +114,7 @@ class Account:
             return None
         if bucket is None:
             return self._open_bucket(of_tokens, per_minute, now)
-        bucket.resize(per_minute, now)
+        bucket.resize(per_minute)
         return bucket
 
     def _open_bucket(self, of_tokens: bool, per_minute: int, now: float) -> Bucket:

@@ -5,22 +5,27 @@ what is left of an allowance is one number that whoever uses some of it writes, 
 within the same microsecond may charge only one.
 """
 
+import struct
+
 from cleave.gateway.admission.limits import Account, Bucket, Limits, Refusal
-from cleave.metrics.shared_table import SharedTable
+from cleave.metrics.shared_table import CELL_BYTES, SharedTable
 
 _RUNNING = 0
-_REQUESTS, _TOKENS = 0, 2
-"""Level and time of each bucket are beside one another."""
+_REQUESTS, _TOKENS = 0, 1
+"""Of both buckets: when they are full again."""
 
 
 class SharedAccount(Account):
     """The account of one tenant in a row of its own."""
 
-    __slots__ = ("_cells", "_row", "_running_at", "_table")
+    __slots__ = ("_cells", "_look", "_row", "_running_at", "_start", "_table")
 
     def __init__(self, table: SharedTable, row: int, limits: Limits, now: float) -> None:
+        """A row with one own cell."""
         self._table, self._row, self._cells = table, row, table.cells
         self._running_at = table.own_at(row, _RUNNING)
+        self._start = CELL_BYTES * table.block_at(row, 0)
+        self._look = struct.Struct(f"{table.processes}d").unpack_from
         super().__init__(limits, now)
 
     def enter(self, prompt_tokens: int, now: float) -> Refusal | None:
@@ -36,7 +41,8 @@ class SharedAccount(Account):
 
     def count_running(self) -> int:
         """Requests of all processes."""
-        return int(sum(self._table.read(self._row, _RUNNING)))
+        running: tuple[float, ...] = self._look(self._table.memory, self._start)
+        return int(sum(running))
 
     def _open_bucket(self, of_tokens: bool, per_minute: int, now: float) -> Bucket:
         field = _TOKENS if of_tokens else _REQUESTS
@@ -46,33 +52,22 @@ class SharedAccount(Account):
 class SharedBucket(Bucket):
     """An allowance of all processes together."""
 
-    __slots__ = ("_cells", "_filled_at", "_level_at")
+    __slots__ = ("_at", "_cells")
 
     def __init__(
         self, table: SharedTable, row: int, field: int, per_minute: float, now: float
     ) -> None:
         super().__init__(per_minute, now)
-        self._cells = table.cells
-        self._level_at = table.common_at(row, field)
-        self._filled_at = table.common_at(row, field + 1)
-        if not self._cells[self._filled_at]:
-            self._tell()
+        self._cells, self._at = table.cells, table.common_at(row, field)
+        self._cells[self._at] = self._cells[self._at] or now
 
-    def charge(self, amount: float) -> None:
-        """What was found there a moment ago."""
-        super().charge(amount)
-        self._tell()
+    def find_wait_s(self, amount: float, now: float) -> float:
+        """Seconds until so much may be used."""
+        self._full_at = self._cells[self._at]
+        return super().find_wait_s(amount, now)
 
-    def resize(self, per_minute: float, now: float) -> None:
-        """Another allowance from now on."""
-        super().resize(per_minute, now)
-        self._tell()
-
-    def _fill(self, now: float) -> float:
-        self._level, self._at = self._cells[self._level_at], self._cells[self._filled_at]
-        level = super()._fill(now)
-        self._tell()
-        return level
-
-    def _tell(self) -> None:
-        self._cells[self._level_at], self._cells[self._filled_at] = self._level, self._at
+    def use(self, amount: float, now: float) -> None:
+        """Charge so much, also what is not there."""
+        self._full_at = self._cells[self._at]
+        super().use(amount, now)
+        self._cells[self._at] = self._full_at
