@@ -38,6 +38,9 @@ MODULES = {
 }
 """Modules by package. They are compiled together, so that they call each other directly."""
 _NAME = re.compile(r"^(_?[a-z][a-z0-9_]*|_?[A-Z][A-Z0-9_]+) = (?!\(\n)", re.MULTILINE)
+_NAMES = re.compile(
+    r"^(_?[A-Z][A-Z0-9_]*(?:, _?[A-Z][A-Z0-9_]*)+) = ([\w.+ ]+(?:, [\w.+ ]+)+)$", re.M
+)
 _SETUP = """
 from mypyc.build import mypycify
 from setuptools import setup
@@ -82,12 +85,19 @@ def settle(source: str) -> str:
 
     Left alone are those of types, which begin with one capital, and of tuples over several lines.
     """
-    settled = _NAME.sub(r"\1: Final = ", source)
+    settled = _NAME.sub(r"\1: Final = ", _NAMES.sub(_part, source))
     if settled == source:
         return source
     # Behind the docstring, which is the first statement.
     end = source.index('"""', source.index('"""') + 3) + 3
     return f"{settled[:end]}\nfrom typing import Final{settled[end:]}"
+
+
+def _part(line: re.Match[str]) -> str:
+    """Several names of one line, each by itself but on that line."""
+    names, values = (each.split(", ") for each in line.groups())
+    pairs = zip(names, values, strict=True)
+    return "; ".join(f"{name}: Final = {value}" for name, value in pairs)
 
 
 def main() -> None:

@@ -30,6 +30,14 @@ def test_names_of_modules_are_settled_and_types_are_not() -> None:
     )
 
 
+def test_several_names_of_one_line_are_settled_each_by_itself_and_stay_on_it() -> None:
+    source = '"""What it is."""\n\nONE, TWO = 1, MOST + 1\nBOTH = 1, 2\n'
+    assert compile_script.settle(source) == (
+        '"""What it is."""\nfrom typing import Final\n\n'
+        "ONE: Final = 1; TWO: Final = MOST + 1\nBOTH: Final = 1, 2\n"
+    )
+
+
 def find_path(module: str) -> Path:
     return ROOT / "operator" / f"{module.replace('.', '/')}.py"
 

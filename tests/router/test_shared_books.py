@@ -1,6 +1,8 @@
 """Books that several processes keep together: here several routers on one table."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -207,6 +209,38 @@ def test_more_boots_than_there_is_room_for_share_a_row_and_are_served(stated) ->
         router.release(pick)
     assert sum(table.read(0, 0)) == sum(table.read(0, 2)) == 0
     table.close()
+
+
+def test_what_is_written_anew_is_never_seen_as_nothing() -> None:
+    """As if places were cleared before they are filled, which Struct.pack_into() does."""
+    subprocess.run([sys.executable, "-c", WRITING], check=True, timeout=120)
+
+
+WRITING = """
+import os
+import signal
+
+from cleave.router.shared_books import SharedBooks, make_table
+
+table = make_table(2)
+child = os.fork()
+if not child:
+    ledger = SharedBooks(table.seen_by(0)).open("a", "1")
+    ledger.prompt.enter(1000.0)
+    while True:
+        ledger.tell()
+        ledger.queue.answer(1000.0, 1.0)
+try:
+    ledger = SharedBooks(table.seen_by(1)).open("a", "1")
+    while not ledger.prompt.pending:
+        assert not os.waitpid(child, os.WNOHANG)[0]
+    for _ in range(50_000):
+        assert ledger.prompt.pending == 1000.0
+        assert ledger.queue.count_prompts(1000.0) > 0.0
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
 
 
 ACTIONS = st.lists(

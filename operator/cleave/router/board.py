@@ -7,28 +7,33 @@ can never meet a decode of the other.
 
 import math
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 
 from cleave.policy.affinity import to_key
 from cleave.policy.books import predict_end_ms
 from cleave.policy.dispatch import RECENCY, STALE, Cells, Policy, Scores, weigh
-from cleave.router.instance import Contact, Instance, Ledger
+from cleave.router.instance import Contact, Instance, Ledger, Scoreboard
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 _STALE = Contact.STALE
 """Looked up for every request, which takes an enum a while."""
 
-_Scoring = Callable[[Ledger, float, float, float, float], tuple[float, float]]
-"""(books, prompt tokens that wait, prompts they are of, resident tokens, doubt) -> (score of a
-prompt, score of all else)"""
+_TURN = RECENCY
+"""A name of our own: others' are looked up each time unless they are compiled as well."""
+_BY_WAIT, _BY_TURN, _BY_REQUESTS, _BY_TOKENS = 0, 1, 2, 3
+_WAYS = {
+    Policy.SHORTEST_WAIT: _BY_WAIT,
+    Policy.ROUND_ROBIN: _BY_TURN,
+    Policy.LEAST_REQUESTS: _BY_REQUESTS,
+}
+"""What instances are scored by; all other policies by tokens."""
 
 USES = ("prefill", "decode", "mixed", "whole", "spare")
 """Boards have scores for each."""
 
 
-class Board:
+class Board(Scoreboard):
     """Scores, +inf where the instance is closed for a use, empty where all are.
 
     They count tokens, or what else the policy compares: requests, or turns.
@@ -41,9 +46,9 @@ class Board:
         "_compares_more",
         "_places",
         "_prompt_cells",
-        "_score",
         "_use_cells",
         "_uses",
+        "_way",
         "away",
         "batch",
         "boots",
@@ -65,7 +70,7 @@ class Board:
 
     def __init__(self, instances: list[Instance], policy: Policy = Policy.SHORTEST_WAIT) -> None:
         self.instances = instances
-        self._score = _find_scoring(policy)
+        self._way = _WAYS.get(policy, _BY_TOKENS)
         self._compares_more = policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
         self.prefill = _closed(len(instances))
         """Prompt of a split request: prefill instances with a verified KV path."""
@@ -156,7 +161,7 @@ class Board:
         doubt = STALE if instance.contact is _STALE else 0.0
         prompts = ledger.count_prompts(prompt) if prompt else 0.0
         resident = ledger.resident.pending
-        first, total = self._score(ledger, prompt, prompts, resident, doubt)
+        first, total = score(self._way, ledger, prompt, prompts, resident, doubt)
         if self._compares_more:
             self._measure(slot, instance)
         self._enter(slot, first, total, prompt + doubt)
@@ -187,46 +192,27 @@ def _is_in(scores: Scores, both: tuple[tuple[Scores, ...], tuple[Scores, ...]]) 
     return any(scores is each for some in both for each in some)
 
 
-def _score_wait(
-    ledger: Ledger, prompt: float, prompts: float, resident: float, doubt: float
+def score(
+    way: int, ledger: Ledger, prompt: float, prompts: float, resident: float, doubt: float
 ) -> tuple[float, float]:
-    tie = ledger.last_turn * RECENCY
-    queue = ledger.queue
-    # STALE squared is far above what a clock may show as well.
-    first = doubt * doubt + predict_end_ms(
-        prompt, prompts, queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
-    )
-    return first, prompt + doubt + tie + resident
-
-
-def _score_turn(
-    ledger: Ledger, _prompt: float, _prompts: float, _resident: float, doubt: float
-) -> tuple[float, float]:
-    turn = doubt + ledger.last_turn
-    return turn, turn
-
-
-def _score_requests(
-    ledger: Ledger, _prompt: float, _prompts: float, _resident: float, doubt: float
-) -> tuple[float, float]:
-    here = ledger.count_requests() + ledger.others
-    score = here + doubt + ledger.last_turn * RECENCY
-    return score, score
-
-
-def _score_tokens(
-    ledger: Ledger, prompt: float, _prompts: float, resident: float, doubt: float
-) -> tuple[float, float]:
-    first = prompt + doubt + ledger.last_turn * RECENCY
+    """(of a new prompt, of all else), by prompt tokens that wait, the prompts these are of, tokens
+    that hold blocks, and doubt."""
+    tie = ledger.last_turn * _TURN
+    if way == _BY_WAIT:
+        queue = ledger.queue
+        # STALE squared is far above what a clock may show as well.
+        first = doubt * doubt + predict_end_ms(
+            prompt, prompts, queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
+        )
+        return first, prompt + doubt + tie + resident
+    if way == _BY_TURN:
+        turn = doubt + ledger.last_turn
+        return turn, turn
+    if way == _BY_REQUESTS:
+        requests = ledger.count_requests() + ledger.others + doubt + tie
+        return requests, requests
+    first = prompt + doubt + tie
     return first, first + resident
-
-
-def _find_scoring(policy: Policy) -> _Scoring:
-    if policy is Policy.SHORTEST_WAIT:
-        return _score_wait
-    if policy is Policy.ROUND_ROBIN:
-        return _score_turn
-    return _score_requests if policy is Policy.LEAST_REQUESTS else _score_tokens
 
 
 def _count_off(instances: list[Instance]) -> list[int]:

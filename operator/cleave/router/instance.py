@@ -116,11 +116,14 @@ class Ledger:
         """The boot is gone, or not followed any more."""
 
 
-class Board(Protocol):
-    """What an instance is scored on."""
+class Scoreboard:
+    """What an instance is scored on. No protocol: compiled, those take three times as long."""
+
+    __slots__ = ()
 
     def update(self, slot: int) -> None:
         """Score one instance anew from its books."""
+        raise NotImplementedError
 
 
 class Instance:
@@ -158,7 +161,7 @@ class Instance:
         self.load = agent_pb2.LoadReport()
         self._open_ledger = open_ledger
         self.ledger = open_ledger(self.name, registration.boot_id)
-        self.board: Board | None = None
+        self.board: Scoreboard | None = None
         """Where it is scored; None once it has been forgotten."""
         self.slot = 0
         self.target = to_target(registration)

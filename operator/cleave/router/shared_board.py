@@ -15,7 +15,7 @@ import numpy as np
 
 from cleave.metrics.shared_table import CELL_BYTES, SharedTable
 from cleave.policy.dispatch import STALE, Policy, Scores
-from cleave.router.board import USES, Board, view
+from cleave.router.board import USES, Board, score, view
 from cleave.router.instance import Contact, Instance
 from cleave.router.shared_books import (
     FIRST,
@@ -123,7 +123,7 @@ class SharedBoard(Board):
             prompt = blocks.add_up(seen, PROMPT) + blocks.find_common(seen, OTHERS + PROMPT)
             resident = blocks.add_up(seen, RESIDENT) + blocks.find_common(seen, OTHERS + RESIDENT)
             prompts = ledger.count_prompts_in(seen)
-            cells[at], cells[at + 1] = self._score(ledger, prompt, prompts, resident, 0.0)
+            cells[at], cells[at + 1] = score(self._way, ledger, prompt, prompts, resident, 0.0)
             cells[at + 2] = prompt
             now = memory[own]
             if now == before:

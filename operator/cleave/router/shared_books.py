@@ -23,18 +23,19 @@ all of them together, and is taken last."""
 PROMPT, RESIDENT, REQUESTS, PROMPTS = 0, 1, 2, 3
 OWN = 4
 """Own cells: what the process has sent."""
-_TURN, OTHERS, SINCE = 0, 1, 4
-"""Common cells; `OTHERS` and two more: what other gateways have there, by own field, as the latest
-report tells any process. `SINCE` and all behind it are of the queue."""
-_PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS, _LEARNT, _NUM_LEARNT = 5, 6, 7, 8, 9
-"""The last two: the sums of a queue."""
+_TURN, OTHERS, _SINCE, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 0, 1, 4, 5, 6, 7
+"""Common cells. `OTHERS` plus the own field: what other gateways have there, as the latest report
+tells any process. `_SINCE` and all behind it are of the queue."""
+_LEARNT, _NUM_LEARNT = 8, 9
+"""The sums of a queue."""
 _PROMPTS_LEARNT, _TOKENS = 1, 2
 """Among these sums."""
-FIRST = _LEARNT + _NUM_LEARNT
-"""Here and behind it: what boards compare, `shared_board`."""
-TOTAL, PENDING = FIRST + 1, FIRST + 2
-_SEEN = _LEARNT
+_SCORED_BY = _LEARNT
 """Common cells that every score looks at; they are beside the own ones."""
+FIRST = _LEARNT + _NUM_LEARNT
+TOTAL = FIRST + 1
+PENDING = FIRST + 2
+"""Common cells with what boards compare: `shared_board`."""
 _SPILL, _TURNS = 0, 1
 """Rows that are no boot's."""
 _GONE = -1
@@ -80,14 +81,14 @@ class SharedBooks:
 
 
 class Blocks:
-    """The own cells of all processes in one row, and the common ones right behind them."""
+    """The own cells of all processes in one row, and the common ones that scores look at."""
 
     __slots__ = ("_end", "_look", "_memory", "_start")
 
     def __init__(self, table: SharedTable, row: int) -> None:
         self._memory, self._start = table.memory, CELL_BYTES * table.block_at(row, 0)
         self._end = OWN * table.processes
-        self._look = struct.Struct(f"{self._end + _SEEN}d").unpack_from
+        self._look = struct.Struct(f"{self._end + _SCORED_BY}d").unpack_from
 
     def read(self) -> tuple[float, ...]:
         """As they are now."""
@@ -163,9 +164,9 @@ class SharedLedger(Ledger):
             self._cells[self._common_at + _TURN] = float(self.last_turn)
         else:
             self.last_turn = turn
-        queue, since_ms = self.queue, blocks.find_common(seen, SINCE)
+        queue, since_ms = self.queue, blocks.find_common(seen, _SINCE)
         if queue.since_ms > since_ms:
-            self._cells[self._common_at + SINCE] = queue.since_ms
+            self._cells[self._common_at + _SINCE] = queue.since_ms
         else:
             queue.since_ms = since_ms
         queue.prompt_ms = blocks.find_common(seen, _PROMPT_MS)
@@ -222,7 +223,7 @@ class SharedQueue(Queue):
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
         self._cells, self._memory = table.cells, table.memory
-        start, end = table.common_at(row, SINCE), table.common_at(row, FIRST)
+        start, end = table.common_at(row, _SINCE), table.common_at(row, FIRST)
         self._place = slice(CELL_BYTES * start, CELL_BYTES * end)
         self._learnt_at = table.common_at(row, _LEARNT)
         cells = struct.Struct(f"{end - start}d")
