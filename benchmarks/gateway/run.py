@@ -231,6 +231,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         action="store_true",
         help="clients and engines sleep until something comes; waking them is charged to proxies",
     )
+    parser.add_argument(
+        "--instances", type=int, default=8, help="of scaling: as how many the engine is known"
+    )
     parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
     parser.add_argument("--requests", type=int, default=MILLION, help="of memory, once it is warm")
     parser.add_argument("--clients", type=int, default=CLIENTS, help="of idle")
@@ -306,10 +309,16 @@ def report_endurance(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def report_scaling(arguments: argparse.Namespace, console: Console) -> None:
-    settings, cores = choose_settings(arguments), list_cores()
-    rungs = scaling.measure(
-        arguments.processes, settings.rounds, settings.seconds, settings.step_us, cores, console
+    settings = choose_settings(arguments)
+    ladder = scaling.Ladder(
+        arguments.processes,
+        arguments.instances,
+        settings.rounds,
+        settings.seconds,
+        settings.step_us,
+        arguments.python,
     )
+    rungs = scaling.measure(ladder, list_cores(), console)
     if arguments.output == "json":
         print(json.dumps([asdict(rung) for rung in rungs], indent=2))
     else:

@@ -39,20 +39,34 @@ class Rung:
     """Whether engine and load generator had other cores."""
 
 
-def measure(
-    most: int, rounds: int, seconds: float, step_us: int, available: Sequence[int], console: Console
-) -> list[Rung]:
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """What is measured."""
+
+    most: int
+    """Processes."""
+    instances: int
+    """As how many the engine is known. With one a gateway soon holds requests back, and processes
+    that share it are never alone with its books."""
+    rounds: int
+    seconds: float
+    step_us: int
+    python: str
+    """What runs the gateway."""
+
+
+def measure(ladder: Ladder, available: Sequence[int], console: Console) -> list[Rung]:
     """From one process to `most`, doubling."""
-    cores = sorted(available)
+    cores, most = sorted(available), ladder.most
     places = Cores(proxy=cores[0], engine=cores[-2], load=cores[-1], rest=cores[-2])
     counts = sorted({count for count in (1, 2, 4, 8, 16) if count < most} | {most})
     found: dict[int, list[tuple[Run, Run]]] = {count: [] for count in counts}
     with ExitStack() as stack:
-        Stage(stack, places).start_engines(step_us)
-        for number in range(rounds):
+        Stage(stack, places, instances=ladder.instances).start_engines(ladder.step_us)
+        for number in range(ladder.rounds):
             for count in counts:
-                console.print(f"round {number + 1} of {rounds}: {count}", style="dim")
-                found[count].append(_measure_one(places, count, seconds))
+                console.print(f"round {number + 1} of {ladder.rounds}: {count}", style="dim")
+                found[count].append(_measure_one(ladder, places, count))
     return [_sum_up(count, runs, len(cores)) for count, runs in found.items()]
 
 
@@ -74,10 +88,12 @@ def build_table(rungs: Sequence[Rung]) -> Table:
     return table
 
 
-def _measure_one(places: Cores, count: int, seconds: float) -> tuple[Run, Run]:
+def _measure_one(ladder: Ladder, places: Cores, count: int) -> tuple[Run, Run]:
     """(whole answers, streamed ones)"""
+    seconds, instances = ladder.seconds, ladder.instances
     with ExitStack() as stack:
-        subject = Stage(stack, places, count).start_gateway(NAME)
+        made = Stage(stack, places, count, python=ladder.python, instances=instances)
+        subject = made.start_gateway(NAME)
         warm_up, whole, streamed = (
             Load(TOKENS, CONNECTIONS, each, stream)
             for each, stream in ((0.5, True), (seconds, False), (seconds, True))

@@ -32,6 +32,8 @@ from rivals import build_sglang_command, install_sglang_router
 HOST = f"127.77.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 ENGINES = {"mixed": f"{HOST}:7001", "prefill": f"{HOST}:7002", "decode": f"{HOST}:7003"}
 AGENTS = {"mixed": f"{HOST}:7011", "prefill": f"{HOST}:7012", "decode": f"{HOST}:7013"}
+MORE_AGENTS = 7040
+"""Their ports, where the mixed engine is known as several instances."""
 PROXIES = {
     "relay": f"{HOST}:7021",
     "relay P/D": f"{HOST}:7022",
@@ -157,15 +159,20 @@ class Stage:
         python: str = sys.executable,
         *,
         awake: bool = False,
+        instances: int = 1,
     ) -> None:
         """`processes`: of each gateway, on as many cores; `python`: another one of this version;
-        `awake`: engines are."""
+        `awake`: engines are; `instances`: as how many the mixed engine is known."""
         self._stack = stack
         self._cores = cores
         self._processes = processes
         self._only = only
         self._python = python
         self._awake = awake
+        self._mixed = [
+            AGENTS["mixed"],
+            *(f"{HOST}:{MORE_AGENTS + at}" for at in range(1, instances)),
+        ]
 
     def build(self, step_us: int) -> list[Subject]:
         engine = self.start_engines(step_us)
@@ -192,7 +199,11 @@ class Stage:
             process = self._start(f"engine {role}", [*command, "--step-us", str(step_us)], core)
             if role == "mixed":
                 mixed = process
-        instances = [f"{role},boot-{role},{ENGINES[role]},{AGENTS[role]}" for role in ENGINES]
+        instances = [
+            f"{role},boot-{role}{at or ''},{ENGINES[role]},{agent}"
+            for role in ENGINES
+            for at, agent in enumerate(self._mixed if role == "mixed" else [AGENTS[role]])
+        ]
         agents = [sys.executable, str(HERE / "agents.py"), *instances]
         self._start("agents", agents, self._cores.rest)
         return mixed
@@ -201,7 +212,7 @@ class Stage:
         """One of cleave's; what is not bare has everything on, and is compiled unless it says."""
         host, port = PROXIES[name].split(":")
         split, bare = name.endswith("P/D"), "bare" in name
-        agents = f"{AGENTS['prefill']},{AGENTS['decode']}" if split else AGENTS["mixed"]
+        agents = f"{AGENTS['prefill']},{AGENTS['decode']}" if split else ",".join(self._mixed)
         command = [self._python, "-m", "cleave.gateway.main", "--host", host, "--port", port]
         command += ["--agents", agents, "--max-clients", "20000"]
         if not bare:
