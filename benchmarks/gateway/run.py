@@ -232,7 +232,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="clients and engines sleep until something comes; waking them is charged to proxies",
     )
     parser.add_argument(
-        "--instances", type=int, default=8, help="of scaling: as how many the engine is known"
+        "--instances", type=int, default=4, help="of scaling: as how many the engine is known"
     )
     parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
     parser.add_argument("--requests", type=int, default=MILLION, help="of memory, once it is warm")
@@ -309,7 +309,7 @@ def report_endurance(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def report_scaling(arguments: argparse.Namespace, console: Console) -> None:
-    settings = choose_settings(arguments)
+    settings, cores = choose_settings(arguments), list_cores()
     ladder = scaling.Ladder(
         arguments.processes,
         arguments.instances,
@@ -317,8 +317,9 @@ def report_scaling(arguments: argparse.Namespace, console: Console) -> None:
         settings.seconds,
         settings.step_us,
         arguments.python,
+        arguments.processes + 2 <= len(cores) and not arguments.asleep,
     )
-    rungs = scaling.measure(ladder, list_cores(), console)
+    rungs = scaling.measure(ladder, cores, console)
     if arguments.output == "json":
         print(json.dumps([asdict(rung) for rung in rungs], indent=2))
     else:

@@ -9,7 +9,7 @@ that all share, and only the CPU time does.
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from figures import Run
 from processes import Load, run_load
@@ -53,6 +53,8 @@ class Ladder:
     step_us: int
     python: str
     """What runs the gateway."""
+    awake: bool
+    """Engine and clients look on while there is something to come; they need cores for that."""
 
 
 def measure(ladder: Ladder, available: Sequence[int], console: Console) -> list[Rung]:
@@ -62,7 +64,8 @@ def measure(ladder: Ladder, available: Sequence[int], console: Console) -> list[
     counts = sorted({count for count in (1, 2, 4, 8, 16) if count < most} | {most})
     found: dict[int, list[tuple[Run, Run]]] = {count: [] for count in counts}
     with ExitStack() as stack:
-        Stage(stack, places, instances=ladder.instances).start_engines(ladder.step_us)
+        engines = Stage(stack, places, instances=ladder.instances, awake=ladder.awake)
+        engines.start_engines(ladder.step_us)
         for number in range(ladder.rounds):
             for count in counts:
                 console.print(f"round {number + 1} of {ladder.rounds}: {count}", style="dim")
@@ -93,7 +96,7 @@ def _measure_one(ladder: Ladder, places: Cores, count: int) -> tuple[Run, Run]:
     seconds, instances = ladder.seconds, ladder.instances
     with ExitStack() as stack:
         made = Stage(stack, places, count, python=ladder.python, instances=instances)
-        subject = made.start_gateway(NAME)
+        subject = replace(made.start_gateway(NAME), awake=ladder.awake)
         warm_up, whole, streamed = (
             Load(TOKENS, CONNECTIONS, each, stream)
             for each, stream in ((0.5, True), (seconds, False), (seconds, True))
