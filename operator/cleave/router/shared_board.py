@@ -2,10 +2,10 @@
 
 Used by the directory where a gateway has several processes. Whoever changes the books of an
 instance scores it at once, in cells that all read; a pick begins by gathering the scores of its
-board, two operations over arrays however much the siblings have done meanwhile. What is hard: two
-processes may score one instance at the same time, one of them without what the other has just
-entered; so each looks again at what it scored by, and the last to write has seen it all. Whether an
-instance is open and how well it is heard is each process's own view, which is added here.
+board: few one by one, many in two operations over arrays. What is hard: two processes may score
+one instance at the same time, one of them without what the other has just entered; so each looks
+again at what it scored by, and the last to write has seen it all. Whether an instance is open and
+how well it is heard is each process's own view, which is added here.
 """
 
 import math
@@ -19,12 +19,8 @@ from cleave.router.board import USES, Board, score, view
 from cleave.router.instance import Contact, Instance
 from cleave.router.shared_books import (
     FIRST,
-    OTHERS,
     PENDING,
-    PROMPT,
-    RESIDENT,
     TOTAL,
-    Blocks,
     SharedBooks,
     SharedLedger,
 )
@@ -41,8 +37,8 @@ class SharedBoard(Board):
 
     __slots__ = (
         "_all",
-        "_blocks",
         "_cells",
+        "_common_at",
         "_doubts",
         "_gathered",
         "_is_small",
@@ -50,7 +46,6 @@ class SharedBoard(Board):
         "_memory",
         "_own",
         "_read",
-        "_scores_at",
         "_sources",
         "_weights",
     )
@@ -58,12 +53,11 @@ class SharedBoard(Board):
     def __init__(self, instances: list[Instance], policy: Policy, books: SharedBooks) -> None:
         table, rows = books.table, [books.find_row(each.ledger) for each in instances]
         self._memory, self._all, self._cells = table.memory, table.all, table.cells
-        self._blocks = [Blocks(table, row) for row in rows]
         self._own = [
             slice(CELL_BYTES * table.block_at(row, 0), CELL_BYTES * table.common_at(row, 0))
             for row in rows
         ]
-        self._scores_at = [table.common_at(row, FIRST) for row in rows]
+        self._common_at = [table.common_at(row, 0) for row in rows]
         self._read = struct.Struct("3d").unpack_from
         self._doubts = [0.0] * len(instances)
         self._is_small = len(instances) <= _FEW
@@ -80,8 +74,8 @@ class SharedBoard(Board):
             self._all.take(self._sources, out=self._gathered, mode="clip")
             np.add(self._gathered, self._masks, out=self._gathered)
             return
-        for slot, at in enumerate(self._scores_at):
-            first, total, pending = self._read(self._memory, CELL_BYTES * at)
+        for slot, at in enumerate(self._common_at):
+            first, total, pending = self._read(self._memory, CELL_BYTES * (at + FIRST))
             if doubt := self._doubts[slot]:
                 first, total, pending = first + doubt * STALE, total + doubt, pending + doubt
             self._enter(slot, first, total, pending)
@@ -93,12 +87,12 @@ class SharedBoard(Board):
             return super().find_shortest_queue()
         least = math.inf
         for slot in self.computing:
-            least = min(least, self._cells[self._scores_at[slot] + 2] + self._doubts[slot])
+            least = min(least, self._cells[self._common_at[slot] + PENDING] + self._doubts[slot])
         return least
 
     def is_overtaken(self, slot: int) -> bool:
         """Whether a sibling has sent prompts there, or got some done, since the last gathering."""
-        pending = self._cells[self._scores_at[slot] + 2] + self._doubts[slot]
+        pending = self._cells[self._common_at[slot] + PENDING] + self._doubts[slot]
         return pending != self._prompt_cells[slot]
 
     def update(self, slot: int) -> None:
@@ -115,16 +109,14 @@ class SharedBoard(Board):
         if self._compares_more:
             self._measure(slot, instance)
         ledger.tell()
-        memory, own, blocks = self._memory, self._own[slot], self._blocks[slot]
-        cells, at = self._cells, self._scores_at[slot]
+        memory, own = self._memory, self._own[slot]
+        cells, at = self._cells, self._common_at[slot]
         now = memory[own]
         for _ in range(_ATTEMPTS):
-            before, seen = now, ledger.look()
-            prompt = blocks.add_up(seen, PROMPT) + blocks.find_common(seen, OTHERS + PROMPT)
-            resident = blocks.add_up(seen, RESIDENT) + blocks.find_common(seen, OTHERS + RESIDENT)
-            prompts = ledger.count_prompts_in(seen)
-            cells[at], cells[at + 1] = score(self._way, ledger, prompt, prompts, resident, 0.0)
-            cells[at + 2] = prompt
+            before = now
+            prompt, prompts, resident = ledger.count_pending(ledger.look())
+            first, total = score(self._way, ledger, prompt, prompts, resident, 0.0)
+            cells[at + FIRST], cells[at + TOTAL], cells[at + PENDING] = first, total, prompt
             now = memory[own]
             if now == before:
                 break
@@ -134,7 +126,7 @@ class SharedBoard(Board):
         used = [use for use in USES if getattr(self, use).size]
         kinds = [FIRST if use == "prefill" else TOTAL for use in used] + [PENDING]
         self._sources = np.array([[table.common_at(row, kind) for row in rows] for kind in kinds])
-        # As in `score_wait`: no clock may show as much.
+        # As in `score`: no clock may show as much.
         self._weights = np.where(np.array(kinds) == FIRST, STALE, 1.0)
         self._masks = self._find_masks(used) + np.outer(self._weights, self._doubts)
         self._gathered = np.empty(self._sources.shape)

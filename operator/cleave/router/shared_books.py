@@ -1,7 +1,7 @@
 """Books that all processes of one gateway keep together, so that each picks as if it were the only.
 
-Used by the directory where a gateway has several processes. A dispatch is entered in a column of
-the process's own, in a memory that all share; what is pending is the sum of the columns. What is
+Used by the directory where a gateway has several processes. A dispatch is entered in cells of the
+process's own, in a memory that all share; what is pending is the sum over all. What is
 hard: it must stay about as cheap as books of one's own, hence no lock and no message; and books
 belong to one boot of an engine, which each process hears of at a time of its own, hence rows by
 boot that are free again when nobody needs them.
@@ -106,6 +106,10 @@ class Blocks:
         """A common cell among those that were read."""
         return seen[self._end + field]
 
+    def find_pending(self, seen: tuple[float, ...], field: int) -> float:
+        """What all have entered, and other gateways."""
+        return self.add_up(seen, field) + self.find_common(seen, OTHERS + field)
+
 
 class SharedLedger(Ledger):
     """A ledger in one row of the table. What is entered here the others see after the next `sync`,
@@ -119,20 +123,20 @@ class SharedLedger(Ledger):
         self._table, self._cells = table, table.cells
         self._blocks = Blocks(table, row)
         self._own_at, self._common_at = table.own_at(row, 0), table.common_at(row, 0)
-        self.prompt = SharedBook(table, row, PROMPT)
-        self.resident = SharedBook(table, row, RESIDENT)
+        self.prompt = SharedBook(table, row, PROMPT, self._blocks)
+        self.resident = SharedBook(table, row, RESIDENT, self._blocks)
         self.queue: Queue = SharedQueue(table, row)
 
     def count_prompts(self, pending: float) -> float:
         """Of all processes, and other gateways' as long as usual."""
         del pending
-        return self.count_prompts_in(self._blocks.read())
+        return self._count_prompts(self._blocks.read())
 
-    def count_prompts_in(self, seen: tuple[float, ...]) -> float:
-        """The same in cells that have been read."""
+    def count_pending(self, seen: tuple[float, ...]) -> tuple[float, float, float]:
+        """(prompt tokens that wait, prompts these are of, resident tokens), as `look` saw them."""
         blocks = self._blocks
-        here, others = blocks.add_up(seen, PROMPTS), blocks.find_common(seen, OTHERS + PROMPT)
-        return here + self.queue.count_prompts(others) if others else here
+        prompt, resident = blocks.find_pending(seen, PROMPT), blocks.find_pending(seen, RESIDENT)
+        return prompt, self._count_prompts(seen), resident
 
     def count_requests(self) -> int:
         """Of all processes."""
@@ -182,15 +186,20 @@ class SharedLedger(Ledger):
             self.row = _GONE
             self.prompt, self.resident, self.queue = Book(), Book(), Queue()
 
+    def _count_prompts(self, seen: tuple[float, ...]) -> float:
+        blocks = self._blocks
+        here, others = blocks.add_up(seen, PROMPTS), blocks.find_common(seen, OTHERS + PROMPT)
+        return here + self.queue.count_prompts(others) if others else here
+
 
 class SharedBook(Book):
     """Tokens outstanding at one instance in one phase: own ones, those of siblings, and others."""
 
     __slots__ = ("_blocks", "_cells", "_field", "_others_at")
 
-    def __init__(self, table: SharedTable, row: int, field: int) -> None:
+    def __init__(self, table: SharedTable, row: int, field: int, blocks: Blocks) -> None:
         super().__init__()
-        self._blocks, self._field = Blocks(table, row), field
+        self._blocks, self._field = blocks, field
         self._cells, self._others_at = table.cells, table.common_at(row, OTHERS + field)
 
     @property
@@ -201,9 +210,7 @@ class SharedBook(Book):
     @property
     def pending(self) -> float:
         """The estimate that dispatch compares."""
-        blocks = self._blocks
-        seen = blocks.read()
-        return blocks.add_up(seen, self._field) + blocks.find_common(seen, OTHERS + self._field)
+        return self._blocks.find_pending(self._blocks.read(), self._field)
 
     def report(self, reported: float) -> float:
         """The instance's own count arrived; what is outstanding of those that keep this book."""
