@@ -33,7 +33,8 @@ MODULES = {
     "gateway.stories": "watched",
     "policy": "books length_ranges lengths",
     "router": (
-        "board boards chooser directory instance router shared_board shared_books shared_router"
+        "board boards chooser directory instance line router"
+        " shared_board shared_books shared_router"
     ),
 }
 """Modules by package. They are compiled together, so that they call each other directly."""

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -116,7 +115,7 @@ def test_what_a_dead_process_had_under_way_is_not_counted_any_more(together, loa
     for name in FLEET:
         event = loaded(name, boot_id=f"{name}-1")
         fleet.routers[0].directory.hear(name, event, fleet.now)
-    assert sorted(fleet.board(2).pending_prompt) == sorted(after)
+    assert sorted(fleet.board(2).pending_prompt.to_list()) == sorted(after)
     for process in (0, 2):
         while fleet.under_way[process]:
             fleet.release(process, 0, Phase.WHOLE)
@@ -301,8 +300,8 @@ def check(fleet: Together) -> None:
         assert min(views.pop()) >= 0
     first, *others = (fleet.board(process) for process in range(PROCESSES))
     for other in others:
-        assert np.array_equal(first.prefill, other.prefill)
-        assert np.array_equal(first.decode, other.decode)
+        assert first.prefill.to_list() == other.prefill.to_list()
+        assert first.decode.to_list() == other.decode.to_list()
 
 
 def test_together_they_choose_as_one_would(stated) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 
 from cleave.policy.affinity import to_key
 from cleave.policy.books import predict_end_ms
-from cleave.policy.dispatch import RECENCY, STALE, Cells, Policy, Scores, weigh
+from cleave.policy.dispatch import RECENCY, STALE, Cells, Policy, weigh
 from cleave.router.instance import Contact, Instance, Ledger, Scoreboard
+from cleave.router.line import Line, LongLine, ShortLine
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 _STALE = Contact.STALE
@@ -30,7 +31,11 @@ _WAYS = {
 """What instances are scored by; all other policies by tokens."""
 
 USES = ("prefill", "decode", "mixed", "whole", "spare")
-"""Boards have scores for each."""
+"""Boards have a line of scores for each."""
+FEW = 24
+"""Up to so many instances lists are faster than arrays."""
+BY_SCORE = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
+"""Policies that take the least score and look at nothing else."""
 
 
 class Board(Scoreboard):
@@ -45,8 +50,6 @@ class Board(Scoreboard):
     __slots__ = (
         "_compares_more",
         "_places",
-        "_prompt_cells",
-        "_use_cells",
         "_uses",
         "_way",
         "away",
@@ -72,29 +75,31 @@ class Board(Scoreboard):
         self.instances = instances
         self._way = _WAYS.get(policy, _BY_TOKENS)
         self._compares_more = policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
-        self.prefill = _closed(len(instances))
+        size = len(instances)
+        is_short = size <= FEW and policy in BY_SCORE
+        self.prefill = _make_line(size, is_short)
         """Prompt of a split request: prefill instances with a verified KV path."""
-        self.decode = _closed(len(instances))
+        self.decode = _make_line(size, is_short)
         """Its decoding: decode and mixed instances with a verified KV path."""
-        self.mixed = _closed(len(instances))
+        self.mixed = _make_line(size, is_short)
         """Whole requests on mixed instances, which are meant for them."""
-        self.whole = _closed(len(instances))
+        self.whole = _make_line(size, is_short)
         """Whole requests on mixed and decode instances."""
-        self.spare = _closed(len(instances))
+        self.spare = _make_line(size, is_short)
         """Whole requests on prefill instances, when nothing else is left."""
-        self.pending_prompt = np.zeros(len(instances))
-        """Prompt tokens that wait, without masks."""
-        self.room = np.zeros(len(instances))
+        self.pending_prompt = _make_line(size, is_short, 0.0)
+        """Prompt tokens that wait; nothing is closed."""
+        self.room = np.zeros(size)
         """KV tokens that nobody has claimed; like all below for the policies that compare it."""
-        self.heaviness = np.zeros(len(instances))
+        self.heaviness = np.zeros(size)
         """Heavy to light decodes."""
-        self.batch = np.zeros(len(instances))
+        self.batch = np.zeros(size)
         """Requests that decode, or will."""
-        self.context = np.zeros(len(instances))
+        self.context = np.zeros(size)
         """Their prompts and outputs, as Aladdin weighs them."""
         self.keys = np.array([to_key(each.name) for each in instances], np.uint64)
         """For sessions."""
-        self.away = np.zeros(len(instances), np.bool_)
+        self.away = np.zeros(size, np.bool_)
         """Instances that are home to another router: all that follow them share them out."""
         self.is_shared = False
         """Whether any is away."""
@@ -104,48 +109,26 @@ class Board(Scoreboard):
         self.boots = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot of each boot of an engine."""
         self._uses = [self._find_uses(instance) for instance in instances]
-        used = {id(scores) for both in self._uses for some in both for scores in some}
+        used = {id(line) for both in self._uses for some in both for line in some}
         for use in USES:
             if id(getattr(self, use)) not in used:
-                setattr(self, use, _closed(0))
+                setattr(self, use, ShortLine(0))
         computes = self.prefill if self.prefill.size else self.whole
         self.computing = [slot for slot, both in enumerate(self._uses) if _is_in(computes, both)]
         """Slots of those that compute prompts."""
-        # What `update` writes to: one number at a time goes into an array more slowly.
-        self._prompt_cells = view(self.pending_prompt)
-        self._use_cells = [
-            ([*map(view, by_prompt)], [*map(view, by_all)]) for by_prompt, by_all in self._uses
-        ]
-        for slot in range(len(instances)):
+        for slot in range(size):
             self.update(slot)
-
-    def find_shortest_queue(self) -> float:
-        """Prompt tokens that wait where prompts are computed and the fewest do; +inf: nowhere."""
-        # Few are faster as a list, and many are looked through here only for tenants with limits.
-        pending: list[float] = self.pending_prompt.tolist()
-        least = math.inf
-        for slot in self.computing:
-            if pending[slot] < least:
-                least = pending[slot]
-        return least
-
-    def _find_uses(self, instance: Instance) -> tuple[tuple[Scores, ...], tuple[Scores, ...]]:
-        """(arrays scored by pending prompt tokens, arrays scored by all pending tokens)."""
-        if not instance.selectable:
-            return (), ()
-        verified = instance.registration.kv_path.verified
-        role = instance.registration.role
-        if role == ROLE_PREFILL:
-            return (self.prefill,) if verified else (), (self.spare,)
-        decode = (self.decode,) if verified else ()
-        if role == ROLE_DECODE:
-            return (), (*decode, self.whole)
-        if role == ROLE_MIXED:
-            return (), (*decode, self.whole, self.mixed)
-        return (), ()
 
     def gather(self) -> None:
         """Take in what others did that score on the same board; there are none here."""
+
+    def find_shortest_queue(self) -> float:
+        """Prompt tokens that wait where prompts are computed and the fewest do; +inf: nowhere."""
+        pending = self.pending_prompt.to_list()
+        least = math.inf
+        for slot in self.computing:
+            least = min(least, pending[slot])
+        return least
 
     def find_boot(self, slot: int) -> str:
         """The boot of the engine on a slot."""
@@ -153,26 +136,43 @@ class Board(Scoreboard):
 
     def update(self, slot: int) -> None:
         """Score one instance anew from its books."""
-        instance = self.instances[slot]
-        ledger = instance.ledger
+        self._look_closely(slot, self.instances[slot])
+        self._score(slot)
+
+    def _look_closely(self, slot: int, instance: Instance) -> None:
+        """What is compared besides scores."""
         if instance.num_routers > 1 or self.is_shared:
             self._share_out(slot, instance)
-        prompt = ledger.prompt.pending
-        doubt = STALE if instance.contact is _STALE else 0.0
-        prompts = ledger.count_prompts(prompt) if prompt else 0.0
-        resident = ledger.resident.pending
-        first, total = score(self._way, ledger, prompt, prompts, resident, doubt)
         if self._compares_more:
             self._measure(slot, instance)
-        self._enter(slot, first, total, prompt + doubt)
 
-    def _enter(self, slot: int, first: float, total: float, pending: float) -> None:
-        self._prompt_cells[slot] = pending
-        by_prompt, by_all = self._use_cells[slot]
-        for cells in by_prompt:
-            cells[slot] = first
-        for cells in by_all:
-            cells[slot] = total
+    def _score(self, slot: int) -> None:
+        instance = self.instances[slot]
+        ledger = instance.ledger
+        doubt = STALE if instance.contact is _STALE else 0.0
+        prompt, prompts, resident = ledger.count_pending()
+        first, total = score(self._way, ledger, prompt, prompts, resident, doubt)
+        self.pending_prompt.enter(slot, prompt + doubt)
+        by_prompt, by_all = self._uses[slot]
+        for line in by_prompt:
+            line.enter(slot, first)
+        for line in by_all:
+            line.enter(slot, total)
+
+    def _find_uses(self, instance: Instance) -> tuple[list[Line], list[Line]]:
+        """(lines scored by pending prompt tokens, lines scored by all pending tokens)."""
+        if not instance.selectable:
+            return [], []
+        verified = instance.registration.kv_path.verified
+        role = instance.registration.role
+        if role == ROLE_PREFILL:
+            return [self.prefill] if verified else [], [self.spare]
+        decode = [self.decode] if verified else []
+        if role == ROLE_DECODE:
+            return [], [*decode, self.whole]
+        if role == ROLE_MIXED:
+            return [], [*decode, self.whole, self.mixed]
+        return [], []
 
     def _share_out(self, slot: int, instance: Instance) -> None:
         self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
@@ -188,8 +188,8 @@ class Board(Scoreboard):
         self.context[slot] = ledger.context + held - ledger.resident.own
 
 
-def _is_in(scores: Scores, both: tuple[tuple[Scores, ...], tuple[Scores, ...]]) -> bool:
-    return any(scores is each for some in both for each in some)
+def _is_in(line: Line, both: tuple[list[Line], list[Line]]) -> bool:
+    return any(line is each for some in both for each in some)
 
 
 def score(
@@ -235,10 +235,5 @@ def _number_cells(instances: list[Instance]) -> Cells | None:
     return np.array([numbers[name] for name in names], np.int64)
 
 
-def view(scores: Scores) -> "memoryview[float]":
-    """The same numbers, each by itself."""
-    return scores.data.cast("B").cast("d")
-
-
-def _closed(size: int) -> Scores:
-    return np.full(size, np.inf)
+def _make_line(size: int, is_short: bool, score: float = math.inf) -> Line:
+    return ShortLine(size, score) if is_short else LongLine(np.full(size, score))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 
-from cleave.policy.dispatch import NONE, RECENCY, find_least
+from cleave.policy.dispatch import NONE, RECENCY
 from cleave.router.board import Board
 from cleave.router.directory import Model
 
@@ -19,9 +19,9 @@ but not so many that its prompts queue.
 def is_busy(known: Model, tokens: int) -> bool:
     """Whether every prefill instance has more to do than this prompt."""
     queues = [
-        float(board.pending_prompt[slot])
+        board.pending_prompt.find(slot)
         for board in known.boards
-        if (slot := find_least(board.prefill)) != NONE
+        if (slot := board.prefill.find_least()) != NONE
     ]
     return min(queues, default=math.inf) >= tokens
 
@@ -30,7 +30,7 @@ def count_todo(board: Board, first: int, second: int) -> float:
     """What waits before a request on these slots, in prompt tokens; ties by their last turn."""
     resident = board.instances[second].ledger.resident.pending
     turn = board.instances[first].ledger.last_turn * RECENCY
-    return float(board.pending_prompt[first]) + RESIDENT_WEIGHT * resident + turn
+    return board.pending_prompt.find(first) + RESIDENT_WEIGHT * resident + turn
 
 
 def find_slots(board: Board, names: Collection[str]) -> list[int]:

@@ -7,7 +7,6 @@ never among it, and one in doubt only when all are.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from cleave.policy.dispatch import (
     Cells,
     Policy,
     Scores,
-    choose_pair,
     close_slots,
     find_at_home,
     find_least,
@@ -40,14 +38,12 @@ from cleave.policy.packing import (
     weigh_context,
 )
 from cleave.policy.prefixes import TOKENS_PER_BLOCK, PrefixIndex, find_cached, hash_blocks
-from cleave.router.board import Board
+from cleave.router.board import BY_SCORE, Board
 from cleave.router.boards import RESIDENT_WEIGHT
 from cleave.router.directory import Model
 from cleave.router.instance import Instance
 from cleave.router.passes import Passes
 
-FEW = 24
-"""Up to so many instances lists are faster than arrays."""
 ADAPTER_TOKENS = 2_048.0
 """How many more tokens may wait, or be held, where an adapter is than elsewhere: about what it
 takes to bring one to another instance."""
@@ -101,7 +97,7 @@ class Chooser:
     ) -> None:
         """`clock`: seconds; `seed`: above 0, for policies that draw."""
         self._policy = policy
-        self._is_by_score = policy in _BY_SCORE
+        self._is_by_score = policy in BY_SCORE
         self._passes = passes
         self._clock = clock
         self._seed = seed
@@ -147,27 +143,24 @@ class Chooser:
         """Drop what is known of engines that are gone."""
         self._index.keep(boots)
 
-    def choose_pair(self, board: Board, uses: "Board | Uses", wish: Wish) -> tuple[int, int]:
-        """(prefill slot, decode slot), or (NONE, slot): both phases there."""
+    def choose_pair(self, board: Board, closed: list[int], wish: Wish) -> tuple[int, int]:
+        """(prefill slot, decode slot), or (NONE, slot): both phases there; none of `closed`."""
         cells = board.cells
         plain = wish.session is None and wish.adapter is None and wish.cached is None
-        if self._is_by_score and plain and not board.is_shared and cells is None:
-            choose = choose_pair_of_few if len(board.instances) <= FEW else choose_pair
-            return choose(uses.prefill, uses.decode, uses.mixed, board.pending_prompt)
-        prefill, decode = uses.prefill, uses.decode
+        if self._is_by_score and plain and not closed and not board.is_shared and cells is None:
+            return choose_least_pair(board)
+        prefill, decode, mixed = (
+            close_slots(line.to_array(), closed) if closed else line.to_array()
+            for line in (board.prefill, board.decode, board.mixed)
+        )
         if cells is not None and prefill.size and decode.size:
-            prefill = self._weigh_cells(board, cells, uses, wish)
+            prefill = self._weigh_cells(board, cells, prefill, decode, wish)
         first = self.find_for_prompt(board, prefill, wish)
         if cells is not None and first != NONE and decode.size:
             decode = stay_in_cell(decode, cells, first)
         second = self.find_for_whole(board, decode, wish, False) if first != NONE else NONE
-        whole = self.find_for_whole(board, uses.mixed, wish, True)
-        if second == NONE or whole == NONE:
-            return (first, second) if second != NONE else (NONE, whole)
-        queues = board.pending_prompt
-        if serves_whole(float(queues[first]), float(uses.decode[second]), float(queues[whole])):
-            return NONE, whole
-        return first, second
+        whole = self.find_for_whole(board, mixed, wish, True)
+        return _settle(board, first, second, whole)
 
     def find_for_prompt(self, board: Board, scores: Scores, wish: Wish) -> int:
         """Who computes a prompt that somebody else decodes."""
@@ -179,7 +172,7 @@ class Chooser:
         if home == NONE or scores[home] == _INF:
             return slot
         queues = board.pending_prompt
-        return home if queues[home] <= queues[slot] + wish.cached.tokens else slot
+        return home if queues.find(home) <= queues.find(slot) + wish.cached.tokens else slot
 
     def _find_for_new(self, board: Board, scores: Scores, wish: Wish) -> int:
         if not scores.size:
@@ -219,16 +212,17 @@ class Chooser:
             return self._draw(scores)
         return self._find_least(board, scores, wish.prompt_tokens + wish.output_tokens)
 
-    def _weigh_cells(self, board: Board, cells: Cells, uses: "Board | Uses", wish: Wish) -> Scores:
+    def _weigh_cells(
+        self, board: Board, cells: Cells, prefill: Scores, decode: Scores, wish: Wish
+    ) -> Scores:
         """Leaving a cell counts as much as computing the prompt, or as one turn or request."""
-        prefill = uses.prefill
         crossing = float(wish.prompt_tokens) if self._policy not in _IN_TURNS else 1.0
         unit = 1.0
         if self._policy is Policy.SHORTEST_WAIT:
             unit = board.instances[find_least(prefill)].ledger.queue.token_ms
             # What is idle scores nothing: counted from now, all have to wait for what is added.
             prefill = np.maximum(prefill, self._clock() * 1000)
-        return weigh_cells(prefill, uses.decode, cells, RESIDENT_WEIGHT * unit, crossing * unit)
+        return weigh_cells(prefill, decode, cells, RESIDENT_WEIGHT * unit, crossing * unit)
 
     def _find_least(self, board: Board, scores: Scores, worth: float) -> int:
         if board.is_shared and self._policy in _IN_TOKENS:
@@ -237,7 +231,7 @@ class Chooser:
 
     def _find_kept(self, board: Board, scores: Scores, session: int, tokens: float) -> int:
         """Whatever the policy counts: what coming back costs is the queue of prompts."""
-        queues = np.where(scores < np.inf, board.pending_prompt, scores)
+        queues = np.where(scores < np.inf, board.pending_prompt.to_array(), scores)
         return find_kept(queues, board.keys, session, tokens)
 
     def _find_cached(self, board: Board, scores: Scores, wish: Wish) -> int:
@@ -262,7 +256,7 @@ class Chooser:
         )
         fits = (scores < STALE) & (spare >= need)
         if prompt:
-            pending = board.pending_prompt
+            pending = board.pending_prompt.to_array()
             fits &= find_spare_prompt(pending, fit.k1, fit.c1, packing.ttft_ms) >= (
                 wish.prompt_tokens
             )
@@ -304,45 +298,23 @@ class Chooser:
         return find_peak_after(held, left) <= packing.theta * capacity
 
 
-def choose_pair_of_few(
-    prefill: Scores, decode: Scores, mixed: Scores, pending_prompt: Scores
-) -> tuple[int, int]:
-    """What `choose_pair` chooses; with few instances in half the time, as argmin starts slowly."""
-    first = _find_least_of_few(prefill) if prefill.size else NONE
-    second = _find_least_of_few(decode) if decode.size and first != NONE else NONE
-    whole = _find_least_of_few(mixed) if mixed.size else NONE
+def choose_least_pair(board: Board) -> tuple[int, int]:
+    """By scores alone: `policy.dispatch.choose_pair` over lines."""
+    first = board.prefill.find_least()
+    second = board.decode.find_least() if first != NONE else NONE
+    return _settle(board, first, second, board.mixed.find_least())
+
+
+def _settle(board: Board, first: int, second: int, whole: int) -> tuple[int, int]:
+    """A split over `first` and `second`, or a mixed instance; NONE: there is none."""
     if first == NONE or second == NONE or whole == NONE:
         return (first, second) if second != NONE else (NONE, whole)
-    queues = pending_prompt.tolist()
-    if serves_whole(queues[first], float(decode[second]), queues[whole]):
+    queues = board.pending_prompt
+    if serves_whole(queues.find(first), board.decode.find(second), queues.find(whole)):
         return NONE, whole
     return first, second
 
 
-def _find_least_of_few(scores: Scores) -> int:
-    values: list[float] = scores.tolist()
-    least, slot = _INF, NONE
-    for at, value in enumerate(values):
-        if value < least:
-            least, slot = value, at
-    return slot
-
-
-@dataclass(frozen=True, slots=True)
-class Uses:
-    """The scores of a board, when some of it is closed to one request."""
-
-    prefill: Scores
-    decode: Scores
-    mixed: Scores
-
-
-def close(board: Board, slots: list[int]) -> Uses:
-    """What is left of a board without some slots."""
-    return Uses(*(close_slots(each, slots) for each in (board.prefill, board.decode, board.mixed)))
-
-
-_BY_SCORE = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
 _IN_TURNS = (Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
 _KEEPING_ADAPTERS = (
     Policy.SHORTEST_WAIT,

@@ -14,7 +14,7 @@ from cleave.policy.dispatch import Policy
 from cleave.router.board import Board
 from cleave.router.errors import NoInstance, RouterError, UnknownModel
 from cleave.router.instance import Contact, Instance
-from cleave.router.shared_board import SharedBoard
+from cleave.router.shared_board import share_board
 from cleave.router.shared_books import SharedBooks
 from cleave.rpc.v1 import agent_pb2
 
@@ -167,7 +167,7 @@ class Directory:
             board = (
                 Board(instances, self.policy)
                 if self.books is None
-                else SharedBoard(instances, self.policy, self.books)
+                else share_board(instances, self.policy, self.books)
             )
             known = self.models.setdefault(model, Model([], []))
             known.boards.append(board)

@@ -96,6 +96,11 @@ class Ledger:
         self.last_turn = 0
         """The pick that last sent something there."""
 
+    def count_pending(self) -> tuple[float, float, float]:
+        """(prompt tokens that wait, prompts these are of, tokens that hold blocks)"""
+        prompt = self.prompt.pending
+        return prompt, self.count_prompts(prompt) if prompt else 0.0, self.resident.pending
+
     def count_requests(self) -> int:
         """What is running there of those that keep these books."""
         return self.requests
@@ -109,8 +114,11 @@ class Ledger:
         """The instance's own count arrived."""
         self.others = estimate_pending(0.0, here, self.count_requests())
 
+    def tell(self) -> None:
+        """Tell others what has changed that keep the same books."""
+
     def sync(self) -> None:
-        """Tell and hear what others know that keep the same books."""
+        """Tell, and hear what they have told."""
 
     def leave(self) -> None:
         """The boot is gone, or not followed any more."""

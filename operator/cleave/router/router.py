@@ -16,22 +16,16 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cleave.policy.dispatch import (
-    HEAVY_OUTPUT_TOKENS,
-    NONE,
-    STALE,
-    Policy,
-    Scores,
-    close_slots,
-)
+from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, NONE, STALE, Policy, close_slots
 from cleave.policy.lengths import ConditionalMean, Predictor
 from cleave.policy.packing import GAMMA, weigh_context
 from cleave.router.board import Board
 from cleave.router.boards import count_todo, find_slots, is_busy
-from cleave.router.chooser import Cached, Chooser, Wish, close
+from cleave.router.chooser import Cached, Chooser, Wish
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance
 from cleave.router.instance import Contact, Instance, Ledger, Target
+from cleave.router.line import Line
 from cleave.router.obstacles import explain
 from cleave.router.passes import Passes
 
@@ -297,16 +291,14 @@ class Router:
         """
         best: tuple[float, Board, int, int] | None = None
         for board in known.boards:
-            closed = find_slots(board, avoid) if avoid else ()
-            uses = close(board, closed) if closed else board
-            first, second = self._chooser.choose_pair(board, uses, wish)
+            first, second = self._chooser.choose_pair(board, find_slots(board, avoid), wish)
             if second == NONE:
                 continue
             if len(known.boards) == 1:
                 best = 0.0, board, first, second
                 break
             todo = count_todo(board, second if first == NONE else first, second)
-            if first != NONE and uses.decode[second] >= STALE:
+            if first != NONE and board.decode.find(second) >= STALE:
                 todo += STALE
             if best is None or todo < best[0]:
                 best = todo, board, first, second
@@ -346,8 +338,8 @@ class Router:
         for avoid in avoids:
             best: tuple[float, Instance] | None = None
             for board in known.boards:
-                scores: Scores = getattr(board, use)
-                closed = find_slots(board, avoid)
+                line: Line = getattr(board, use)
+                closed, scores = find_slots(board, avoid), line.to_array()
                 if closed:
                     scores = close_slots(scores, closed)
                 slot = self._chooser.find_for_whole(board, scores, wish, True)

@@ -115,7 +115,20 @@ class SharedLedger(Ledger):
     """A ledger in one row of the table. What is entered here the others see after the next `sync`,
     which follows every change; what they have entered is read whenever it is asked for."""
 
-    __slots__ = ("_blocks", "_cells", "_common_at", "_own_at", "_table", "row")
+    __slots__ = (
+        "_blocks",
+        "_cells",
+        "_common_at",
+        "_own_at",
+        "_prompt",
+        "_prompts",
+        "_requests",
+        "_resident",
+        "_since_ms",
+        "_table",
+        "_turn",
+        "row",
+    )
 
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
@@ -126,17 +139,21 @@ class SharedLedger(Ledger):
         self.prompt = SharedBook(table, row, PROMPT, self._blocks)
         self.resident = SharedBook(table, row, RESIDENT, self._blocks)
         self.queue: Queue = SharedQueue(table, row)
+        # What was told last.
+        self._prompt = self._resident = 0.0
+        self._since_ms = self.queue.since_ms
+        self._requests = self._prompts = self._turn = 0
+
+    def count_pending(self) -> tuple[float, float, float]:
+        """Of all processes, and other gateways; what else they have told is taken over."""
+        blocks, seen = self._blocks, self.look()
+        prompt, resident = blocks.find_pending(seen, PROMPT), blocks.find_pending(seen, RESIDENT)
+        return prompt, self._count_prompts(seen), resident
 
     def count_prompts(self, pending: float) -> float:
         """Of all processes, and other gateways' as long as usual."""
         del pending
         return self._count_prompts(self._blocks.read())
-
-    def count_pending(self, seen: tuple[float, ...]) -> tuple[float, float, float]:
-        """(prompt tokens that wait, prompts these are of, resident tokens), as `look` saw them."""
-        blocks = self._blocks
-        prompt, resident = blocks.find_pending(seen, PROMPT), blocks.find_pending(seen, RESIDENT)
-        return prompt, self._count_prompts(seen), resident
 
     def count_requests(self) -> int:
         """Of all processes."""
@@ -155,24 +172,30 @@ class SharedLedger(Ledger):
 
     def tell(self) -> None:
         """Tell siblings what has changed."""
-        cells, at = self._cells, self._own_at
-        cells[at + PROMPT], cells[at + RESIDENT] = self.prompt.own, self.resident.own
-        cells[at + REQUESTS], cells[at + PROMPTS] = float(self.requests), float(self.prompts)
+        cells, at, prompt, resident = self._cells, self._own_at, self.prompt.own, self.resident.own
+        if prompt != self._prompt:
+            cells[at + PROMPT] = self._prompt = prompt
+        if resident != self._resident:
+            cells[at + RESIDENT] = self._resident = resident
+        if self.requests != self._requests:
+            self._requests = self.requests
+            cells[at + REQUESTS] = float(self.requests)
+        if self.prompts != self._prompts:
+            self._prompts = self.prompts
+            cells[at + PROMPTS] = float(self.prompts)
+        if self.last_turn != self._turn:
+            self._turn = self.last_turn
+            cells[self._common_at + _TURN] = float(self.last_turn)
+        since_ms = self.queue.since_ms
+        if since_ms != self._since_ms:
+            cells[self._common_at + _SINCE] = self._since_ms = since_ms
 
     def look(self) -> tuple[float, ...]:
         """What siblings have told, as cells; taken over here where it is no sum."""
-        blocks = self._blocks
+        blocks, queue = self._blocks, self.queue
         seen = blocks.read()
-        turn = int(blocks.find_common(seen, _TURN))
-        if self.last_turn > turn:
-            self._cells[self._common_at + _TURN] = float(self.last_turn)
-        else:
-            self.last_turn = turn
-        queue, since_ms = self.queue, blocks.find_common(seen, _SINCE)
-        if queue.since_ms > since_ms:
-            self._cells[self._common_at + _SINCE] = queue.since_ms
-        else:
-            queue.since_ms = since_ms
+        self.last_turn = self._turn = int(blocks.find_common(seen, _TURN))
+        queue.since_ms = self._since_ms = blocks.find_common(seen, _SINCE)
         queue.prompt_ms = blocks.find_common(seen, _PROMPT_MS)
         queue.token_ms = blocks.find_common(seen, _TOKEN_MS)
         queue.safe_token_ms = blocks.find_common(seen, _SAFE_TOKEN_MS)
@@ -195,12 +218,13 @@ class SharedLedger(Ledger):
 class SharedBook(Book):
     """Tokens outstanding at one instance in one phase: own ones, those of siblings, and others."""
 
-    __slots__ = ("_blocks", "_cells", "_field", "_others_at")
+    __slots__ = ("_at", "_blocks", "_cells", "_field", "_others_at")
 
     def __init__(self, table: SharedTable, row: int, field: int, blocks: Blocks) -> None:
         super().__init__()
         self._blocks, self._field = blocks, field
         self._cells, self._others_at = table.cells, table.common_at(row, OTHERS + field)
+        self._at = [table.block_at(row, process) + field for process in range(table.processes)]
 
     @property
     def others(self) -> float:
@@ -210,13 +234,23 @@ class SharedBook(Book):
     @property
     def pending(self) -> float:
         """The estimate that dispatch compares."""
-        return self._blocks.find_pending(self._blocks.read(), self._field)
+        cells, here = self._cells, 0.0
+        # One by one: a whole row takes longer to read.
+        for at in self._at:
+            here += cells[at]
+        return (here if here > 0.0 else 0.0) + cells[self._others_at]
 
     def report(self, reported: float) -> float:
         """The instance's own count arrived; what is outstanding of those that keep this book."""
         here = self._blocks.add_up(self._blocks.read(), self._field)
         self._cells[self._others_at] = estimate_pending(0.0, reported, here)
         return here
+
+
+_Cells = tuple[
+    float, float, float, float, float, float, float, float, float, float, float, float, float
+]
+"""Of a queue: from `_SINCE` on."""
 
 
 class SharedQueue(Queue):
@@ -253,13 +287,28 @@ class SharedQueue(Queue):
 
     def _read(self) -> None:
         """Whoever has seen the later prompt begin is right."""
-        cells: tuple[float, ...] = self._unpack(self._memory[self._place])
-        since_ms, self.prompt_ms, self.token_ms, self.safe_token_ms, *sums = cells
+        cells: _Cells = self._unpack(self._memory[self._place])
+        since_ms, self.prompt_ms, self.token_ms, self.safe_token_ms, a, b, c, d, e, f, g, h, i = (
+            cells
+        )
         self.since_ms = max(self.since_ms, since_ms)
-        a, b, c, d, e, f, g, h, i = sums
         self._sums = a, b, c, d, e, f, g, h, i
 
     def _write(self) -> None:
-        line = self.since_ms, self.prompt_ms, self.token_ms, self.safe_token_ms
+        a, b, c, d, e, f, g, h, i = self._sums
         # Not pack_into(): it clears the place first, and others read at any moment.
-        self._memory[self._place] = self._pack(*line, *self._sums)
+        self._memory[self._place] = self._pack(
+            self.since_ms,
+            self.prompt_ms,
+            self.token_ms,
+            self.safe_token_ms,
+            a,
+            b,
+            c,
+            d,
+            e,
+            f,
+            g,
+            h,
+            i,
+        )
