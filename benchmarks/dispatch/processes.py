@@ -17,9 +17,9 @@ from stated import state
 
 from cleave.metrics.shared_table import SharedTable
 from cleave.policy.books import INTERVAL_MS, MAX_INTERVAL_MS, find_interval_ms
+from cleave.router.board import Board
 from cleave.router.directory import Directory
 from cleave.router.router import Phase, Pick
-from cleave.router.shared_board import SharedBoard
 from cleave.router.shared_books import SharedBooks, make_table
 from cleave.router.shared_router import SharedRouter
 from cleave.rpc.v1 import agent_pb2
@@ -54,18 +54,19 @@ def measure(load: Load, *, instances: int, processes: int, seed: int) -> Delay:
 
 
 @contextmanager
-def _gathering_before() -> Iterator[None]:
+def _gathering_before(board: Board) -> Iterator[None]:
     """The first gathering of a pick has already been done, by `gather`."""
-    gather = SharedBoard.gather
+    kind = type(board)
+    gather = kind.gather
 
-    def skip(_board: SharedBoard) -> None:
-        SharedBoard.gather = gather
+    def skip(_board: Board) -> None:
+        kind.gather = gather
 
-    SharedBoard.gather = skip
+    kind.gather = skip
     try:
         yield
     finally:
-        SharedBoard.gather = gather
+        kind.gather = gather
 
 
 class _Fleet:
@@ -113,12 +114,11 @@ class _Fleet:
 
     def gather(self, process: int) -> None:
         """Its pick begins."""
-        for board in self._routers[process].directory.models["m"].boards:
-            board.gather()
+        self._find_board(process).gather()
 
     def send(self, process: int, tokens: int, service_ms: float, is_blind: bool) -> float:
         """How long a request waits."""
-        with _gathering_before() if is_blind else nullcontext():
+        with _gathering_before(self._find_board(process)) if is_blind else nullcontext():
             pick = self._routers[process].pick("m", tokens, 1)
         assert pick.prefill is not None
         name = pick.prefill.instance
@@ -128,6 +128,10 @@ class _Fleet:
         self._sent += 1
         heapq.heappush(self._ends, (self._free_at[name], self._sent, process, pick))
         return start - self._now_ms
+
+    def _find_board(self, process: int) -> Board:
+        (board,) = self._routers[process].directory.models["m"].boards
+        return board
 
     def _start(self, books: SharedBooks) -> SharedRouter:
         directory = Directory(books=books)

@@ -3,7 +3,7 @@
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,29 +13,35 @@ from cleave.policy.dispatch import Policy
 from cleave.router.board import Board
 from cleave.router.directory import Directory
 from cleave.router.router import Phase, Pick, Router
-from cleave.router.shared_board import SharedBoard
+from cleave.router.shared_board import LongSharedBoard
 from cleave.router.shared_books import MAX_BOOTS, SharedBooks, SharedLedger, make_table
 from cleave.router.shared_router import SharedRouter
 from cleave.rpc.v1 import agent_pb2
 
 PROCESSES = 3
 FLEET = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode", "m1": "mixed"}
+MANY = FLEET | {
+    f"{role[0]}{number}": role for role in ("prefill", "decode") for number in (3, 4, 5)
+}
+"""More than are scored for each pick."""
 
 
 class Together:
     """The routers of all processes of one gateway, and what each has under way."""
 
-    def __init__(self, stated: Callable[..., agent_pb2.WatchEvent], policy: Policy) -> None:
+    def __init__(
+        self, stated: Callable[..., agent_pb2.WatchEvent], policy: Policy, fleet: dict[str, str]
+    ) -> None:
         self.table = make_table(PROCESSES)
         self.now = 100.0
-        self._stated, self._policy = stated, policy
-        self._boots = {name: f"{name}-1" for name in FLEET}
+        self._stated, self._policy, self._roles = stated, policy, fleet
+        self._boots = {name: f"{name}-1" for name in fleet}
         self.routers = [self.start(process) for process in range(PROCESSES)]
         self.under_way: list[list[Pick]] = [[] for _ in self.routers]
 
     def start(self, process: int) -> Router:
         directory = Directory(self._policy, SharedBooks(self.table.seen_by(process)))
-        for name, role in FLEET.items():
+        for name, role in self._roles.items():
             event = self._stated(name, role, boot_id=self._boots[name])
             directory.hear(name, event, self.now)
         return SharedRouter(directory, clock=lambda: self.now, seed=1)
@@ -60,7 +66,7 @@ class Together:
     def reboot(self, name: str, boot: int) -> None:
         self._boots[name] = f"{name}-{boot + 2}"
         for router in self.routers:
-            event = self._stated(name, FLEET[name], boot_id=self._boots[name])
+            event = self._stated(name, self._roles[name], boot_id=self._boots[name])
             router.directory.hear(name, event, self.now)
 
     def ledger(self, name: str, process: int = 0) -> SharedLedger:
@@ -78,8 +84,8 @@ class Together:
 def together(stated) -> Iterator[Callable[..., Together]]:
     made: list[Together] = []
 
-    def make(policy: Policy = Policy.SHORTEST_WAIT) -> Together:
-        made.append(Together(stated, policy))
+    def make(policy: Policy = Policy.SHORTEST_WAIT, fleet: dict[str, str] = FLEET) -> Together:
+        made.append(Together(stated, policy, fleet))
         return made[-1]
 
     yield make
@@ -136,15 +142,15 @@ def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -
 @pytest.mark.interpreted
 def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monkeypatch) -> None:
     """The second one has read the scores before the first one has entered its choice."""
-    fleet = together()
-    gather, faster = SharedBoard.gather, []
+    fleet = together(fleet=MANY)
+    gather, faster = LongSharedBoard.gather, []
 
-    def gather_early(board: SharedBoard) -> None:
+    def gather_early(board: LongSharedBoard) -> None:
         gather(board)
-        monkeypatch.setattr(SharedBoard, "gather", gather)
+        monkeypatch.setattr(LongSharedBoard, "gather", gather)
         faster.append(fleet.pick(1, 1000).prefill.instance)
 
-    monkeypatch.setattr(SharedBoard, "gather", gather_early)
+    monkeypatch.setattr(LongSharedBoard, "gather", gather_early)
     assert (faster, fleet.pick(0, 1000).prefill.instance) == (["p1"], "p2")
 
 
@@ -252,13 +258,14 @@ ACTIONS = st.lists(
 )
 
 
+@pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("policy", [Policy.SHORTEST_WAIT, Policy.LEAST_REQUESTS])
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(actions=ACTIONS)
-def test_sums_are_never_negative_and_all_processes_agree(stated, policy, actions) -> None:
-    fleet = Together(stated, policy)
+def test_sums_are_never_negative_and_all_processes_agree(stated, policy, roles, actions) -> None:
+    fleet = Together(stated, policy, roles)
     try:
         for boot, (action, process, number) in enumerate(actions):
             fleet.now += 0.01
@@ -270,12 +277,12 @@ def test_sums_are_never_negative_and_all_processes_agree(stated, policy, actions
             elif action == "die":
                 fleet.die(process)
             else:
-                fleet.reboot(sorted(FLEET)[number % len(FLEET)], boot)
-            check(fleet)
+                fleet.reboot(sorted(roles)[number % len(roles)], boot)
+            check(fleet, roles)
         for process in range(PROCESSES):
             while fleet.under_way[process]:
                 fleet.release(process, 0, Phase.WHOLE)
-        for name in FLEET:
+        for name in roles:
             ledger = fleet.ledger(name)
             assert ledger.prompt.pending < 1e-6
             assert ledger.resident.pending < 1e-6
@@ -285,8 +292,8 @@ def test_sums_are_never_negative_and_all_processes_agree(stated, policy, actions
         fleet.table.close()
 
 
-def check(fleet: Together) -> None:
-    for name in FLEET:
+def check(fleet: Together, names: Collection[str]) -> None:
+    for name in names:
         views = {
             (
                 each.prompt.pending,
@@ -304,11 +311,12 @@ def check(fleet: Together) -> None:
         assert first.decode.to_list() == other.decode.to_list()
 
 
-def test_together_they_choose_as_one_would(stated) -> None:
+@pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
+def test_together_they_choose_as_one_would(stated, roles) -> None:
     """The same requests through one router and through three that share their books."""
-    fleet = Together(stated, Policy.SHORTEST_WAIT)
+    fleet = Together(stated, Policy.SHORTEST_WAIT, roles)
     directory = Directory()
-    for name, role in FLEET.items():
+    for name, role in roles.items():
         directory.hear(name, stated(name, role), fleet.now)
     alone = Router(directory, clock=lambda: fleet.now, seed=1)
     rng = random.Random(5)

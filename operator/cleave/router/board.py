@@ -7,6 +7,7 @@ can never meet a decode of the other.
 
 import math
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -49,8 +50,8 @@ class Board(Scoreboard):
 
     __slots__ = (
         "_compares_more",
+        "_lines",
         "_places",
-        "_uses",
         "_way",
         "away",
         "batch",
@@ -77,16 +78,19 @@ class Board(Scoreboard):
         self._compares_more = policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
         size = len(instances)
         is_short = size <= FEW and policy in BY_SCORE
-        self.prefill = _make_line(size, is_short)
+        uses = [find_uses(instance) for instance in instances]
+        lines = _open_lines(uses, is_short)
+        self.prefill = lines["prefill"]
         """Prompt of a split request: prefill instances with a verified KV path."""
-        self.decode = _make_line(size, is_short)
+        self.decode = lines["decode"]
         """Its decoding: decode and mixed instances with a verified KV path."""
-        self.mixed = _make_line(size, is_short)
+        self.mixed = lines["mixed"]
         """Whole requests on mixed instances, which are meant for them."""
-        self.whole = _make_line(size, is_short)
+        self.whole = lines["whole"]
         """Whole requests on mixed and decode instances."""
-        self.spare = _make_line(size, is_short)
+        self.spare = lines["spare"]
         """Whole requests on prefill instances, when nothing else is left."""
+        self._lines = [_find_lines(lines, its) for its in uses]
         self.pending_prompt = _make_line(size, is_short, 0.0)
         """Prompt tokens that wait; nothing is closed."""
         self.room = np.zeros(size)
@@ -108,13 +112,8 @@ class Board(Scoreboard):
         self._places = _count_off(instances)
         self.boots = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot of each boot of an engine."""
-        self._uses = [self._find_uses(instance) for instance in instances]
-        used = {id(line) for both in self._uses for some in both for line in some}
-        for use in USES:
-            if id(getattr(self, use)) not in used:
-                setattr(self, use, ShortLine(0))
-        computes = self.prefill if self.prefill.size else self.whole
-        self.computing = [slot for slot, both in enumerate(self._uses) if _is_in(computes, both)]
+        computes = "prefill" if self.prefill.size else "whole"
+        self.computing = [slot for slot, its in enumerate(uses) if computes in its]
         """Slots of those that compute prompts."""
         for slot in range(size):
             self.update(slot)
@@ -153,26 +152,11 @@ class Board(Scoreboard):
         prompt, prompts, resident = ledger.count_pending()
         first, total = score(self._way, ledger, prompt, prompts, resident, doubt)
         self.pending_prompt.enter(slot, prompt + doubt)
-        by_prompt, by_all = self._uses[slot]
-        for line in by_prompt:
-            line.enter(slot, first)
+        by_prompt, by_all = self._lines[slot]
+        if by_prompt is not None:
+            by_prompt.enter(slot, first)
         for line in by_all:
             line.enter(slot, total)
-
-    def _find_uses(self, instance: Instance) -> tuple[list[Line], list[Line]]:
-        """(lines scored by pending prompt tokens, lines scored by all pending tokens)."""
-        if not instance.selectable:
-            return [], []
-        verified = instance.registration.kv_path.verified
-        role = instance.registration.role
-        if role == ROLE_PREFILL:
-            return [self.prefill] if verified else [], [self.spare]
-        decode = [self.decode] if verified else []
-        if role == ROLE_DECODE:
-            return [], [*decode, self.whole]
-        if role == ROLE_MIXED:
-            return [], [*decode, self.whole, self.mixed]
-        return [], []
 
     def _share_out(self, slot: int, instance: Instance) -> None:
         self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
@@ -188,8 +172,39 @@ class Board(Scoreboard):
         self.context[slot] = ledger.context + held - ledger.resident.own
 
 
-def _is_in(line: Line, both: tuple[list[Line], list[Line]]) -> bool:
-    return any(line is each for some in both for each in some)
+def find_uses(instance: Instance) -> Collection[str]:
+    """What an instance is open for."""
+    if not instance.selectable:
+        return ()
+    role = instance.registration.role
+    split = instance.registration.kv_path.verified
+    if role == ROLE_PREFILL:
+        return ("prefill", "spare") if split else ("spare",)
+    if role == ROLE_DECODE:
+        return ("decode", "whole") if split else ("whole",)
+    if role == ROLE_MIXED:
+        return ("decode", "whole", "mixed") if split else ("whole", "mixed")
+    return ()
+
+
+def _open_lines(uses: Sequence[Collection[str]], is_short: bool) -> dict[str, Line]:
+    """By use, given those of each slot. What the same slots are open for is one line."""
+    lines: dict[str, Line] = {}
+    known: dict[tuple[bool, tuple[int, ...]], Line] = {}
+    for use in USES:
+        slots = tuple(slot for slot, its in enumerate(uses) if use in its)
+        size = len(uses) if slots else 0
+        # Only this one counts the prompts alone.
+        alike = use == "prefill", slots
+        known.setdefault(alike, _make_line(size, is_short or not size))
+        lines[use] = known[alike]
+    return lines
+
+
+def _find_lines(lines: dict[str, Line], uses: Collection[str]) -> tuple[Line | None, list[Line]]:
+    """(the line that is scored by pending prompt tokens, lines scored by all pending tokens)"""
+    by_all = {id(lines[use]): lines[use] for use in uses if use != "prefill"}
+    return lines["prefill"] if "prefill" in uses else None, [*by_all.values()]
 
 
 def score(

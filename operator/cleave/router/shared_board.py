@@ -8,8 +8,6 @@ just entered; so each looks again at what it scored by, and the last to write ha
 Whether an instance is open and how well it is heard is each process's own view.
 """
 
-import math
-
 import numpy as np
 
 from cleave.metrics.shared_table import CELL_BYTES, SharedTable
@@ -29,38 +27,36 @@ _ATTEMPTS = 3
 class SharedBoard(Board):
     """Of few instances."""
 
-    __slots__ = ()
+    __slots__ = ("_is_fresh",)
+
+    def __init__(self, instances: list[Instance], policy: Policy) -> None:
+        self._is_fresh = False
+        super().__init__(instances, policy)
 
     def gather(self) -> None:
-        """Take in what the siblings did."""
+        """Take in what the siblings did; once for the door and the pick that follows."""
+        if self._is_fresh:
+            self._is_fresh = False
+            return
         for slot in range(len(self.instances)):
             self._score(slot)
 
     def find_shortest_queue(self) -> float:
         """As it is now."""
-        least = math.inf
-        for slot in self.computing:
-            least = min(least, self._count_waiting(slot))
-        return least
-
-    def is_overtaken(self, slot: int) -> bool:
-        """Whether a sibling has sent something there since the scores were gathered."""
-        return self._count_waiting(slot) != self.pending_prompt.find(slot)
+        self._is_fresh = False
+        self.gather()
+        self._is_fresh = True
+        return super().find_shortest_queue()
 
     def update(self, slot: int) -> None:
         """Tell siblings what has changed; it is scored once somebody picks."""
         instance = self.instances[slot]
         self._look_closely(slot, instance)
         instance.ledger.tell()
-
-    def _count_waiting(self, slot: int) -> float:
-        """As in `pending_prompt`, of this moment."""
-        instance = self.instances[slot]
-        doubt = STALE if instance.contact is _STALE else 0.0
-        return instance.ledger.prompt.pending + doubt
+        self._is_fresh = False
 
 
-class LongSharedBoard(SharedBoard):
+class LongSharedBoard(Board):
     """Of many: its lines hold what was gathered last."""
 
     __slots__ = (
@@ -98,7 +94,12 @@ class LongSharedBoard(SharedBoard):
     def find_shortest_queue(self) -> float:
         """As it is now."""
         self.gather()
-        return Board.find_shortest_queue(self)
+        return super().find_shortest_queue()
+
+    def is_overtaken(self, slot: int) -> bool:
+        """Whether a sibling has sent something there since the scores were gathered."""
+        pending = self._cells[self._common_at[slot] + PENDING] + self._doubts[slot]
+        return pending != self.pending_prompt.find(slot)
 
     def update(self, slot: int) -> None:
         """Score one instance anew from the books of all processes."""
@@ -123,33 +124,32 @@ class LongSharedBoard(SharedBoard):
             if now == before:
                 break
 
-    def _count_waiting(self, slot: int) -> float:
-        return self._cells[self._common_at[slot] + PENDING] + self._doubts[slot]
-
     def _gather_from(self, table: SharedTable, rows: list[int]) -> None:
-        used = [use for use in USES if getattr(self, use).size]
-        kinds = [FIRST if use == "prefill" else TOTAL for use in used] + [PENDING]
+        used = {id(line): line for use in USES if (line := getattr(self, use)).size}
+        kinds = [FIRST if line is self.prefill else TOTAL for line in used.values()] + [PENDING]
         self._sources = np.array([[table.common_at(row, kind) for row in rows] for kind in kinds])
         # As in `score`: no clock may show as much.
         self._weights = np.where(np.array(kinds) == FIRST, STALE, 1.0)
-        self._masks = self._find_masks(used) + np.outer(self._weights, self._doubts)
+        self._masks = self._find_masks([*used]) + np.outer(self._weights, self._doubts)
         self._gathered = np.empty(self._sources.shape)
-        for at, use in enumerate(used):
-            setattr(self, use, LongLine(self._gathered[at]))
+        gathered = {each: LongLine(self._gathered[at]) for at, each in enumerate(used)}
+        for use in USES:
+            line = getattr(self, use)
+            setattr(self, use, gathered.get(id(line), line))
         self.pending_prompt = LongLine(self._gathered[-1])
 
-    def _find_masks(self, used: list[str]) -> Scores:
+    def _find_masks(self, used: list[int]) -> Scores:
         """+inf where an instance is closed for a use; the last one is of what has no use."""
         masks = np.full((len(used) + 1, len(self.instances)), np.inf)
         masks[-1] = 0.0
-        lines = {id(getattr(self, use)): at for at, use in enumerate(used)}
-        for slot, both in enumerate(self._uses):
-            for line in (*both[0], *both[1]):
-                masks[lines[id(line)], slot] = 0.0
+        for slot, (by_prompt, by_all) in enumerate(self._lines):
+            for line in (by_prompt, *by_all):
+                if line is not None:
+                    masks[used.index(id(line)), slot] = 0.0
         return masks
 
 
-def share_board(instances: list[Instance], policy: Policy, books: SharedBooks) -> SharedBoard:
+def share_board(instances: list[Instance], policy: Policy, books: SharedBooks) -> Board:
     """One for so many; `books`: those of the instances."""
     is_few = len(instances) <= FEW_SHARED
     board = SharedBoard(instances, policy) if is_few else LongSharedBoard(instances, policy, books)

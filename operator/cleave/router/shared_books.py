@@ -7,6 +7,7 @@ belong to one boot of an engine, which each process hears of at a time of its ow
 boot that are free again when nobody needs them.
 """
 
+import functools
 import logging
 import struct
 
@@ -80,6 +81,12 @@ class SharedBooks:
         return int(turn)
 
 
+@functools.cache
+def _to_cells(count: int) -> struct.Struct:
+    """One for all rows: it is read with each."""
+    return struct.Struct(f"{count}d")
+
+
 class Blocks:
     """The own cells of all processes in one row, and the common ones that scores look at."""
 
@@ -88,7 +95,7 @@ class Blocks:
     def __init__(self, table: SharedTable, row: int) -> None:
         self._memory, self._start = table.memory, CELL_BYTES * table.block_at(row, 0)
         self._end = OWN * table.processes
-        self._look = struct.Struct(f"{self._end + _SCORED_BY}d").unpack_from
+        self._look = _to_cells(self._end + _SCORED_BY).unpack_from
 
     def read(self) -> tuple[float, ...]:
         """As they are now."""
@@ -267,7 +274,7 @@ class SharedQueue(Queue):
         start, end = table.common_at(row, _SINCE), table.common_at(row, FIRST)
         self._place = slice(CELL_BYTES * start, CELL_BYTES * end)
         self._learnt_at = table.common_at(row, _LEARNT)
-        cells = struct.Struct(f"{end - start}d")
+        cells = _to_cells(end - start)
         self._unpack, self._pack = cells.unpack, cells.pack
         if not self._cells[self._learnt_at + _TOKENS]:
             self._write()

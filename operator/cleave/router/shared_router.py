@@ -2,7 +2,8 @@
 
 What is hard: processes that pick at the same time read the same scores and choose the same
 instance, where one request then waits behind the other although another instance is idle. That is
-rare and dear. So each looks, once it has chosen, whether a sibling was faster, and chooses again.
+rare and, among many instances, dear (benchmarks/dispatch, processes). So each looks there, once it
+has chosen, whether a sibling was faster, and chooses again.
 """
 
 from collections.abc import Collection
@@ -10,7 +11,7 @@ from collections.abc import Collection
 from cleave.router.chooser import Wish
 from cleave.router.directory import Model
 from cleave.router.router import Placed, Router
-from cleave.router.shared_board import SharedBoard
+from cleave.router.shared_board import LongSharedBoard
 
 _ATTEMPTS = 3
 """To choose; nothing keeps siblings from being faster each time."""
@@ -34,6 +35,6 @@ class SharedRouter(Router):
             placed = super()._place(model, known, wish, single, avoids, prefill_lost)
             first = placed[0] or placed[1]
             chosen = first.board
-            if not (isinstance(chosen, SharedBoard) and chosen.is_overtaken(first.slot)):
+            if not (isinstance(chosen, LongSharedBoard) and chosen.is_overtaken(first.slot)):
                 break
         return placed

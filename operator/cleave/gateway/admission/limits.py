@@ -23,6 +23,9 @@ class Bucket:
         self._per_minute = per_minute
         self._full_at = now
 
+    def look(self) -> None:
+        """Learn what others have used that share it: before it is asked, or used unasked."""
+
     def find_wait_s(self, amount: float, now: float) -> float:
         """Seconds until so much may be used; 0: now. More than a minute's worth needs it full."""
         needed_s = min(amount / self._per_minute, 1.0) * MINUTE_S
@@ -84,16 +87,21 @@ class Account:
         if limits.max_concurrent and self.count_running() >= limits.max_concurrent:
             message = f"more than {limits.max_concurrent} requests at a time"
             return Refusal("concurrency_limit", message, 1.0)
-        if self._requests is not None and (wait_s := self._requests.find_wait_s(1, now)):
-            message = f"more than {limits.requests_per_minute} requests a minute"
-            return Refusal("request_rate_limit", message, wait_s)
-        if self._tokens is not None and (wait_s := self._tokens.find_wait_s(prompt_tokens, now)):
-            message = f"more than {limits.tokens_per_minute} tokens a minute"
-            return Refusal("token_rate_limit", message, wait_s)
-        if self._requests is not None:
-            self._requests.use(1, now)
-        if self._tokens is not None:
-            self._tokens.use(prompt_tokens, now)
+        requests, tokens = self._requests, self._tokens
+        if requests is not None:
+            requests.look()
+            if wait_s := requests.find_wait_s(1, now):
+                message = f"more than {limits.requests_per_minute} requests a minute"
+                return Refusal("request_rate_limit", message, wait_s)
+        if tokens is not None:
+            tokens.look()
+            if wait_s := tokens.find_wait_s(prompt_tokens, now):
+                message = f"more than {limits.tokens_per_minute} tokens a minute"
+                return Refusal("token_rate_limit", message, wait_s)
+        if requests is not None:
+            requests.use(1, now)
+        if tokens is not None:
+            tokens.use(prompt_tokens, now)
         self.running += 1
         return None
 
@@ -101,6 +109,7 @@ class Account:
         """A request that was taken in has ended with so many tokens made."""
         self.running -= 1
         if self._tokens is not None:
+            self._tokens.look()
             self._tokens.use(output_tokens, now)
 
     def count_running(self) -> int:

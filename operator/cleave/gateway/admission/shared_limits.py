@@ -61,13 +61,11 @@ class SharedBucket(Bucket):
         self._cells, self._at = table.cells, table.common_at(row, field)
         self._cells[self._at] = self._cells[self._at] or now
 
-    def find_wait_s(self, amount: float, now: float) -> float:
-        """Seconds until so much may be used."""
+    def look(self) -> None:
+        """Learn what siblings have used."""
         self._full_at = self._cells[self._at]
-        return super().find_wait_s(amount, now)
 
     def use(self, amount: float, now: float) -> None:
         """Charge so much, also what is not there."""
-        self._full_at = self._cells[self._at]
         super().use(amount, now)
         self._cells[self._at] = self._full_at
