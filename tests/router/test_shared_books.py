@@ -21,7 +21,7 @@ from cleave.rpc.v1 import agent_pb2
 PROCESSES = 3
 FLEET = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode", "m1": "mixed"}
 MANY = FLEET | {
-    f"{role[0]}{number}": role for role in ("prefill", "decode") for number in (3, 4, 5)
+    f"{role[0]}{number}": role for role in ("prefill", "decode") for number in range(3, 7)
 }
 """More than are scored for each pick."""
 

@@ -152,7 +152,7 @@ class Siblings:
         return self._vitals.read(0, field)
 
     def _set(self, process: int, field: int, value: float) -> None:
-        self._vitals.cells[self._vitals.block_at(0, process) + field] = value
+        self._vitals.cells[self._vitals.cell_at(0, field, process)] = value
 
     def _path(self, process: int) -> Path:
         return self._folder / f"{process}.counts"

@@ -1,11 +1,11 @@
 """Numbers that the processes of one gateway share: rows of cells in one memory, no lock on the way.
 
 Made by the first process, inherited by those it forks; used by the router's shared books and the
-gateway's shared limits. Each row has a block of own cells for each process, written by that process
-alone and added up by all, so that nothing gets lost however they interleave, and common cells that
-anybody writes: the last one wins, which is right for what all would write alike.
+gateway's shared limits. Each row has own cells for each process, written by that process alone and
+added up by all, so that nothing gets lost however they interleave, and common cells that anybody
+writes: the last one wins, which is right for what all would write alike.
 What is hard: a process may die at any moment, also while it holds a row. So whoever sees it die
-clears its blocks, and the only lock, for finding a row, is one that the kernel takes back. And what
+clears its cells, and the only lock, for finding a row, is one that the kernel takes back. And what
 one core writes another fetches by the line, at a tenth of a microsecond each: a row is one piece.
 """
 
@@ -48,7 +48,7 @@ class SharedTable:
         self.all = np.frombuffer(self.memory, np.float64, num_cells)
         """The same as `cells`, for many at a time."""
         table = self.all.reshape(rows, self._width)
-        self._blocks = table[:, : own * processes].reshape(rows, processes, own)
+        self._owned = table[:, : own * processes].reshape(rows, own, processes)
         self.common = table[:, own * processes : own * processes + common]
         """Common cells by row and field."""
         self._keys = np.frombuffer(self.memory, np.uint64, rows, CELL_BYTES * num_cells)
@@ -77,29 +77,29 @@ class SharedTable:
 
     def release(self, row: int) -> None:
         """This process needs a row no more; without anybody it is free for another key."""
-        self._blocks[row, self.process] = 0.0
+        self._owned[row, :, self.process] = 0.0
         self._held[row, self.process] = 0
 
     def forget(self, process: int) -> None:
         """Clear what a process that has died has left in every row."""
-        self._blocks[:, process] = 0.0
+        self._owned[:, :, process] = 0.0
         self._held[:, process] = 0
 
     def own_at(self, row: int, field: int) -> int:
         """Where in `cells` this process writes."""
-        return self.block_at(row, self.process) + field
+        return self.cell_at(row, field, self.process)
 
-    def block_at(self, row: int, process: int) -> int:
-        """Where in `cells` the own ones of a process begin; the next one's follow."""
-        return row * self._width + process * self._own
+    def cell_at(self, row: int, field: int, process: int) -> int:
+        """Where in `cells` a process writes; next come the other processes, then the next field."""
+        return row * self._width + field * self.processes + process
 
     def common_at(self, row: int, field: int) -> int:
-        """Where in `cells` all write; behind the last block."""
-        return self.block_at(row, self.processes) + field
+        """Where in `cells` all write; behind the last own one."""
+        return self.cell_at(row, self._own, field)
 
     def read(self, row: int, field: int) -> tuple[float, ...]:
         """The own cells of all processes."""
-        return tuple(self._blocks[row, :, field].tolist())
+        return tuple(self._owned[row, field].tolist())
 
     def close(self) -> None:
         """No more rows can be claimed; the memory goes with the last process."""
@@ -113,7 +113,7 @@ class SharedTable:
         if not free.size:
             return None
         row = int(free[0])
-        self._blocks[row] = 0.0
+        self._owned[row] = 0.0
         self.common[row] = 0.0
         self._keys[row] = number
         return row

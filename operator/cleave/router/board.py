@@ -148,11 +148,12 @@ class Board(Scoreboard):
     def _score(self, slot: int) -> None:
         instance = self.instances[slot]
         ledger = instance.ledger
+        by_prompt, by_all = self._lines[slot]
         doubt = STALE if instance.contact is _STALE else 0.0
-        prompt, prompts, resident = ledger.count_pending()
+        counts = by_prompt is not None or self._way == _BY_REQUESTS
+        prompt, prompts, resident = ledger.count_pending(counts)
         first, total = score(self._way, ledger, prompt, prompts, resident, doubt)
         self.pending_prompt.enter(slot, prompt + doubt)
-        by_prompt, by_all = self._lines[slot]
         if by_prompt is not None:
             by_prompt.enter(slot, first)
         for line in by_all:

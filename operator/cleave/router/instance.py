@@ -96,10 +96,12 @@ class Ledger:
         self.last_turn = 0
         """The pick that last sent something there."""
 
-    def count_pending(self) -> tuple[float, float, float]:
-        """(prompt tokens that wait, prompts these are of, tokens that hold blocks)"""
+    def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
+        """(prompt tokens that wait, prompts these are of, tokens that hold blocks); the second is 0
+        unless `prompts` are asked for."""
         prompt = self.prompt.pending
-        return prompt, self.count_prompts(prompt) if prompt else 0.0, self.resident.pending
+        count = self.count_prompts(prompt) if prompts and prompt else 0.0
+        return prompt, count, self.resident.pending
 
     def count_requests(self) -> int:
         """What is running there of those that keep these books."""

@@ -18,7 +18,7 @@ from cleave.router.line import LongLine
 from cleave.router.shared_books import FIRST, PENDING, TOTAL, SharedBooks, SharedLedger
 
 _STALE = Contact.STALE
-FEW_SHARED = 8
+FEW_SHARED = 12
 """Up to so many instances scoring all of them for a pick takes less than scoring each change."""
 _ATTEMPTS = 3
 """To score what others change meanwhile; the next change or report scores it anew."""
@@ -76,7 +76,7 @@ class LongSharedBoard(Board):
         table, rows = books.table, [books.find_row(each.ledger) for each in instances]
         self._memory, self._all, self._cells = table.memory, table.all, table.cells
         self._own = [
-            slice(CELL_BYTES * table.block_at(row, 0), CELL_BYTES * table.common_at(row, 0))
+            slice(CELL_BYTES * table.cell_at(row, 0, 0), CELL_BYTES * table.common_at(row, 0))
             for row in rows
         ]
         self._common_at = [table.common_at(row, 0) for row in rows]

@@ -21,18 +21,18 @@ MAX_BOOTS = 4_096
 """Boots of engines at a time. All further ones share a row: each then counts as being as busy as
 all of them together, and is taken last."""
 
-PROMPT, RESIDENT, REQUESTS, PROMPTS = 0, 1, 2, 3
+PROMPTS, REQUESTS, PROMPT, RESIDENT = 0, 1, 2, 3
 OWN = 4
 """Own cells: what the process has sent."""
-_TURN, OTHERS, _SINCE, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 0, 1, 4, 5, 6, 7
-"""Common cells. `OTHERS` plus the own field: what other gateways have there, as the latest report
-tells any process. `_SINCE` and all behind it are of the queue."""
+OTHERS_PROMPT, OTHERS_RESIDENT, _TURN = 0, 1, 2
+"""Common cells that every score looks at; own ones that it does are just before them. Others': what
+other gateways have there, as the latest report tells any process."""
+_OTHERS_REQUESTS, _SINCE, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 3, 4, 5, 6, 7
+"""Some scores look at these. `_SINCE` and all behind it are of the queue."""
 _LEARNT, _NUM_LEARNT = 8, 9
 """The sums of a queue."""
 _PROMPTS_LEARNT, _TOKENS = 1, 2
 """Among these sums."""
-_SCORED_BY = _LEARNT
-"""Common cells that every score looks at; they are beside the own ones."""
 FIRST = _LEARNT + _NUM_LEARNT
 TOTAL = FIRST + 1
 PENDING = FIRST + 2
@@ -87,35 +87,47 @@ def _to_cells(count: int) -> struct.Struct:
     return struct.Struct(f"{count}d")
 
 
-class Blocks:
-    """The own cells of all processes in one row, and the common ones that scores look at."""
+class View:
+    """What scores look at in one row: the own cells of all processes and some common ones."""
 
-    __slots__ = ("_end", "_look", "_memory", "_start")
+    __slots__ = ("_end", "_memory", "_processes", "_read", "_read_tokens", "_start", "_tokens_at")
 
     def __init__(self, table: SharedTable, row: int) -> None:
-        self._memory, self._start = table.memory, CELL_BYTES * table.block_at(row, 0)
+        self._memory, self._processes = table.memory, table.processes
         self._end = OWN * table.processes
-        self._look = _to_cells(self._end + _SCORED_BY).unpack_from
+        self._start = CELL_BYTES * table.cell_at(row, 0, 0)
+        self._read = _to_cells(self._end + _LEARNT).unpack_from
+        self._tokens_at = CELL_BYTES * table.cell_at(row, PROMPT, 0)
+        self._read_tokens = _to_cells(2 * table.processes + _TURN + 1).unpack_from
 
     def read(self) -> tuple[float, ...]:
-        """As they are now."""
-        seen: tuple[float, ...] = self._look(self._memory, self._start)
+        """All of it, as it is now."""
+        seen: tuple[float, ...] = self._read(self._memory, self._start)
         return seen
 
-    def add_up(self, seen: tuple[float, ...], field: int) -> float:
-        """What all have entered; sums of fractions do not come back to nothing exactly."""
-        here = 0.0
-        for at in range(field, self._end, OWN):
-            here += seen[at]
-        return here if here > 0.0 else 0.0
+    def read_tokens(self) -> tuple[float, float, float]:
+        """(prompt tokens that wait, resident tokens, last turn): half of it, in half the time."""
+        seen: tuple[float, ...] = self._read_tokens(self._memory, self._tokens_at)
+        here, end = self._processes, 2 * self._processes
+        prompt = _add_up(seen, 0, here) + seen[end + OTHERS_PROMPT]
+        resident = _add_up(seen, here, end) + seen[end + OTHERS_RESIDENT]
+        return prompt, resident, seen[end + _TURN]
 
-    def find_common(self, seen: tuple[float, ...], field: int) -> float:
+    def add_up(self, seen: tuple[float, ...], field: int) -> float:
+        """What all have entered."""
+        return _add_up(seen, field * self._processes, (field + 1) * self._processes)
+
+    def find(self, seen: tuple[float, ...], field: int) -> float:
         """A common cell among those that were read."""
         return seen[self._end + field]
 
-    def find_pending(self, seen: tuple[float, ...], field: int) -> float:
-        """What all have entered, and other gateways."""
-        return self.add_up(seen, field) + self.find_common(seen, OTHERS + field)
+
+def _add_up(seen: tuple[float, ...], start: int, end: int) -> float:
+    """Sums of fractions do not come back to nothing exactly."""
+    here = 0.0
+    for at in range(start, end):
+        here += seen[at]
+    return here if here > 0.0 else 0.0
 
 
 class SharedLedger(Ledger):
@@ -123,17 +135,20 @@ class SharedLedger(Ledger):
     which follows every change; what they have entered is read whenever it is asked for."""
 
     __slots__ = (
-        "_blocks",
         "_cells",
         "_common_at",
-        "_own_at",
         "_prompt",
+        "_prompt_at",
         "_prompts",
+        "_prompts_at",
         "_requests",
+        "_requests_at",
         "_resident",
+        "_resident_at",
         "_since_ms",
         "_table",
         "_turn",
+        "_view",
         "row",
     )
 
@@ -141,35 +156,44 @@ class SharedLedger(Ledger):
         super().__init__()
         self.row = row
         self._table, self._cells = table, table.cells
-        self._blocks = Blocks(table, row)
-        self._own_at, self._common_at = table.own_at(row, 0), table.common_at(row, 0)
-        self.prompt = SharedBook(table, row, PROMPT, self._blocks)
-        self.resident = SharedBook(table, row, RESIDENT, self._blocks)
+        self._view = View(table, row)
+        self._prompts_at, self._prompt_at = table.own_at(row, PROMPTS), table.own_at(row, PROMPT)
+        self._requests_at = table.own_at(row, REQUESTS)
+        self._resident_at = table.own_at(row, RESIDENT)
+        self._common_at = table.common_at(row, 0)
+        self.prompt = SharedBook(table, row, PROMPT, OTHERS_PROMPT)
+        self.resident = SharedBook(table, row, RESIDENT, OTHERS_RESIDENT)
         self.queue: Queue = SharedQueue(table, row)
         # What was told last.
         self._prompt = self._resident = 0.0
         self._since_ms = self.queue.since_ms
         self._requests = self._prompts = self._turn = 0
 
-    def count_pending(self) -> tuple[float, float, float]:
+    def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """Of all processes, and other gateways; what else they have told is taken over."""
-        blocks, seen = self._blocks, self.look()
-        prompt, resident = blocks.find_pending(seen, PROMPT), blocks.find_pending(seen, RESIDENT)
+        view = self._view
+        if not prompts:
+            prompt, resident, turn = view.read_tokens()
+            self.last_turn = self._turn = int(turn)
+            return prompt, 0.0, resident
+        seen = self.look()
+        prompt = view.add_up(seen, PROMPT) + view.find(seen, OTHERS_PROMPT)
+        resident = view.add_up(seen, RESIDENT) + view.find(seen, OTHERS_RESIDENT)
         return prompt, self._count_prompts(seen), resident
 
     def count_prompts(self, pending: float) -> float:
         """Of all processes, and other gateways' as long as usual."""
         del pending
-        return self._count_prompts(self._blocks.read())
+        return self._count_prompts(self._view.read())
 
     def count_requests(self) -> int:
         """Of all processes."""
-        return round(self._blocks.add_up(self._blocks.read(), REQUESTS))
+        return round(self._view.add_up(self._view.read(), REQUESTS))
 
     def report_requests(self, here: int) -> None:
         """The instance's own count arrived."""
         super().report_requests(here)
-        self._cells[self._common_at + OTHERS + REQUESTS] = self.others
+        self._cells[self._common_at + _OTHERS_REQUESTS] = self.others
 
     def sync(self) -> None:
         """Tell siblings what has changed, and learn what they have told."""
@@ -179,17 +203,17 @@ class SharedLedger(Ledger):
 
     def tell(self) -> None:
         """Tell siblings what has changed."""
-        cells, at, prompt, resident = self._cells, self._own_at, self.prompt.own, self.resident.own
+        cells, prompt, resident = self._cells, self.prompt.own, self.resident.own
         if prompt != self._prompt:
-            cells[at + PROMPT] = self._prompt = prompt
+            cells[self._prompt_at] = self._prompt = prompt
         if resident != self._resident:
-            cells[at + RESIDENT] = self._resident = resident
+            cells[self._resident_at] = self._resident = resident
         if self.requests != self._requests:
             self._requests = self.requests
-            cells[at + REQUESTS] = float(self.requests)
+            cells[self._requests_at] = float(self.requests)
         if self.prompts != self._prompts:
             self._prompts = self.prompts
-            cells[at + PROMPTS] = float(self.prompts)
+            cells[self._prompts_at] = float(self.prompts)
         if self.last_turn != self._turn:
             self._turn = self.last_turn
             cells[self._common_at + _TURN] = float(self.last_turn)
@@ -199,14 +223,14 @@ class SharedLedger(Ledger):
 
     def look(self) -> tuple[float, ...]:
         """What siblings have told, as cells; taken over here where it is no sum."""
-        blocks, queue = self._blocks, self.queue
-        seen = blocks.read()
-        self.last_turn = self._turn = int(blocks.find_common(seen, _TURN))
-        queue.since_ms = self._since_ms = blocks.find_common(seen, _SINCE)
-        queue.prompt_ms = blocks.find_common(seen, _PROMPT_MS)
-        queue.token_ms = blocks.find_common(seen, _TOKEN_MS)
-        queue.safe_token_ms = blocks.find_common(seen, _SAFE_TOKEN_MS)
-        self.others = blocks.find_common(seen, OTHERS + REQUESTS)
+        view, queue = self._view, self.queue
+        seen = view.read()
+        self.last_turn = self._turn = int(view.find(seen, _TURN))
+        queue.since_ms = self._since_ms = view.find(seen, _SINCE)
+        queue.prompt_ms = view.find(seen, _PROMPT_MS)
+        queue.token_ms = view.find(seen, _TOKEN_MS)
+        queue.safe_token_ms = view.find(seen, _SAFE_TOKEN_MS)
+        self.others = view.find(seen, _OTHERS_REQUESTS)
         return seen
 
     def leave(self) -> None:
@@ -217,21 +241,20 @@ class SharedLedger(Ledger):
             self.prompt, self.resident, self.queue = Book(), Book(), Queue()
 
     def _count_prompts(self, seen: tuple[float, ...]) -> float:
-        blocks = self._blocks
-        here, others = blocks.add_up(seen, PROMPTS), blocks.find_common(seen, OTHERS + PROMPT)
+        here, others = self._view.add_up(seen, PROMPTS), self._view.find(seen, OTHERS_PROMPT)
         return here + self.queue.count_prompts(others) if others else here
 
 
 class SharedBook(Book):
     """Tokens outstanding at one instance in one phase: own ones, those of siblings, and others."""
 
-    __slots__ = ("_at", "_blocks", "_cells", "_field", "_others_at")
+    __slots__ = ("_at", "_cells", "_others_at")
 
-    def __init__(self, table: SharedTable, row: int, field: int, blocks: Blocks) -> None:
+    def __init__(self, table: SharedTable, row: int, own: int, others: int) -> None:
+        """`own`, `others`: fields."""
         super().__init__()
-        self._blocks, self._field = blocks, field
-        self._cells, self._others_at = table.cells, table.common_at(row, OTHERS + field)
-        self._at = [table.block_at(row, process) + field for process in range(table.processes)]
+        self._cells, self._others_at = table.cells, table.common_at(row, others)
+        self._at = [table.cell_at(row, own, process) for process in range(table.processes)]
 
     @property
     def others(self) -> float:
@@ -241,17 +264,20 @@ class SharedBook(Book):
     @property
     def pending(self) -> float:
         """The estimate that dispatch compares."""
-        cells, here = self._cells, 0.0
-        # One by one: a whole row takes longer to read.
-        for at in self._at:
-            here += cells[at]
-        return (here if here > 0.0 else 0.0) + cells[self._others_at]
+        return self._add_up() + self._cells[self._others_at]
 
     def report(self, reported: float) -> float:
         """The instance's own count arrived; what is outstanding of those that keep this book."""
-        here = self._blocks.add_up(self._blocks.read(), self._field)
+        here = self._add_up()
         self._cells[self._others_at] = estimate_pending(0.0, reported, here)
         return here
+
+    def _add_up(self) -> float:
+        # One by one: a whole row takes longer to read.
+        cells, here = self._cells, 0.0
+        for at in self._at:
+            here += cells[at]
+        return here if here > 0.0 else 0.0
 
 
 _Cells = tuple[

@@ -24,7 +24,7 @@ class SharedAccount(Account):
         """A row with one own cell."""
         self._table, self._row, self._cells = table, row, table.cells
         self._running_at = table.own_at(row, _RUNNING)
-        self._start = CELL_BYTES * table.block_at(row, 0)
+        self._start = CELL_BYTES * table.cell_at(row, _RUNNING, 0)
         self._look = struct.Struct(f"{table.processes}d").unpack_from
         super().__init__(limits, now)
 
