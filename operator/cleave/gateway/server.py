@@ -35,6 +35,8 @@ from cleave.traffic import length_file
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.2
+LET_IN_S = 0.01
+"""Between two looks whether there is room for those who wait at the door."""
 SWEEPS_OF_CLIENTS = 20
 CLIENTS_AT_ONCE = 64
 FILES_S = 5.0
@@ -107,7 +109,7 @@ class Gateway:
             await self._service.start(f"{config.host}:{config.router_port}")
         if config.endpoint_picker_port:
             await self._picker.start(config.endpoint_picker_port, self.port)
-        parts = [self._sweep(), self._read_files()]
+        parts = [self._sweep(), self._let_in(), self._read_files()]
         if self._pool_manager is not None:
             parts.append(self._pool_manager.run())
         self._tasks = [self._keep(part) for part in parts]
@@ -213,6 +215,14 @@ class Gateway:
             context.metrics.waiting = sum(context.door.count_waiting().values())
             context.tell_siblings(now)
             context.sweep_pools(now)
+
+    async def _let_in(self) -> None:
+        """Who waits hears of own answers that make room at once, and of others' in this way."""
+        door = self.context.door
+        while True:
+            await door.waited_for.wait()
+            await asyncio.sleep(LET_IN_S)
+            door.let_in(self.context.clock())
 
 
 def _foretell_by(path: Path, router: Router) -> None:

@@ -150,7 +150,11 @@ class LongSharedBoard(Board):
 
 
 def share_board(instances: list[Instance], policy: Policy, books: SharedBooks) -> Board:
-    """One for so many; `books`: those of the instances."""
+    """One for so many; `books`: those of the instances.
+
+    A process that has just heard of one instance more than its siblings may look at scores that
+    they have not entered, until they hear of it too or a report comes.
+    """
     is_few = len(instances) <= FEW_SHARED
     board = SharedBoard(instances, policy) if is_few else LongSharedBoard(instances, policy, books)
     board.gather()

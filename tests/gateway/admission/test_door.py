@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from cleave.gateway import server
 from cleave.gateway.admission import door
 from cleave.gateway.config import Late
 
@@ -145,6 +146,26 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(
     gate.opened.set()
     assert (await first.read()).status == 200
     await stage.until_idle()
+
+
+async def test_who_waits_is_let_in_once_others_requests_have_ended(
+    make_stage, tmp_path, monkeypatch
+) -> None:
+    """Those of siblings and other gateways, of which nothing is heard but that they are gone."""
+    monkeypatch.setattr(server, "SWEEP_S", 60.0)
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    directory = stage.context.router.directory
+    instance = directory.instances["x"]
+    instance.ledger.prompt.enter(door.HOLD_TOKENS)
+    directory.refresh(instance)
+    client = await stage.connect()
+    client.send(ASK, **bearer("a"))
+    await stage.until(lambda: stage.context.door.count_waiting() == {"m": 1}, "it waits")
+    instance.ledger.prompt.close(door.HOLD_TOKENS)
+    directory.refresh(instance)
+    assert (await client.read()).status == 200
+    await stage.until(lambda: not stage.context.door.waited_for.is_set(), "nobody is looked after")
 
 
 @pytest.mark.interpreted

@@ -7,6 +7,7 @@ held back only when every instance that would compute the prompt has a good batc
 without tenants and without `late: Refuse` there is no queue and nothing to ask.
 """
 
+import asyncio
 import math
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -88,6 +89,8 @@ class Door:
         self._queues: dict[str, FairQueue[tuple[Entrant, Visit]]] = {}
         self._models: dict[str, FirstTokenModel] = {}
         self._pumping = False
+        self.waited_for = asyncio.Event()
+        """Set while anybody waits: then `let_in` should be called now and then."""
 
     def know(self, tenants: Iterable[Tenant], now: float) -> None:
         """The tenants, at the start and whenever their file has changed."""
@@ -135,6 +138,7 @@ class Door:
                 priority=tenant.priority,
                 until=now + (self._target_s if self._refuses(tenant) else self._wait_s),
             )
+            self.waited_for.set()
         else:
             self._note_wait(model, 0.0)
         return visit
@@ -173,6 +177,13 @@ class Door:
                 entrant.admit()
         finally:
             self._pumping = False
+
+    def let_in(self, now: float) -> None:
+        """Look after all who wait: what siblings and other gateways have sent ends unheard here."""
+        for model in tuple(self._queues):
+            self.pump(model, now)
+        if not self.count_waiting():
+            self.waited_for.clear()
 
     def sweep(self, now: float) -> None:
         """Turn away who has waited too long; let in who can go."""
