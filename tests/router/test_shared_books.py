@@ -154,6 +154,15 @@ def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monke
     assert (faster, fleet.pick(0, 1000).prefill.instance) == (["p1"], "p2")
 
 
+def test_what_the_door_saw_serves_no_pick_after_a_change(together) -> None:
+    fleet = together()
+    fleet.pick(0, 10)
+    fleet.board(0).find_shortest_queue()
+    busy = fleet.pick(1, 1000).prefill.instance
+    fleet.release(0, 0, Phase.WHOLE)
+    assert find_first(fleet.pick(0, 10)) != busy
+
+
 def test_late_releases_of_an_earlier_boot_change_nothing(together) -> None:
     fleet = together()
     picked = fleet.pick(0, 1000)
