@@ -135,33 +135,28 @@ class Board(Scoreboard):
 
     def update(self, slot: int) -> None:
         """Score one instance anew from its books."""
-        self._look_closely(slot, self.instances[slot])
-        self._score(slot)
-
-    def _look_closely(self, slot: int, instance: Instance) -> None:
-        """What is compared besides scores."""
-        if instance.num_routers > 1 or self.is_shared:
-            self._share_out(slot, instance)
-        if self._compares_more:
-            self._measure(slot, instance)
-
-    def _score(self, slot: int) -> None:
         instance = self.instances[slot]
+        if self._compares_more or self.is_shared or instance.num_routers > 1:
+            self._look_closely(slot, instance)
         ledger = instance.ledger
         by_prompt, by_all = self._lines[slot]
+        prefills = by_prompt is not None
         doubt = STALE if instance.contact is _STALE else 0.0
-        counts = by_prompt is not None or self._way == _BY_REQUESTS
-        prompt, prompts, resident = ledger.count_pending(counts)
-        first, total = score(self._way, ledger, prompt, prompts, resident, doubt)
+        prompt, prompts, resident = ledger.count_pending(prefills or self._way == _BY_REQUESTS)
+        first, total = score(self._way, ledger, prompt, prompts, resident, doubt, prefills)
         self.pending_prompt.enter(slot, prompt + doubt)
         if by_prompt is not None:
             by_prompt.enter(slot, first)
         for line in by_all:
             line.enter(slot, total)
 
-    def _share_out(self, slot: int, instance: Instance) -> None:
-        self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
-        self.is_shared = True
+    def _look_closely(self, slot: int, instance: Instance) -> None:
+        """What is compared besides scores."""
+        if self.is_shared or instance.num_routers > 1:
+            self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
+            self.is_shared = True
+        if self._compares_more:
+            self._measure(slot, instance)
 
     def _measure(self, slot: int, instance: Instance) -> None:
         """What only few policies look at."""
@@ -209,18 +204,27 @@ def _find_lines(lines: dict[str, Line], uses: Collection[str]) -> tuple[Line | N
 
 
 def score(
-    way: int, ledger: Ledger, prompt: float, prompts: float, resident: float, doubt: float
+    way: int,
+    ledger: Ledger,
+    prompt: float,
+    prompts: float,
+    resident: float,
+    doubt: float,
+    prefills: bool = True,
 ) -> tuple[float, float]:
-    """(of a new prompt, of all else), by prompt tokens that wait, the prompts these are of, tokens
-    that hold blocks, and doubt."""
+    """(of a new prompt where one `prefills`, of all else), by prompt tokens that wait, the prompts
+    these are of, tokens that hold blocks, and doubt."""
     tie = ledger.last_turn * _TURN
     if way == _BY_WAIT:
+        total = prompt + doubt + tie + resident
+        if not prefills:
+            return total, total
         queue = ledger.queue
         # STALE squared is far above what a clock may show as well.
         first = doubt * doubt + predict_end_ms(
             prompt, prompts, queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
         )
-        return first, prompt + doubt + tie + resident
+        return first, total
     if way == _BY_TURN:
         turn = doubt + ledger.last_turn
         return turn, turn

@@ -148,7 +148,11 @@ class Chooser:
         cells = board.cells
         plain = wish.session is None and wish.adapter is None and wish.cached is None
         if self._is_by_score and plain and not closed and not board.is_shared and cells is None:
-            return choose_least_pair(board)
+            # `policy.dispatch.choose_pair` over lines.
+            first = board.prefill.find_least() if board.prefill.size else NONE
+            second = board.decode.find_least() if first != NONE else NONE
+            whole = board.mixed.find_least() if board.mixed.size else NONE
+            return _settle(board, first, second, whole)
         prefill, decode, mixed = (
             close_slots(line.to_array(), closed) if closed else line.to_array()
             for line in (board.prefill, board.decode, board.mixed)
@@ -296,13 +300,6 @@ class Chooser:
         stated = instance.registration
         capacity = stated.kv_blocks_total * stated.kv_block_size
         return find_peak_after(held, left) <= packing.theta * capacity
-
-
-def choose_least_pair(board: Board) -> tuple[int, int]:
-    """By scores alone: `policy.dispatch.choose_pair` over lines."""
-    first = board.prefill.find_least()
-    second = board.decode.find_least() if first != NONE else NONE
-    return _settle(board, first, second, board.mixed.find_least())
 
 
 def _settle(board: Board, first: int, second: int, whole: int) -> tuple[int, int]:

@@ -291,7 +291,8 @@ class Router:
         """
         best: tuple[float, Board, int, int] | None = None
         for board in known.boards:
-            first, second = self._chooser.choose_pair(board, find_slots(board, avoid), wish)
+            closed = find_slots(board, avoid) if avoid else []
+            first, second = self._chooser.choose_pair(board, closed, wish)
             if second == NONE:
                 continue
             if len(known.boards) == 1:
