@@ -31,6 +31,7 @@ MODULES = {
     "gateway.front": "client pages",
     "gateway.recovery": "recovery",
     "gateway.stories": "watched",
+    "metrics": "shared_log",
     "policy": "books length_ranges lengths",
     "router": (
         "board boards chooser directory instance line router"

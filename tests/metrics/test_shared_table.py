@@ -74,6 +74,22 @@ def test_another_process_sees_what_is_written_at_once() -> None:
     )
 
 
+def test_another_process_reads_which_rows_have_changed() -> None:
+    run_forking(
+        """
+        follower, changed = table.seen_by(0).log.follow(), set()
+        child = os.fork()
+        if not child:
+            table.seen_by(2).log.note(3)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert follower.take(changed, 1) and changed == {3}
+        table.forget(2)
+        assert not follower.take(changed, 1)
+        """
+    )
+
+
 def test_a_lock_that_is_not_given_back_is_not_waited_for_long() -> None:
     run_forking(
         """

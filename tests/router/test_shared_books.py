@@ -23,7 +23,7 @@ FLEET = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode", "m1":
 MANY = FLEET | {
     f"{role[0]}{number}": role for role in ("prefill", "decode") for number in range(3, 7)
 }
-"""More than are scored for each pick."""
+"""More than are all scored for each pick."""
 
 
 class Together:
@@ -109,23 +109,21 @@ def test_idle_instances_are_taken_in_turn_over_all_processes(together) -> None:
             fleet.release(turn % PROCESSES, 0, Phase.WHOLE)
 
 
-def test_what_a_dead_process_had_under_way_is_not_counted_any_more(together, loaded) -> None:
-    fleet = together()
+@pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
+def test_what_a_dead_process_had_under_way_is_not_counted_any_more(together, roles) -> None:
+    fleet = together(fleet=roles)
     for process in range(PROCESSES):
         for _ in range(4):
             fleet.pick(process, 500)
-    before = [fleet.ledger(name).prompt.pending for name in FLEET]
-    fleet.die(1)
-    after = [fleet.ledger(name).prompt.pending for name in FLEET]
+    before = [fleet.ledger(name).prompt.pending for name in roles]
+    fleet.table.forget(1)
+    after = [fleet.ledger(name).prompt.pending for name in roles]
     assert sum(after) == pytest.approx(sum(before) * 2 / 3)
-    for name in FLEET:
-        event = loaded(name, boot_id=f"{name}-1")
-        fleet.routers[0].directory.hear(name, event, fleet.now)
     assert sorted(fleet.board(2).pending_prompt.to_list()) == sorted(after)
     for process in (0, 2):
         while fleet.under_way[process]:
             fleet.release(process, 0, Phase.WHOLE)
-    assert [fleet.ledger(name).resident.pending for name in FLEET] == [0.0] * len(FLEET)
+    assert [fleet.ledger(name).resident.pending for name in roles] == [0.0] * len(roles)
 
 
 def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -> None:
@@ -154,8 +152,9 @@ def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monke
     assert (faster, fleet.pick(0, 1000).prefill.instance) == (["p1"], "p2")
 
 
-def test_what_the_door_saw_serves_no_pick_after_a_change(together) -> None:
-    fleet = together()
+@pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
+def test_what_the_door_saw_serves_no_pick_after_a_change(together, roles) -> None:
+    fleet = together(fleet=roles)
     fleet.pick(0, 10)
     fleet.board(0).find_shortest_queue()
     busy = fleet.pick(1, 1000).prefill.instance

@@ -21,6 +21,8 @@ from typing import Self
 
 import numpy as np
 
+from cleave.metrics.shared_log import make_log
+
 CELL_BYTES = 8
 _LINE = 8
 """Cells that cores fetch together; rows begin on one."""
@@ -45,9 +47,7 @@ class SharedTable:
         self._file = os.memfd_create("cleave-shared")
         os.ftruncate(self._file, CELL_BYTES * (num_cells + rows) + rows * (processes + 1))
         self.memory = mmap.mmap(self._file, 0)
-        self.all = np.frombuffer(self.memory, np.float64, num_cells)
-        """The same as `cells`, for many at a time."""
-        table = self.all.reshape(rows, self._width)
+        table = np.frombuffer(self.memory, np.float64, num_cells).reshape(rows, self._width)
         self._owned = table[:, : own * processes].reshape(rows, own, processes)
         self.common = table[:, own * processes : own * processes + common]
         """Common cells by row and field."""
@@ -56,11 +56,13 @@ class SharedTable:
         self._held = held.reshape(rows, processes + 1)
         self.cells = memoryview(self.memory)[: CELL_BYTES * num_cells].cast("d")
         """Every cell, at `own_at` and `common_at`: a tenth of what arrays take for a single one."""
+        self.log = make_log(processes)
+        """Rows that have changed, where somebody wants to know."""
 
     def seen_by(self, process: int) -> Self:
         """The same table for another process."""
         other = copy.copy(self)
-        other.process = process
+        other.process, other.log = process, self.log.seen_by(process)
         return other
 
     def claim(self, key: bytes) -> int | None:
@@ -84,6 +86,7 @@ class SharedTable:
         """Clear what a process that has died has left in every row."""
         self._owned[:, :, process] = 0.0
         self._held[:, process] = 0
+        self.log.forget(process)
 
     def own_at(self, row: int, field: int) -> int:
         """Where in `cells` this process writes."""

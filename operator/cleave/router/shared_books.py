@@ -33,10 +33,8 @@ _LEARNT, _NUM_LEARNT = 8, 9
 """The sums of a queue."""
 _PROMPTS_LEARNT, _TOKENS = 1, 2
 """Among these sums."""
-FIRST = _LEARNT + _NUM_LEARNT
-TOTAL = FIRST + 1
-PENDING = FIRST + 2
-"""Common cells with what boards compare: `shared_board`."""
+_COMMON = _LEARNT + _NUM_LEARNT
+"""Common cells."""
 _SPILL, _TURNS = 0, 1
 """Rows that are no boot's."""
 _GONE = -1
@@ -45,7 +43,7 @@ _GONE = -1
 
 def make_table(processes: int) -> SharedTable:
     """Before the processes are forked."""
-    table = SharedTable(MAX_BOOTS, processes, own=OWN, common=PENDING + 1)
+    table = SharedTable(MAX_BOOTS, processes, own=OWN, common=_COMMON)
     table.claim(b"what has no row of its own")
     table.claim(b"turns")
     return table
@@ -297,7 +295,7 @@ class SharedQueue(Queue):
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
         self._cells, self._memory = table.cells, table.memory
-        start, end = table.common_at(row, _SINCE), table.common_at(row, FIRST)
+        start, end = table.common_at(row, _SINCE), table.common_at(row, _COMMON)
         self._place = slice(CELL_BYTES * start, CELL_BYTES * end)
         self._learnt_at = table.common_at(row, _LEARNT)
         cells = _to_cells(end - start)
