@@ -31,7 +31,7 @@ _WAYS = {
 }
 """What instances are scored by; all other policies by tokens."""
 
-USES = ("prefill", "decode", "mixed", "whole", "spare")
+_USES = ("prefill", "decode", "mixed", "whole", "spare")
 """Boards have a line of scores for each."""
 FEW = 24
 """Up to so many instances lists are faster than arrays."""
@@ -143,7 +143,7 @@ class Board(Scoreboard):
         prefills = by_prompt is not None
         doubt = STALE if instance.contact is _STALE else 0.0
         prompt, prompts, resident = ledger.count_pending(prefills or self._way == _BY_REQUESTS)
-        first, total = score(self._way, ledger, prompt, prompts, resident, doubt, prefills)
+        first, total = _score(self._way, ledger, prompt, prompts, resident, doubt, prefills)
         self.pending_prompt.enter(slot, prompt + doubt)
         if by_prompt is not None:
             by_prompt.enter(slot, first)
@@ -187,7 +187,7 @@ def _open_lines(uses: Sequence[Collection[str]], is_short: bool) -> dict[str, Li
     """By use, given those of each slot. What the same slots are open for is one line."""
     lines: dict[str, Line] = {}
     known: dict[tuple[bool, tuple[int, ...]], Line] = {}
-    for use in USES:
+    for use in _USES:
         slots = tuple(slot for slot, its in enumerate(uses) if use in its)
         size = len(uses) if slots else 0
         # Only this one counts the prompts alone.
@@ -203,14 +203,14 @@ def _find_lines(lines: dict[str, Line], uses: Collection[str]) -> tuple[Line | N
     return lines["prefill"] if "prefill" in uses else None, [*by_all.values()]
 
 
-def score(
+def _score(
     way: int,
     ledger: Ledger,
     prompt: float,
     prompts: float,
     resident: float,
     doubt: float,
-    prefills: bool = True,
+    prefills: bool,
 ) -> tuple[float, float]:
     """(of a new prompt where one `prefills`, of all else), by prompt tokens that wait, the prompts
     these are of, tokens that hold blocks, and doubt."""

@@ -88,7 +88,7 @@ class LongLine(Line):
     __slots__ = ("_cells", "_scores")
 
     def __init__(self, scores: Scores) -> None:
-        """These scores, which others may write as well."""
+        """These scores."""
         super().__init__(scores.size)
         self._scores = scores
         self._cells: memoryview[float] = scores.data.cast("B").cast("d")

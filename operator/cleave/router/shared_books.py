@@ -21,10 +21,10 @@ MAX_BOOTS = 4_096
 """Boots of engines at a time. All further ones share a row: each then counts as being as busy as
 all of them together, and is taken last."""
 
-PROMPTS, REQUESTS, PROMPT, RESIDENT = 0, 1, 2, 3
-OWN = 4
+_PROMPTS, _REQUESTS, _PROMPT, _RESIDENT = 0, 1, 2, 3
+_OWN = 4
 """Own cells: what the process has sent."""
-OTHERS_PROMPT, OTHERS_RESIDENT, _TURN = 0, 1, 2
+_OTHERS_PROMPT, _OTHERS_RESIDENT, _TURN = 0, 1, 2
 """Common cells that every score looks at; own ones that it does are just before them. Others': what
 other gateways have there, as the latest report tells any process."""
 _OTHERS_REQUESTS, _SINCE, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 3, 4, 5, 6, 7
@@ -43,7 +43,7 @@ _GONE = -1
 
 def make_table(processes: int) -> SharedTable:
     """Before the processes are forked."""
-    table = SharedTable(MAX_BOOTS, processes, own=OWN, common=_COMMON)
+    table = SharedTable(MAX_BOOTS, processes, own=_OWN, common=_COMMON)
     table.claim(b"what has no row of its own")
     table.claim(b"turns")
     return table
@@ -92,10 +92,10 @@ class View:
 
     def __init__(self, table: SharedTable, row: int) -> None:
         self._memory, self._processes = table.memory, table.processes
-        self._end = OWN * table.processes
+        self._end = _OWN * table.processes
         self._start = CELL_BYTES * table.cell_at(row, 0, 0)
         self._read = _to_cells(self._end + _LEARNT).unpack_from
-        self._tokens_at = CELL_BYTES * table.cell_at(row, PROMPT, 0)
+        self._tokens_at = CELL_BYTES * table.cell_at(row, _PROMPT, 0)
         self._read_tokens = _to_cells(2 * table.processes + _TURN + 1).unpack_from
 
     def read(self) -> tuple[float, ...]:
@@ -107,8 +107,8 @@ class View:
         """(prompt tokens that wait, resident tokens, last turn): half of it, in half the time."""
         seen: tuple[float, ...] = self._read_tokens(self._memory, self._tokens_at)
         here, end = self._processes, 2 * self._processes
-        prompt = _add_up(seen, 0, here) + seen[end + OTHERS_PROMPT]
-        resident = _add_up(seen, here, end) + seen[end + OTHERS_RESIDENT]
+        prompt = _add_up(seen, 0, here) + seen[end + _OTHERS_PROMPT]
+        resident = _add_up(seen, here, end) + seen[end + _OTHERS_RESIDENT]
         return prompt, resident, seen[end + _TURN]
 
     def add_up(self, seen: tuple[float, ...], field: int) -> float:
@@ -155,12 +155,12 @@ class SharedLedger(Ledger):
         self.row = row
         self._table, self._cells = table, table.cells
         self._view = View(table, row)
-        self._prompts_at, self._prompt_at = table.own_at(row, PROMPTS), table.own_at(row, PROMPT)
-        self._requests_at = table.own_at(row, REQUESTS)
-        self._resident_at = table.own_at(row, RESIDENT)
+        self._prompts_at, self._prompt_at = table.own_at(row, _PROMPTS), table.own_at(row, _PROMPT)
+        self._requests_at = table.own_at(row, _REQUESTS)
+        self._resident_at = table.own_at(row, _RESIDENT)
         self._common_at = table.common_at(row, 0)
-        self.prompt = SharedBook(table, row, PROMPT, OTHERS_PROMPT)
-        self.resident = SharedBook(table, row, RESIDENT, OTHERS_RESIDENT)
+        self.prompt = SharedBook(table, row, _PROMPT, _OTHERS_PROMPT)
+        self.resident = SharedBook(table, row, _RESIDENT, _OTHERS_RESIDENT)
         self.queue: Queue = SharedQueue(table, row)
         # What was told last.
         self._prompt = self._resident = 0.0
@@ -175,8 +175,8 @@ class SharedLedger(Ledger):
             self.last_turn = self._turn = int(turn)
             return prompt, 0.0, resident
         seen = self.look()
-        prompt = view.add_up(seen, PROMPT) + view.find(seen, OTHERS_PROMPT)
-        resident = view.add_up(seen, RESIDENT) + view.find(seen, OTHERS_RESIDENT)
+        prompt = view.add_up(seen, _PROMPT) + view.find(seen, _OTHERS_PROMPT)
+        resident = view.add_up(seen, _RESIDENT) + view.find(seen, _OTHERS_RESIDENT)
         return prompt, self._count_prompts(seen), resident
 
     def count_prompts(self, pending: float) -> float:
@@ -186,7 +186,7 @@ class SharedLedger(Ledger):
 
     def count_requests(self) -> int:
         """Of all processes."""
-        return round(self._view.add_up(self._view.read(), REQUESTS))
+        return round(self._view.add_up(self._view.read(), _REQUESTS))
 
     def report_requests(self, here: int) -> None:
         """The instance's own count arrived."""
@@ -239,7 +239,7 @@ class SharedLedger(Ledger):
             self.prompt, self.resident, self.queue = Book(), Book(), Queue()
 
     def _count_prompts(self, seen: tuple[float, ...]) -> float:
-        here, others = self._view.add_up(seen, PROMPTS), self._view.find(seen, OTHERS_PROMPT)
+        here, others = self._view.add_up(seen, _PROMPTS), self._view.find(seen, _OTHERS_PROMPT)
         return here + self.queue.count_prompts(others) if others else here
 
 
