@@ -19,7 +19,7 @@ def test_infiniband_is_high_affinity_and_the_papers_25_gigabit_is_low() -> None:
     assert choose(worlds.problem()).affinity is Affinity.HIGH
     slow = choose(worlds.problem(supplies=(worlds.nodes(4, network=worlds.SLOW_NETWORK),)))
     assert slow.affinity is Affinity.LOW
-    assert "ms between nodes" in slow.reason
+    assert "ms over the network" in slow.reason
 
 
 def test_longer_prompts_or_a_tighter_target_lower_the_affinity() -> None:

@@ -1,5 +1,6 @@
 """From a deployment and a cluster file to a question, or to faults with their paths."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import ManifestError, validate
 from cleave.planner import asking, search
+from cleave.planner import draft as drafts
 from cleave.planner.candidates import candidates, decode_instance, prefill_instance
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Policies
 from cleave.simulator.fleet import Admission, Order
+
+import worlds
 
 WORKLOAD = {"rate": 4, "promptTokens": {"mean": 512}, "outputTokens": {"mean": 64}}
 
@@ -125,6 +129,19 @@ def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
     )
     with pytest.raises(PlanError, match=r"^spec.model: .*does not fit: .* GiB of weights"):
         search.plan(asked)
+
+
+def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
+    slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
+    asked = asking.problem(deployment(), cluster(f"{{nodes: [{{gpu: A100-SXM-80GB}}], {slow}}}"))
+    one = next(each for each in candidates(asked) if each.gpus == 1)
+    pair = worlds.split(asked, one, 1, one, 1)
+    # 25 Gbit/s, of which TCP gets 36 %; NVLink of an A100 would be 300 GB/s.
+    for draft in (pair, replace(pair, is_in_node=True)):
+        assert drafts.link(draft).effective_gb_per_s == pytest.approx(25 / 8 * 0.36)
+    # 512 tokens of OPT-13B are 419 MB.
+    moved = drafts.transfer(asked, pair)
+    assert moved.latency_ms + 512 * moved.token_ms == pytest.approx(373, rel=0.01)
 
 
 def test_scheduling_that_is_stated_is_simulated() -> None:

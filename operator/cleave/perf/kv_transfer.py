@@ -80,8 +80,8 @@ def kv_transfer(
 ) -> KvTransfer:
     """Between instances of (tensor, pipeline) sizes, whose GPUs move their shares in parallel.
 
-    `link` is one GPU's: of the node where both instances' stages share one (DistServe, Algorithm 2)
-    or of the network (Algorithm 1). Decode GPUs pull what they keep, replicated heads included; the
+    `link` is one GPU's: of the network between pods, of the node where processes that share GPU
+    memory handles lie in one (DistServe, Algorithm 2). Decode GPUs pull what they keep, replicated heads included; the
     busiest GPU of either side sets the time. `compute_token_ms`: a prompt token's on the prefill
     instance.
     """

@@ -111,7 +111,11 @@ class Link:
 
 
 def within_node(gpu: Gpu) -> Link:
-    """Between GPUs of one node: NVLink where there is one, otherwise PCIe."""
+    """Between GPUs of one node: NVLink where there is one, otherwise PCIe.
+
+    For the GPUs of one instance. Between instances only where one process may map the other's GPU
+    memory (CUDA IPC), which takes a shared PID namespace; pods have one each.
+    """
     if gpu.nvlink_gbps is not None:
         return Link(LinkKind.NVLINK, gpu.nvlink_gbps)
     return Link(LinkKind.PCIE, gpu.pcie_gbps)

@@ -1,7 +1,8 @@
 """Which placement algorithm the network allows: may KV leave its node?
 
 DistServe, section 3.3 and 4: over a fast network hand-offs cost next to nothing (Algorithm 1); over
-a slow one they must stay on the node's own links (Algorithm 2).
+a slow one they should stay in the node, and the search has to weigh them (Algorithm 2). What KV
+takes inside a node is the supply's to say: between pods it is the network's link again.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def choose(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Choi
     if asked is not Affinity.AUTO:
         return Choice(asked, f"{asked.value} affinity as asked for")
     if all(supply.num_nodes == 1 for supply in problem.supplies) and len(problem.supplies) == 1:
-        return Choice(Affinity.HIGH, "one node: KV stays on its own links")
+        return Choice(Affinity.HIGH, "one node: no KV leaves it")
     candidate = min(found, key=lambda each: each.gpus)
     lengths = trials.lengths()
     size = candidate.parallelism.tensor, candidate.parallelism.pipeline
@@ -46,7 +47,7 @@ def choose(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Choi
     is_fast = of_ttft <= _SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
     return Choice(
         Affinity.HIGH if is_fast else Affinity.LOW,
-        f"the KV of a mean prompt takes {hand_off_ms:.3g} ms between nodes: {of_ttft:.1%} of the "
-        f"TTFT target (up to {_SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} of "
-        f"the time of a busy instance's link (up to {_SHARE_OF_LINK:.0%})",
+        f"the KV of a mean prompt takes {hand_off_ms:.3g} ms over the network: {of_ttft:.1%} of "
+        f"the TTFT target (up to {_SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} "
+        f"of the time of a busy instance's link (up to {_SHARE_OF_LINK:.0%})",
     )

@@ -12,7 +12,6 @@ from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf import estimator, inventory, model
 from cleave.perf.gpu import Gpu, find
-from cleave.perf.link import within_node
 from cleave.perf.model import ModelShape
 from cleave.planner.placement import PlanError
 from cleave.planner.policies import policies
@@ -72,8 +71,10 @@ def supplies(
             left[name] = limit - usable
         if name in kinds and usable:
             gpu = kinds[name]
+            # Every instance is a pod of its own: CUDA IPC needs the PID namespace of the other
+            # side, so between pods of one node KV takes the network as well.
             network = inventory.network_link(cluster, gpu)
-            found.append(Supply(name, count, per_node, usable, within_node(gpu), network))
+            found.append(Supply(name, count, per_node, usable, network, network))
     return tuple(found)
 
 

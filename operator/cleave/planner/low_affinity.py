@@ -1,8 +1,9 @@
 """Algorithm 2: prefill and decode instances whose equal pipeline stages share a node.
 
 DistServe, section 4.2, for networks too slow for KV: stages of both phases that hold the same
-layers lie in one node, so that KV moves over the node's own links only. Both phases have the same
-number of stages; inside a node, tensor parallel sizes and counts are free.
+layers lie in one node, so that KV never leaves it. What it takes there is the supply's `node_link`:
+the GPUs' own link in the paper, the network's between pods. Both phases have the same number of
+stages; inside a node, tensor parallel sizes and counts are free.
 """
 
 from collections.abc import Callable, Sequence

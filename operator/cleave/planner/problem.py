@@ -27,9 +27,10 @@ class Supply:
     max_gpus: int
     """Most GPUs that a plan may take of these nodes."""
     node_link: Link
-    """Between two GPUs of one node."""
+    """What KV takes between instances of one node: the GPUs' own link only where the instances'
+    processes can map each other's GPU memory; pods cannot, so theirs is the network's."""
     network_link: Link
-    """Between two GPUs of unlike nodes."""
+    """What KV takes between instances of unlike nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Called by the page. What is hard: the stages of one pipeline may lie in several nodes, but the GPUs
 of one stage share a node; under DistServe's Algorithm 2 the same stage of prefill and decode share
-one too, because KV moves between them over NVLink only.
+one too, because KV does not leave it.
 """
 
 import math
