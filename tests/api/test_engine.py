@@ -14,5 +14,18 @@ def test_kv_goes_where_one_tensor_size_divides_the_other(
     prefill: int, decode: int, can: bool
 ) -> None:
     one, other = Parallelism(tensor=prefill), Parallelism(tensor=decode, pipeline=2)
-    assert Connector.NIXL.can_pair(one, other) is can
-    assert Connector.CLEAVE.can_pair(one, other)
+    assert (Connector.NIXL.why_not(one, other, 8) is None) is can
+    assert Connector.CLEAVE.why_not(one, other, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "heads", "can"),
+    [(8, 4, 4, False), (16, 8, 8, False), (8, 8, 4, True), (4, 8, 4, True), (8, 4, 8, True)],
+)
+def test_fewer_gpus_do_not_take_kv_heads_that_are_kept_in_copies(
+    prefill: int, decode: int, heads: int, can: bool
+) -> None:
+    one, other = Parallelism(tensor=prefill), Parallelism(tensor=decode)
+    assert (Connector.NIXL.why_not(one, other, heads) is None) is can
+    assert Connector.NIXL.why_not(one, other, None) is None
+    assert Connector.CLEAVE.why_not(one, other, heads) is None

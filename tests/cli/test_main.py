@@ -108,6 +108,68 @@ def test_validate_reads_the_trace_and_the_cluster_that_a_plan_needs(
     assert (result.exit_code, "unknown GPU 'H99'" in result.stderr) == (2, True)
 
 
+def test_targets_that_look_like_seconds_are_a_warning(cli: CliRunner, manifest: Path) -> None:
+    text = manifest.read_text().replace("ttftMs: 400", "ttftMs: 0.4")
+    manifest.write_text(text.replace("tpotMs: 40", "tpotMs: 0.04"))
+    result = cli.invoke(app, ["validate", "-f", str(manifest)])
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        "warning: spec.slo.ttftMs: 0.4 is 0.4 milliseconds; are these seconds? 0.4 s is 400",
+        "warning: spec.slo.tpotMs: 0.04 is 0.04 milliseconds; are these seconds? 0.04 s is 40",
+    ]
+
+
+UNKNOWN = """\
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: openai/gpt-oss-120b
+  slo: {ttftMs: 400, tpotMs: 40}
+  workload: {rate: 2, promptTokens: {mean: 400}, outputTokens: {mean: 90}}
+"""
+
+
+def test_a_model_that_cannot_be_planned_is_valid_and_comes_up_as_the_smallest_pair(
+    cli: CliRunner, tmp_path: Path
+) -> None:
+    manifest, cluster = tmp_path / "chat.yaml", tmp_path / "cluster.yaml"
+    manifest.write_text(UNKNOWN)
+    cluster.write_text("nodes: [{gpu: H100-SXM-80GB}]")
+    files = ["-f", str(manifest), "--cluster", str(cluster)]
+    valid = cli.invoke(app, ["validate", *files])
+    assert valid.exit_code == 0
+    said, remedy = valid.stderr.splitlines()
+    assert said.startswith("warning: spec.model.source: it is none of the models")
+    assert "one prefill and one decode instance" in said
+    assert "config.json" in remedy
+    started = cli.invoke(app, ["up", *files, "--dry-run"])
+    assert (started.exit_code, started.stderr) == (0, valid.stderr)
+    names = [pod["metadata"]["name"] for pod in yaml.safe_load_all(started.stdout)]
+    assert names == ["chat-prefill-0", "chat-decode-0", "chat-gateway"]
+    cluster.write_text("nodes: [{gpu: H99}]")
+    result = cli.invoke(app, ["validate", *files])
+    assert (result.exit_code, "unknown GPU 'H99'" in result.stderr) == (2, True)
+
+
+def test_a_pair_that_vllm_cannot_pair_is_refused_before_anything_starts(
+    cli: CliRunner, tmp_path: Path
+) -> None:
+    manifest = tmp_path / "chat.yaml"
+    placement = (
+        "  placement: {manual: [{role: prefill, parallelism: {tensor: 8}}, "
+        "{role: decode, parallelism: {tensor: 4}}]}\n"
+    )
+    manifest.write_text(UNKNOWN.replace("openai/gpt-oss-120b", "Qwen/Qwen3-30B-A3B") + placement)
+    for command in (["validate"], ["up", "--dry-run"], ["simulate"]):
+        cluster = tmp_path / "cluster.yaml"
+        cluster.write_text("nodes: [{gpu: H100-SXM-80GB, count: 2}]")
+        result = cli.invoke(app, [*command, "-f", str(manifest), "--cluster", str(cluster)])
+        (line,) = result.stderr.splitlines()
+        assert result.exit_code == 2
+        assert line.startswith("error: spec.placement.manual[1].parallelism.tensor: 4 cannot take")
+
+
 def test_a_dry_run_prints_the_pods_and_starts_nothing(
     cli: CliRunner, manifest: Path, state_root: Path
 ) -> None:
@@ -136,13 +198,13 @@ def test_a_workload_is_planned_before_the_pods_are_made(cli: CliRunner, manifest
 def test_a_workload_that_no_plan_holds_is_refused_in_one_line(
     cli: CliRunner, manifest: Path
 ) -> None:
-    text = manifest.read_text().replace("ttftMs: 400", "ttftMs: 1")
+    text = manifest.read_text().replace("ttftMs: 400", "ttftMs: 10")
     lengths = "promptTokens: {mean: 400}, outputTokens: {mean: 90}"
     manifest.write_text(f"{text}  workload: {{rate: 1, {lengths}}}\n".replace("0.01", "1"))
     result = cli.invoke(app, ["up", "-f", str(manifest), "--dry-run"])
     (line,) = result.stderr.splitlines()
     assert result.exit_code == 1
-    assert line.startswith("error: infeasible: no plan meets TTFT 1.00 ms")
+    assert line.startswith("error: infeasible: no plan meets TTFT 10.0 ms")
 
 
 def test_what_is_not_up_is_said_in_one_line(cli: CliRunner) -> None:

@@ -268,3 +268,18 @@ def test_what_its_pools_say_is_passed_on() -> None:
 
 def test_a_fault_is_told() -> None:
     assert condition(reconcile(view(deployment(), fault="quota")), "Degraded") == ("True", "Failed")
+
+
+def test_a_model_that_the_planner_does_not_know_is_deployed_and_the_condition_says_how() -> None:
+    workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+    asked = deployment(
+        placement=None, model="openai/gpt-oss-120b", engine={"type": "vLLM"}, workload=workload
+    )
+    actions = reconcile(view(asked))
+    assert names(actions, "InstancePool") == ["chat-prefill", "chat-decode"]
+    assert not [each for each in actions if isinstance(each, Ask)]
+    (patch,) = (each for each in actions if isinstance(each, PatchStatus))
+    said = next(each for each in patch.status["conditions"] if each["type"] == "PlanReady")
+    assert (said["status"], said["reason"]) == ("False", "ModelUnknown")
+    assert "nothing is planned" in said["message"]
+    assert len(said["message"]) < 1024

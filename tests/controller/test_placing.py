@@ -60,6 +60,47 @@ def test_without_traffic_the_smallest_pair_comes_up_and_no_plan_is_claimed() -> 
     assert "spec.workload" in decision.conditions[0].message
 
 
+def test_a_model_that_the_planner_does_not_know_gets_the_smallest_pair_and_the_reason() -> None:
+    for model in ("openai/gpt-oss-120b", "Qwen/Qwen3-32B-FP8", "/models/mine"):
+        decision = ask(deployment(model=model, workload=WORKLOAD), {"plan": plan("before")})
+        assert decision.placement is not None
+        assert [(pool.role, pool.replicas) for pool in decision.placement.pools] == [
+            (Role.PREFILL, 1),
+            (Role.DECODE, 1),
+        ]
+        assert decision.question is None
+        assert told(decision) == (False, "ModelUnknown")
+        message = decision.conditions[0].message
+        for part in (model, "one GPU each", "is not known", "config.json", "spec.placement.manual"):
+            assert part in message
+    emulated = {"type": "Emulated"}
+    known = ask(deployment(model="openai/gpt-oss-120b", workload=WORKLOAD, engine=emulated))
+    assert known.question is not None
+
+
+def test_of_an_unknown_model_nothing_is_advised_and_what_runs_stays() -> None:
+    advisory = {"workload": WORKLOAD, "planning": {"mode": "Advisory"}, "model": "org/new"}
+    alone = ask(deployment(**advisory), {"plan": plan("before")})
+    assert (alone.placement, alone.question) == (None, None)
+    assert told(alone) == (False, "ModelUnknown")
+    stated = ask(deployment(**advisory, placement=by_hand(prefill=2, decode=1)))
+    assert stated.placement is not None
+    assert stated.placement.replicas(Role.PREFILL) == 2
+    assert told(stated) == (False, "ModelUnknown")
+
+
+def test_a_pair_that_vllm_cannot_pair_is_not_brought_up() -> None:
+    pools = [
+        {"role": "prefill", "parallelism": {"tensor": 8}},
+        {"role": "decode", "parallelism": {"tensor": 4}},
+    ]
+    asked = deployment(model="Qwen/Qwen3-30B-A3B", placement={"manual": pools})
+    decision = ask(asked, {"plan": plan("before")})
+    assert (decision.placement, decision.plan) == (None, plan("before"))
+    assert told(decision) == (False, "Faulty")
+    assert "spec.engine.connector Cleave" in decision.conditions[0].message
+
+
 def test_the_planner_is_asked_once_and_what_runs_stays_meanwhile() -> None:
     asked = deployment(workload=WORKLOAD)
     running = {"plan": plan("another")}

@@ -81,11 +81,41 @@ def test_sizes_of_which_one_is_a_multiple_of_the_other_pass(prefill, decode) -> 
     assert find(placement=pools) == Findings()
 
 
-def test_a_model_of_unknown_size_is_a_fault_only_where_it_must_be_planned() -> None:
+def test_fewer_gpus_that_would_read_copies_of_kv_heads_are_a_fault() -> None:
+    # Qwen3-30B-A3B has 4 KV heads: 8 GPUs keep two copies of each.
+    pools = manual(parallel("prefill", tensor=8), parallel("decode", tensor=4))
+    (said,) = find(model="Qwen/Qwen3-30B-A3B", placement=pools).faults
+    assert said == (
+        "spec.placement.manual[1].parallelism.tensor: 4 cannot take KV from prefill instances "
+        "with 8, which keep copies of the model's 4 KV heads: state at least 8, or at most 4 for "
+        "prefill, or spec.engine.connector Cleave"
+    )
+    own = {"connector": "Cleave"}
+    assert find(model="Qwen/Qwen3-30B-A3B", engine=own, placement=pools) == Findings()
+    # MLA keeps its latent whole on every GPU.
+    assert find(model="deepseek-ai/DeepSeek-V3", placement=pools) == Findings()
+
+
+def test_of_a_model_of_unknown_size_the_same_is_a_warning() -> None:
+    pools = manual(parallel("prefill", tensor=8), parallel("decode", tensor=4))
+    found = find(model="somebody/something-new", placement=pools)
+    assert found.faults == ()
+    (said,) = found.warnings
+    assert said.startswith("spec.placement.manual[1].parallelism.tensor: it is none of the models")
+    assert "fewer than 8 KV heads" in said
+    turned = manual(parallel("prefill", tensor=4), parallel("decode", tensor=8))
+    assert find(model="somebody/something-new", placement=turned) == Findings()
+
+
+def test_a_model_of_unknown_size_is_no_fault_and_what_it_gets_is_told() -> None:
     unknown = "somebody/something-new"
-    (fault,) = find(model=unknown, workload=WORKLOAD).faults
-    assert fault.startswith("spec.model.source: 'somebody/something-new' is neither")
-    assert fault.endswith("state instances by hand in spec.placement.manual")
+    for cluster in (None, A100):
+        found = find(cluster, model=unknown, workload=WORKLOAD)
+        assert found.faults == ()
+        said, remedy = found.warnings
+        assert said.startswith("spec.model.source: it is none of the models that Cleave describes")
+        assert "one prefill and one decode instance of one GPU each" in said
+        assert remedy.startswith("spec.placement.manual: ")
     assert find(model=unknown) == Findings()
     by_hand = manual(parallel("mixed", tensor=3))
     assert find(model=unknown, workload=WORKLOAD, placement=by_hand) == Findings()
@@ -93,8 +123,20 @@ def test_a_model_of_unknown_size_is_a_fault_only_where_it_must_be_planned() -> N
 
 def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
     (tmp_path / "config.json").write_text("not JSON")
-    assert find(A100, model=str(tmp_path), workload=WORKLOAD) == Findings()
+    found = find(A100, model=str(tmp_path), workload=WORKLOAD)
+    assert found.faults == ()
+    assert found.warnings[0].startswith("spec.model.source: the operator reads no folder: ")
     assert find(model=str(tmp_path), placement=manual(parallel("mixed", tensor=3))) == Findings()
+
+
+def test_targets_that_look_like_seconds_are_a_warning() -> None:
+    found = find(slo={"ttftMs": 0.4, "tpotMs": 40})
+    assert found.faults == ()
+    (said,) = found.warnings
+    assert said.startswith("spec.slo.ttftMs: 0.4 is 0.4 milliseconds; are these seconds?")
+    assert find(slo={"ttftMs": 10, "tpotMs": 1}) == Findings()
+    emulated = find(slo={"ttftMs": 400, "tpotMs": 0.04}, engine={"type": "Emulated"})
+    assert len(emulated.warnings) == 1
 
 
 def test_the_operator_opens_no_file_that_a_deployment_names(tmp_path) -> None:

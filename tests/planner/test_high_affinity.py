@@ -1,10 +1,10 @@
 """Algorithm 1: phases apart, then replicas."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from cleave.api.engine import Connector
 from cleave.api.role import Parallelism, Role
 from cleave.planner import goodput, high_affinity
 from cleave.planner.candidates import candidates
@@ -55,7 +55,7 @@ def test_replicas_are_the_rate_by_the_goodput_of_each_phase_rounded_up() -> None
     asked = worlds.blog(rate=50.0)
     trials, targets = Trials(asked.demand), worlds.targets(asked)
     phases = high_affinity.optimise(asked, trials, candidates(asked), targets)
-    ((prefill, decode),) = high_affinity.pairs(phases, Connector.NIXL)
+    ((prefill, decode),) = high_affinity.pairs(asked, phases)
     draft = high_affinity.replicated(prefill, decode, 50.0)
     assert draft.replicas(Role.PREFILL) == math.ceil(50 / prefill.goodput.rate)
     assert draft.replicas(Role.DECODE) == math.ceil(50 / decode.goodput.rate)
@@ -68,7 +68,7 @@ def test_a_phase_whose_target_no_instance_meets_has_no_instance() -> None:
     )
     assert phases.decode is None
     assert phases.prefill is not None
-    assert high_affinity.pairs([phases], Connector.NIXL) == []
+    assert high_affinity.pairs(asked, [phases]) == []
 
 
 def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
@@ -78,7 +78,7 @@ def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
     )
     trials, targets = Trials(asked.demand), worlds.targets(asked)
     phases = high_affinity.optimise(asked, trials, candidates(asked), targets)
-    pairs = high_affinity.pairs(phases, Connector.NIXL)
+    pairs = high_affinity.pairs(asked, phases)
     kinds = {
         tuple(group.instance.candidate.supply.gpu for rated in pair for group in rated.draft.groups)
         for pair in pairs
@@ -96,3 +96,15 @@ def test_at_a_low_rate_small_instances_take_least_even_if_large_ones_serve_more_
     assert efficient.prefill is not None
     assert least.prefill.draft.groups[0].instance.candidate.parallelism == Parallelism()
     assert efficient.prefill.draft.gpus >= least.prefill.draft.gpus
+
+
+def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:
+    asked = worlds.problem()
+    trials, targets = Trials(asked.demand), worlds.targets(asked)
+    wide = [worlds.of_size(asked, 4)]
+    (prefill,) = high_affinity.optimise(asked, trials, wide, targets)
+    (decode,) = high_affinity.optimise(asked, trials, [worlds.of_size(asked, 2)], targets)
+    phases = [replace(prefill, decode=None), replace(decode, prefill=None)]
+    assert len(high_affinity.pairs(asked, phases)) == 1
+    few = replace(asked, shape=replace(asked.shape, num_kv_heads=2))
+    assert high_affinity.pairs(few, phases) == []

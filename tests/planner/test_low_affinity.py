@@ -25,7 +25,7 @@ def test_both_phases_have_as_many_stages_and_their_segments_fit_one_node() -> No
         assert prefill.pipeline == decode.pipeline
         segment = sum(g.replicas * g.instance.candidate.parallelism.tensor for g in draft.groups)
         assert segment <= 8
-        assert Connector.NIXL.can_pair(prefill, decode)
+        assert asked.can_pair(prefill, decode)
         assert draft.is_in_node
 
 
@@ -96,3 +96,14 @@ def test_at_a_low_rate_the_smallest_cell_takes_least() -> None:
     )
     assert rated is not None
     assert rated.draft.gpus == 2
+
+
+def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:
+    asked = worlds.problem()
+    asked = replace(asked, shape=replace(asked.shape, num_kv_heads=2))
+    sizes = {
+        tuple(group.instance.candidate.parallelism.tensor for group in draft.groups)
+        for draft in low_affinity.configurations(asked, candidates(asked), ANY)
+    }
+    assert {(2, 1), (4, 4), (2, 4)} <= sizes
+    assert not {(4, 2), (4, 1)} & sizes

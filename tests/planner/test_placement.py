@@ -19,11 +19,13 @@ from cleave.planner.placement import PlanError, located, plan
 from cleave.planner.plan import PlannedPool
 
 
-def deployment(*manual: ManualPool, engine: Engine | None = None) -> LLMDeployment:
+def deployment(
+    *manual: ManualPool, engine: Engine | None = None, model: str = "org/model"
+) -> LLMDeployment:
     return LLMDeployment(
         metadata=Metadata(name="chat"),
         spec=LLMDeploymentSpec(
-            model=Model(source="org/model"),
+            model=Model(source=model),
             slo=Slo(ttft_ms=400, tpot_ms=40),
             placement=ManualPlacement(manual=list(manual)) if manual else None,
             engine=engine or Engine(),
@@ -57,6 +59,17 @@ def test_a_placement_by_hand_is_taken_as_it_is_in_the_order_of_roles() -> None:
         PlannedPool(Role.MIXED, 1),
     )
     assert "by hand" in placement.reason
+
+
+def test_parallel_sizes_that_the_model_does_not_take_are_faults() -> None:
+    wide = ManualPool(role=Role.PREFILL, parallelism=Parallelism(tensor=8))
+    narrow = ManualPool(role=Role.DECODE)
+    assert plan(deployment(wide, narrow, model="org/unknown")).gpus == 9
+    with pytest.raises(PlanError, match="1 cannot take KV from prefill instances with 8"):
+        plan(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B"))
+    odd = ManualPool(role=Role.DECODE, parallelism=Parallelism(tensor=3))
+    with pytest.raises(PlanError, match="40 attention heads cannot be shared by 3 GPUs"):
+        plan(deployment(odd, model="facebook/opt-13b"))
 
 
 def test_gpus_and_replicas_are_counted_over_all_pools() -> None:

@@ -40,6 +40,12 @@ class Slo(Shape):
     attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of requests that must meet both targets."""
 
+    @property
+    def like_seconds(self) -> dict[str, float]:
+        """Targets by field that are so short that seconds were probably meant, in milliseconds."""
+        short = {"ttftMs": (self.ttft_ms, 10.0), "tpotMs": (self.tpot_ms, 1.0)}
+        return {field: value for field, (value, least) in short.items() if value < least}
+
 
 class ManualPlacement(Shape):
     """Instances per role."""

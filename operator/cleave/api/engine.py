@@ -66,15 +66,34 @@ class Connector(StrEnum):
     NIXL = "Nixl"
     CLEAVE = "Cleave"
 
-    def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
-        """Whether instances that are spread like `decode` can take KV from those like `prefill`.
+    def why_not(
+        self, prefill: Parallelism, decode: Parallelism, kv_heads: int | None
+    ) -> str | None:
+        """Why instances like `decode` cannot take KV from those like `prefill`; None: they can.
 
-        vLLM's NixlConnector maps shards to whole shards and stops with an assertion at the first
-        hand-off where neither tensor size divides the other. Cleave's goes by heads and layers, and
-        takes any two sizes that the model takes.
+        `kv_heads`: the KV heads that tensor parallelism splits; None: not known, or none are split
+        (MLA). vLLM's NixlConnector maps shards to whole shards, and stops with an assertion at the
+        first hand-off where neither tensor size divides the other, or where fewer GPUs read heads
+        that the prefill side keeps in copies (0.32: `nixl/base_worker.py`, `tp_ratio < 0 and
+        is_kv_replicated`). Cleave's goes by heads and layers, and takes any two sizes that the
+        model takes.
         """
         few, many = sorted((prefill.tensor, decode.tensor))
-        return self is Connector.CLEAVE or many % few == 0
+        if self is Connector.CLEAVE:
+            return None
+        if many % few:
+            return (
+                f"{decode.tensor} cannot take KV from prefill instances with {prefill.tensor}: one "
+                "must be a multiple of the other, or spec.engine.connector Cleave"
+            )
+        if kv_heads is not None and decode.tensor < prefill.tensor and prefill.tensor > kv_heads:
+            return (
+                f"{decode.tensor} cannot take KV from prefill instances with {prefill.tensor}, "
+                f"which keep copies of the model's {kv_heads} KV heads: state at least "
+                f"{prefill.tensor}, or at most {kv_heads} for prefill, or spec.engine.connector "
+                "Cleave"
+            )
+        return None
 
 
 class Transfer(StrEnum):

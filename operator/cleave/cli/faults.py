@@ -41,11 +41,12 @@ def told() -> Iterator[None]:
 
 
 def load_deployment(file: Path) -> "LLMDeployment":
-    """The LLMDeployment in `file`, which can be planned.
+    """The LLMDeployment in `file`, with the instances that it states; doubts go to standard error.
 
     Ends with exit code 2 and one line per fault in it.
     """
     from cleave.api.manifest import ManifestError, load
+    from cleave.planner.checks import doubts
     from cleave.planner.placement import PlanError, located, plan
 
     try:
@@ -53,4 +54,6 @@ def load_deployment(file: Path) -> "LLMDeployment":
         plan(deployment)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
+    for doubt in doubts(deployment):
+        sys.stderr.write(f"warning: {doubt}\n")
     return deployment

@@ -4,7 +4,7 @@ Called by the deployment's reconcile. What is hard: a plan stays as long as what
 It is kept in status with a digest of that, so that an operator that starts anew plans nothing anew.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
@@ -18,12 +18,15 @@ from cleave.controller.actions import PlanOutcome
 from cleave.controller.conditions import PLANNING, Condition
 from cleave.controller.inventory import Inventory
 from cleave.controller.wanted import digest
+from cleave.planner import checks
 from cleave.planner.placement import Placement, PlanError, plan, to_planned
 from cleave.pods.labels import Manifest
 from cleave.pods.pool import selected_plan
 
 PLAN_READY = "PlanReady"
 PLAN_FEASIBLE = "PlanFeasible"
+MODEL_UNKNOWN = "ModelUnknown"
+"""Why PlanReady is False where there is traffic to plan for and no model to plan with."""
 _CONDITIONS = (PLAN_READY, PLAN_FEASIBLE)
 
 
@@ -61,7 +64,8 @@ def decide(
     stated = spec.placement is not None
     has_traffic = spec.workload is not None or basis is not None
     question = PlanOutcome(inputs(deployment, there, basis), there.numbers, basis)
-    if stated or not has_traffic:
+    unknown = checks.unknown_model(deployment, reads_files=False)
+    if stated or not has_traffic or (unknown is not None and not is_advisory):
         decision = _unplanned(deployment, status)
     elif is_advisory:
         decision = Decision(None, status.get("plan"), ())
@@ -69,6 +73,9 @@ def decide(
         return _planned(status, question, outcome, is_limited=is_limited)
     if not is_advisory or not has_traffic:
         return decision
+    if unknown is not None:
+        why = f"nothing is advised, as the planner does not know the model: {unknown}"
+        return replace(decision, conditions=_not_ready(MODEL_UNKNOWN, why))
     return _advised(decision, status, question, outcome)
 
 
@@ -108,7 +115,7 @@ def placed(written: Manifest) -> Placement:
 
 
 def _unplanned(deployment: LLMDeployment, status: Manifest) -> Decision:
-    """By hand, or the smallest fleet where nothing is stated at all."""
+    """By hand, or the smallest fleet where there is nothing to plan from or with."""
     try:
         placement = plan(deployment, reads_files=False)
     except PlanError as error:
@@ -117,7 +124,8 @@ def _unplanned(deployment: LLMDeployment, status: Manifest) -> Decision:
     if deployment.spec.placement is not None:
         return Decision(placement, told, _ready("Stated", placement.reason))
     # It serves, and yet nobody should take it for a plan.
-    return Decision(placement, told, _not_ready("NotPlanned", placement.reason))
+    reason = "NotPlanned" if deployment.spec.workload is None else MODEL_UNKNOWN
+    return Decision(placement, told, _not_ready(reason, placement.reason))
 
 
 def _planned(

@@ -32,10 +32,6 @@ LIMIT_S = 600.0
 _NICENESS = 10
 _STAND_IN = "facebook/opt-13b"
 """What emulated engines take a model for that they do not know."""
-_FOLDER = (
-    "spec.model.source: the operator reads no folder, so the model's size is not known; state its "
-    "Hugging Face id and spec.model.cache, or instances by hand in spec.placement.manual"
-)
 
 
 def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOutcome:
@@ -43,7 +39,7 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
     from cleave.controller.loop import review
     from cleave.controller.loop.basis import to_correction
     from cleave.perf.corrected import correct
-    from cleave.planner import asking, emulated, growth, search
+    from cleave.planner import asking, checks, emulated, growth, search
     from cleave.planner.placement import Placement, PlanError
     from cleave.planner.words import reason_alone
     from cleave.pods.pool import selected_plan
@@ -52,8 +48,8 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
     is_emulated = deployment.spec.engine.type is EngineType.EMULATED
     if faults := tuple(unread(deployment)):
         return question.with_faults(faults)
-    if deployment.spec.model.folder is not None and not is_emulated:
-        return question.with_faults([_FOLDER])
+    if (why := checks.unknown_model(deployment, reads_files=False)) is not None:
+        return question.with_faults([f"spec.model.source: {why}"])
     try:
         if is_emulated:
             # They need no GPU, so nodes do not bound their number.

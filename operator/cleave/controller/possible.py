@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector, Engine, EngineType
+from cleave.api.engine import Engine, EngineType
 from cleave.api.manifest import ManifestError
 from cleave.api.model import Model
 from cleave.api.planned import ManualPool
 from cleave.api.pool import InstancePool
-from cleave.api.role import Parallelism, Role
+from cleave.api.role import Parallelism
 from cleave.perf import latency, model
 from cleave.perf.gpu import UnknownGpuError, find
 from cleave.perf.model import ModelShape
-from cleave.planner import asking
+from cleave.planner import asking, checks
 from cleave.planner.candidates import sizes
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem
@@ -39,19 +39,16 @@ def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Finding
     """Of a whole deployment. `cluster`: the nodes there are; None: not known."""
     spec = deployment.spec
     faults = [*_profile_faults(spec.engine), *unread(deployment)]
+    warnings = tuple(checks.doubts(deployment, reads_files=False))
     if spec.engine.type is EngineType.EMULATED:
         # Its instances have no weights to split and run on any node.
-        return Findings(tuple(faults))
+        return Findings(tuple(faults), warnings)
+    faults += checks.split_faults(deployment, reads_files=False)
     if spec.placement is not None:
-        faults += _split_faults(spec.model, spec.engine.connector, spec.placement.manual)
-        return Findings(tuple(faults), tuple(_missing_machines(spec.placement.manual, cluster)))
-    if spec.workload is None:
-        return Findings(tuple(faults))
-    if spec.model.folder is None:
-        faults += _model_faults(spec.model)
-    if faults or cluster is None or spec.model.folder is not None:
-        return Findings(tuple(faults))
-    return Findings(warnings=tuple(_unplannable(deployment, cluster)))
+        warnings += tuple(_missing_machines(spec.placement.manual, cluster))
+    elif spec.workload is not None and cluster is not None and not faults:
+        warnings += tuple(_unplannable(deployment, cluster))
+    return Findings(tuple(faults), warnings)
 
 
 def of_pool(pool: InstancePool, cluster: Cluster | None) -> Findings:
@@ -96,33 +93,6 @@ def _profile_faults(engine: Engine) -> Iterator[str]:
         yield f"spec.engine.emulated.latency: {error}"
 
 
-def _model_faults(asked: Model) -> Iterator[str]:
-    try:
-        model.load(asked.locator)
-    except model.UnknownModelError as error:
-        yield f"spec.model.source: {error}; state instances by hand in spec.placement.manual"
-
-
-def _split_faults(asked: Model, connector: Connector, pools: Sequence[ManualPool]) -> Iterator[str]:
-    """Parallel sizes that the model, or the connector between two roles, does not allow."""
-    shape = _shape(asked)
-    for index, pool in enumerate(pools):
-        tensor, pipeline = pool.parallelism.tensor, pool.parallelism.pipeline
-        if shape and (reason := shape.why_not(tensor, pipeline)):
-            yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
-    for pool in (pool for pool in pools if pool.role is Role.PREFILL):
-        for index, other in enumerate(pools):
-            if other.role is Role.PREFILL:
-                continue
-            if not connector.can_pair(pool.parallelism, other.parallelism):
-                yield (
-                    f"spec.placement.manual[{index}].parallelism.tensor: "
-                    f"{other.parallelism.tensor} cannot take KV from prefill instances with "
-                    f"{pool.parallelism.tensor}: one must be a multiple of the other, or "
-                    "spec.engine.connector Cleave"
-                )
-
-
 def _missing_machines(pools: Sequence[ManualPool], cluster: Cluster | None) -> Iterator[str]:
     for index, pool in enumerate(pools):
         path = f"spec.placement.manual[{index}]"
@@ -150,7 +120,9 @@ def _missing_machine(
 
 
 def _unplannable(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
-    """Why nothing can be planned on these nodes."""
+    """Why nothing can be planned on these nodes; of an unknown model that is said already."""
+    if checks.unknown_model(deployment, reads_files=False) is not None:
+        return
     try:
         problem = asking.problem(deployment, cluster)
     except (PlanError, ManifestError) as error:
@@ -173,7 +145,7 @@ def _fits(problem: Problem) -> Iterator[bool]:
 
 
 def _shape(asked: Model) -> ModelShape | None:
-    """None: its dimensions are not known here, which is no fault of the deployment."""
+    """None: its dimensions are not known here, which is no fault of the pool."""
     if asked.folder is not None:
         return None
     try:

@@ -13,6 +13,7 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.local.errors import UpError
+from cleave.planner.checks import unknown_model
 from cleave.planner.placement import Placement, plan
 from cleave.planner.plan import Answer
 from cleave.planner.words import reason_alone
@@ -46,11 +47,13 @@ def place(
 
 
 def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) -> "Problem | None":
-    """What to ask the planner; None: nothing."""
+    """What to ask the planner; None: nothing, or it does not know the model."""
     spec = deployment.spec
     if spec.placement is not None or spec.workload is None:
         return None
     if spec.engine.type is not EngineType.EMULATED and cluster is None:
+        return None
+    if unknown_model(deployment) is not None:
         return None
     planner_must_be_installed()
     from cleave.planner import asking, emulated

@@ -81,9 +81,9 @@ def kv_transfer(
     """Between instances of (tensor, pipeline) sizes, whose GPUs move their shares in parallel.
 
     `link` is one GPU's: of the network between pods, of the node where processes that share GPU
-    memory handles lie in one (DistServe, Algorithm 2). Decode GPUs pull what they keep, replicated heads included; the
-    busiest GPU of either side sets the time. `compute_token_ms`: a prompt token's on the prefill
-    instance.
+    memory handles lie in one (DistServe, Algorithm 2). Decode GPUs pull what they keep, replicated
+    heads included; the busiest GPU of either side sets the time. `compute_token_ms`: a prompt
+    token's on the prefill instance.
     """
     pulled = shape.kv_bytes_on_gpu(*decode)
     decode_gpus, prefill_gpus = decode[0] * decode[1], prefill[0] * prefill[1]

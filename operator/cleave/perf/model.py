@@ -154,6 +154,11 @@ class ModelShape:
         width = self.latent.cached_size + self.latent.kv_rank
         return 2.0 * self.num_layers * self.num_attention_heads * width
 
+    @property
+    def split_kv_heads(self) -> int | None:
+        """KV heads that tensor parallelism splits; None: MLA's latent is whole on every GPU."""
+        return self.num_kv_heads if self.latent is None else None
+
     def layers_per_stage(self, pipeline: int) -> int:
         """Layers of the fullest of `pipeline` stages."""
         return -(-self.num_layers // pipeline)

@@ -153,7 +153,7 @@ def ahead_from_tokens(problem: Problem, draft: Draft) -> int:
 
 
 def link(draft: Draft) -> Link:
-    """What KV takes: the link inside a node when a draft says so or when one node holds all of it."""
+    """What KV takes: the way inside a node when a draft says so or one node holds all of it."""
     supplies = list({group.instance.candidate.supply for group in draft.groups})
     first = supplies[0]
     is_small = first.num_nodes == 1 or draft.gpus <= first.gpus_per_node

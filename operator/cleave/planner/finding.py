@@ -110,9 +110,7 @@ def _high(
     """Fitted plans; where the nodes have no room for any, the one that fills them best."""
     load, objective = Load(problem.rate, targets), problem.planning.objective
     pairs = sorted(
-        high_affinity.pairs(
-            _phases(problem, trials, found, targets, tick), problem.policies.connector
-        ),
+        high_affinity.pairs(problem, _phases(problem, trials, found, targets, tick)),
         key=lambda pair: high_affinity.replicated(pair[0], pair[1], problem.rate).resources(
             objective
         ),

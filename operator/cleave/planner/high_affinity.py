@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cleave.api.engine import Connector
 from cleave.api.role import Parallelism, Role
 from cleave.planner import rating
 from cleave.planner.candidates import Candidate, by_gpu, decode_instance, prefill_instance
@@ -59,13 +58,13 @@ def fewest(
     return _phases(problem, trials, found, targets, least)
 
 
-def pairs(phases: Sequence[Phases], connector: Connector) -> list[tuple[Rated, Rated]]:
+def pairs(problem: Problem, phases: Sequence[Phases]) -> list[tuple[Rated, Rated]]:
     """A prefill instance and a decode instance that can take its KV, of all kinds; none twice."""
     return [
         (prefill, decode)
         for prefill in _distinct([each.prefill for each in phases])
         for decode in _distinct([each.decode for each in phases])
-        if connector.can_pair(_parallelism(prefill), _parallelism(decode))
+        if problem.can_pair(_parallelism(prefill), _parallelism(decode))
     ]
 
 

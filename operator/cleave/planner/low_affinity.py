@@ -76,7 +76,7 @@ def configurations(problem: Problem, found: Sequence[Candidate], most: Replicas)
         for decode in found
         if prefill.supply == decode.supply
         and prefill.parallelism.pipeline == decode.parallelism.pipeline
-        and problem.policies.connector.can_pair(prefill.parallelism, decode.parallelism)
+        and problem.can_pair(prefill.parallelism, decode.parallelism)
         for draft in _counts(problem, prefill, decode, most)
     ]
     return [draft for draft in drafts if packing.fits(problem, draft)]

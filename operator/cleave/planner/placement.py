@@ -14,6 +14,7 @@ from cleave.api.engine import Engine, EngineType
 from cleave.api.planned import ManualPool
 from cleave.api.role import Role
 from cleave.perf import latency
+from cleave.planner import checks
 from cleave.planner.plan import Answer, PlannedPool
 
 
@@ -50,8 +51,8 @@ class Placement:
 def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
     """The placement stated by hand, else one prefill and one decode instance.
 
-    Without `reads_files` a latency profile in a file is taken to be where the engines run.
-    Raises PlanError.
+    Without `reads_files` a latency profile in a file, and a model in a folder, are taken to be
+    where the engines run. Raises PlanError.
     """
     engine = deployment.spec.engine
     if reads_files or not latency.is_file(engine.emulation.latency):
@@ -60,8 +61,10 @@ def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
     if stated is None:
         return Placement(
             pools=(PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)),
-            reason=f"one prefill and one decode instance: {_missing(deployment)}",
+            reason=_why_smallest(deployment, reads_files=reads_files),
         )
+    if faults := list(checks.split_faults(deployment, reads_files=reads_files)):
+        raise PlanError(faults)
     order = list(Role)
     return Placement(
         pools=tuple(map(to_planned, sorted(stated.manual, key=lambda p: order.index(p.role)))),
@@ -97,11 +100,22 @@ def located(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
     return deployment.model_copy(update={"spec": spec})
 
 
-def _missing(deployment: LLMDeployment) -> str:
+def _why_smallest(deployment: LLMDeployment, *, reads_files: bool) -> str:
     """Why nothing was planned."""
+    pair = "one prefill and one decode instance"
     if deployment.spec.workload is None:
-        return "spec.workload states no traffic to plan for, and spec.placement.manual nothing else"
-    return "no cluster file says which machines there are, and spec.placement.manual nothing else"
+        missing = "spec.workload states no traffic to plan for"
+        return f"{pair}: {missing}, and spec.placement.manual nothing else"
+    unknown = checks.unknown_model(deployment, reads_files=reads_files)
+    if unknown is None:
+        missing = "no cluster file says which machines there are"
+        return f"{pair}: {missing}, and spec.placement.manual nothing else"
+    return (
+        f"{pair} of one GPU each: nothing is planned, as the planner does not know the model "
+        f"{deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not known "
+        "either. To plan it: `cleave plan` with a folder that holds its config.json as spec.model, "
+        "and its placement in spec.placement.manual; or state instances there by hand"
+    )
 
 
 def _must_be_measured(engine: Engine) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cleave.api.deployment import Slo
 from cleave.api.engine import Connector
 from cleave.api.planning import Planning
+from cleave.api.role import Parallelism
 from cleave.perf.estimate import Estimator
 from cleave.perf.link import Link
 from cleave.perf.model import ModelShape
@@ -88,6 +89,11 @@ class Problem:
         there = sum(supply.max_gpus for supply in self.supplies)
         limit = self.planning.max_gpus
         return there if limit is None else min(there, limit)
+
+    def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
+        """Whether decode instances of this size can take KV from prefill instances of that one."""
+        connector, heads = self.policies.connector, self.shape.split_kv_heads
+        return connector.why_not(prefill, decode, heads) is None
 
     @property
     def rate(self) -> float:

@@ -1,8 +1,8 @@
 """Which nodes a worker may, must and had better run on. Pure; called by the pods' builders.
 
 Instances of a cell (DistServe's Algorithm 2) must share a node or NVLink clique with the same
-stages of the others, so that their KV does not leave it. Others (Algorithm 1) had better be on nodes that
-reach each other fast, and not all on one that may be lost.
+stages of the others, so that their KV does not leave it. Others (Algorithm 1) had better be on
+nodes that reach each other fast, and not all on one that may be lost.
 """
 
 from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec

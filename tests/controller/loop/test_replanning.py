@@ -141,8 +141,9 @@ def test_too_few_requests_say_nothing() -> None:
         {"replan": {"mode": "Off"}},
         {"placement": by_hand(prefill=1, decode=1)},
         {"paused": True},
+        {"model": "org/unheard-of", "engine": {"type": "vLLM"}},
     ],
-    ids=["off", "by hand", "paused"],
+    ids=["off", "by hand", "paused", "unknown model"],
 )
 def test_some_plans_do_not_follow_traffic(spec: dict) -> None:
     asked = deployment(**spec)

@@ -24,6 +24,7 @@ from cleave.controller.loop.following import follow
 from cleave.controller.loop.turn import APPLIED, CORRECTED, DRIFTED, HOLDS, PROPOSED, Event, Turn
 from cleave.controller.observed import seconds, timestamp
 from cleave.controller.placing import inputs, placed
+from cleave.planner import checks
 from cleave.planner.guard import FEWEST, SETTLE_S
 from cleave.planner.placement import to_planned
 from cleave.planner.plan import PlannedPool
@@ -91,10 +92,15 @@ def is_urgent(course: Course, deployment: LLMDeployment, status: Manifest) -> bo
 
 
 def _is_looked_at(deployment: LLMDeployment) -> bool:
-    """What is stated by hand stays, and is only looked at where advice is wanted."""
+    """What is stated by hand stays, and is only looked at where advice is wanted.
+
+    Of a model that the planner does not know, it could say nothing.
+    """
     spec = deployment.spec
     is_by_hand = spec.placement is not None and spec.planning.mode is not Mode.ADVISORY
-    return watches(deployment) and not is_by_hand
+    if is_by_hand or not watches(deployment):
+        return False
+    return checks.unknown_model(deployment, reads_files=False) is None
 
 
 def _said(status: Manifest) -> tuple[Condition, ...]:

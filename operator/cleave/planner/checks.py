@@ -1,0 +1,92 @@
+"""What a deployment's model allows, and what the planner cannot know of it. Pure.
+
+Called by `placement.plan`, on which every way to bring a deployment up goes, by the operator's
+admission and by the command line, so that all of them say the same. Emulated engines have no
+weights to split and stand in for any model.
+"""
+
+from collections.abc import Iterator
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Connector, EngineType
+from cleave.api.role import Role
+from cleave.perf import model
+from cleave.perf.model import ModelShape
+
+_FOLDER = "the operator reads no folder"
+_UNHEARD = "it is none of the models that Cleave describes"
+
+
+def unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
+    """Why the planner cannot know the model's dimensions; None: it does.
+
+    Without `reads_files` a folder is not looked into.
+    """
+    asked = deployment.spec.model
+    if deployment.spec.engine.type is EngineType.EMULATED:
+        return None
+    if asked.folder is not None and not reads_files:
+        return _FOLDER
+    try:
+        model.load(asked.locator)
+    except model.UnknownModelError as error:
+        return str(error) if asked.folder else _UNHEARD
+    return None
+
+
+def split_faults(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
+    """Parallel sizes stated by hand that the model, or the connector between roles, forbids."""
+    spec = deployment.spec
+    if spec.placement is None or spec.engine.type is EngineType.EMULATED:
+        return
+    shape = _shape(deployment, reads_files=reads_files)
+    pools = spec.placement.manual
+    for index, pool in enumerate(pools):
+        tensor, pipeline = pool.parallelism.tensor, pool.parallelism.pipeline
+        if shape and (reason := shape.why_not(tensor, pipeline)):
+            yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
+    heads = shape.split_kv_heads if shape else None
+    for prefill in (pool for pool in pools if pool.role is Role.PREFILL):
+        for index, other in enumerate(pools):
+            reason = spec.engine.connector.why_not(prefill.parallelism, other.parallelism, heads)
+            if other.role is not Role.PREFILL and reason:
+                yield f"spec.placement.manual[{index}].parallelism.tensor: {reason}"
+
+
+def doubts(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
+    """What is no fault, and what its author should know all the same."""
+    spec = deployment.spec
+    for field, value in spec.slo.like_seconds.items():
+        yield (
+            f"spec.slo.{field}: {value:g} is {value:g} milliseconds; are these seconds? "
+            f"{value:g} s is {1000 * value:g}"
+        )
+    why = unknown_model(deployment, reads_files=reads_files)
+    if why is None:
+        return
+    if spec.placement is None and spec.workload is not None:
+        yield (
+            f"spec.model.source: {why}: nothing is planned; one prefill and one decode instance of "
+            "one GPU each serve, and whether the weights fit is not known"
+        )
+        yield (
+            "spec.placement.manual: states more instances or GPUs; `cleave plan` finds them with a "
+            "folder that holds the model's config.json as spec.model"
+        )
+    if spec.placement is None or spec.engine.connector is not Connector.NIXL:
+        return
+    pools = spec.placement.manual
+    for prefill in (pool.parallelism.tensor for pool in pools if pool.role is Role.PREFILL):
+        for index, pool in enumerate(pools):
+            if pool.role is not Role.PREFILL and pool.parallelism.tensor < prefill:
+                yield (
+                    f"spec.placement.manual[{index}].parallelism.tensor: {why}: with fewer than "
+                    f"{prefill} KV heads no KV goes from prefill instances with {prefill} to "
+                    f"{pool.parallelism.tensor}; spec.engine.connector Cleave takes any sizes"
+                )
+
+
+def _shape(deployment: LLMDeployment, *, reads_files: bool) -> ModelShape | None:
+    if unknown_model(deployment, reads_files=reads_files) is not None:
+        return None
+    return model.load(deployment.spec.model.locator)
