@@ -91,7 +91,7 @@ def test_a_trace_takes_the_place_of_stated_lengths(cli, file, tmp_path) -> None:
         (("--rates", "1,x"), "--rates 1,x: must be numbers with commas between"),
         (("--rates", "0"), "--rates 0: every rate must be above 0"),
         (("--rates", "1,2", "-o", "csv"), "--rates with -o csv: state one rate"),
-        (("--rate", "-3"), "spec.workload.rate: must be > 0"),
+        (("--rate", "-3"), "--rate: must be > 0"),
         (("--trace", "/absent.csv"), "spec.workload: "),
         (("--cluster", "/absent.yaml"), "/absent.yaml: No such file or directory"),
     ],

@@ -32,3 +32,9 @@ def test_a_rate_beyond_all_gpus_has_no_nearest_slo() -> None:
     asked = worlds.problem(worlds.chat(rate=500.0), supplies=(worlds.nodes(1),))
     targets = worlds.targets(asked)
     assert nearest.nearest_slo(asked, Trials(asked.demand), candidates(asked), targets) is None
+
+
+def test_a_multiple_beyond_a_hundred_is_found_as_well() -> None:
+    # 400 ms and 30 ms, stated in seconds: a thousand times that holds with room.
+    found = scale(worlds.blog(rate=1.0), 0.4, 0.03)
+    assert 100 < found < 1000

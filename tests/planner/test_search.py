@@ -86,6 +86,26 @@ def test_too_few_gpus_are_said_with_what_they_serve_and_how_many_it_would_take()
     assert answer.alternatives[0].prediction.goodput < 60
 
 
+def test_targets_in_seconds_are_asked_about_and_their_thousandfold_is_found() -> None:
+    answer = search.plan(worlds.problem(slo=Slo(ttft_ms=0.4, tpot_ms=0.03)))
+    assert answer.nearest_slo is not None
+    assert answer.nearest_slo.scale > 100
+    assert answer.reason.endswith("TTFT and TPOT targets are in milliseconds: are these seconds?")
+    assert "times as long would make it feasible" in answer.what_would_change
+
+
+def test_where_no_multiple_was_found_to_hold_no_single_remedy_is_promised() -> None:
+    slo = Slo(ttft_ms=20, tpot_ms=10)
+    asked = worlds.problem(worlds.chat(rate=500.0), slo, supplies=(worlds.nodes(1),))
+    answer = search.plan(asked)
+    assert answer.nearest_slo is None
+    assert answer.reason.endswith("no multiple of this SLO was found that 8 GPUs hold at this rate")
+    assert answer.what_would_change == (
+        "faster GPUs, or a longer SLO together with a lower rate or more GPUs, would make it "
+        "feasible"
+    )
+
+
 @pytest.mark.parametrize("ask", [Disaggregation.ALWAYS, Disaggregation.NEVER])
 def test_what_is_asked_of_disaggregation_is_done_and_said(ask: Disaggregation) -> None:
     for rate in (1.0, 10.0):

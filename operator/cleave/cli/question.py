@@ -91,7 +91,7 @@ def _problem(
 
 def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeployment":
     """The deployment with another rate, trace or target. Raises ManifestError."""
-    from cleave.api.manifest import validate
+    from cleave.api.manifest import ManifestError, validate
 
     if overrides == Overrides():
         return deployment
@@ -109,11 +109,27 @@ def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeploym
             spec["slo"][key] = value
     if not traffic:
         del spec["workload"]
-    return validate(
-        {
-            "apiVersion": deployment.api_version,
-            "kind": deployment.kind,
-            "metadata": {"name": deployment.name, "namespace": deployment.namespace},
-            "spec": spec,
-        }
-    )
+    try:
+        return validate(
+            {
+                "apiVersion": deployment.api_version,
+                "kind": deployment.kind,
+                "metadata": {"name": deployment.name, "namespace": deployment.namespace},
+                "spec": spec,
+            }
+        )
+    except ManifestError as error:
+        raise ManifestError([_by_option(fault, overrides) for fault in error.faults]) from error
+
+
+def _by_option(fault: str, overrides: Overrides) -> str:
+    """A fault with the option that caused it in place of the field that the file may not have."""
+    options = {
+        "spec.workload.rate": ("--rate", overrides.rate),
+        "spec.workload.trace.path": ("--trace", overrides.trace),
+        "spec.slo.ttftMs": ("--slo-ttft", overrides.ttft_ms),
+        "spec.slo.tpotMs": ("--slo-tpot", overrides.tpot_ms),
+    }
+    field, colon, text = fault.partition(":")
+    option, value = options.get(field, ("", None))
+    return fault if value is None else f"{option}{colon}{text}"

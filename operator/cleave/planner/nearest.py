@@ -24,7 +24,6 @@ from cleave.planner.plan import NearestSlo
 from cleave.planner.problem import Problem
 from cleave.planner.trials import Targets, Trials
 
-_MOST_SCALE = 100.0
 _SHORT = 5
 """Candidates per phase that are paired."""
 _STEP = 1.05
@@ -44,14 +43,14 @@ def nearest_slo(
 ) -> NearestSlo | None:
     """The tightest multiple of both targets that some plan holds at the asked rate.
 
-    None: not even a hundredfold helps, as the GPUs cannot keep up with the rate.
+    None: none was found, mostly as the GPUs cannot keep up with the rate however long it may take.
     """
     options = [
         _Option(draft, _scale(problem, trials, draft, targets))
         for draft in _drafts(problem, trials, found)
     ]
     best = min(options, key=lambda option: option.scale, default=None)
-    if best is None or best.scale > _MOST_SCALE:
+    if best is None or math.isinf(best.scale):
         return None
     scale = _confirmed(problem, trials, best, targets)
     if scale is None:
@@ -73,7 +72,9 @@ def _drafts(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Ite
     prefills, decodes = _shortlists(found, lengths)
     for prefill in prefills:
         for decode in decodes:
-            if prefill.supply == decode.supply:
+            if prefill.supply == decode.supply and problem.can_pair(
+                prefill.parallelism, decode.parallelism
+            ):
                 groups = [
                     Group(Role.PREFILL, prefill_instance(problem, prefill), 1),
                     Group(Role.DECODE, decode_instance(problem, decode), 1),

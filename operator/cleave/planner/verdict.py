@@ -88,8 +88,11 @@ def infeasible(
         f"{milliseconds(nearest.tpot_ms)} ({number(nearest.scale)} times the one asked for), with "
         f"{nearest.plan}"
         if nearest
-        else f"no multiple of this SLO holds with {_gpus(problem.max_gpus)} at this rate"
+        else f"no multiple of this SLO was found that {_gpus(problem.max_gpus)} hold at this rate"
     )
+    if short := problem.slo.like_seconds:
+        names = " and ".join(field.removesuffix("Ms").upper() for field in short)
+        would = f"{would}; {names} targets are in milliseconds: are these seconds?"
     best = _most(ranking)
     if best is None or best.plan.prediction.goodput <= 0:
         return f"infeasible: no plan meets {asked} at any rate; {would}"
@@ -108,7 +111,13 @@ def what_would_help(problem: Problem, ranking: Ranking, nearest: NearestSlo | No
         needed = math.ceil(best.plan.gpus * problem.rate / best.plan.prediction.goodput)
         ways.append(f"about {_gpus(needed)} in the proportion of the best plan")
         ways.append(f"a rate of {number(best.plan.prediction.goodput)} req/s")
-    return f"{' or '.join(ways) or 'only faster GPUs'} would make it feasible"
+    if not ways:
+        # Neither this SLO at any rate nor any SLO at this rate was found to hold.
+        return (
+            "faster GPUs, or a longer SLO together with a lower rate or more GPUs, would make it "
+            "feasible"
+        )
+    return f"{' or '.join(ways)} would make it feasible"
 
 
 def what_would_change(
