@@ -126,6 +126,11 @@ class Context:
             self._pools[target.boot_id] = pool
         return pool
 
+    def excuse_engines(self, pause_s: float, now: float) -> None:
+        """This process stood still for so long: no engine is to blame for that."""
+        for pool in self._pools.values():
+            pool.pulse.excuse(pause_s, now)
+
     def sweep_pools(self, now: float) -> None:
         """Close idle connections and forget pools of engines that are gone."""
         self.breaker.sweep(now)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.siblings import Siblings
+from cleave.router.rounds import Rounds
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class _Parent:
         self._children = [_Child() for _ in range(siblings.count)]
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._ready = False
+        self._rounds = Rounds(WATCH_S)
         self._code: int | None = None
 
     def run(self) -> int:
@@ -119,7 +121,8 @@ class _Parent:
             self._say_ready()
             self._wait()
             self._bury()
-            self._kill_hung()
+            if self._rounds.is_fair:
+                self._kill_hung()
         self._end()
         return self._code
 
@@ -145,7 +148,9 @@ class _Parent:
             )
 
     def _wait(self) -> None:
+        began = time.monotonic()
         found = signal.sigtimedwait(_SIGNALS, WATCH_S)
+        self._rounds.note(time.monotonic() - began)
         if found is not None and found.si_signo != signal.SIGCHLD:
             log.info("draining")
             self._code = 0

@@ -27,6 +27,7 @@ from cleave.policy.pooling import make_terms
 from cleave.router.directory import Directory
 from cleave.router.fleet import Fleet
 from cleave.router.pool_manager import Flip, PoolManager
+from cleave.router.rounds import Rounds
 from cleave.router.router import Router, Rules
 from cleave.router.service import RouterServer
 from cleave.router.shared_router import SharedRouter
@@ -203,15 +204,18 @@ class Gateway:
 
     async def _sweep(self) -> None:
         """Keep all deadlines with one timer: one per request would cost more than it serves."""
-        context = self.context
+        context, rounds = self.context, Rounds(SWEEP_S)
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await rounds.wait()
             now = context.clock()
-            for exchange in tuple(context.exchanges):
-                exchange.sweep(now)
-            for client in self._next_clients():
-                client.sweep(now)
-            context.door.sweep(now)
+            if rounds.pause_s:
+                context.excuse_engines(rounds.pause_s, now)
+            if rounds.is_fair:
+                for exchange in tuple(context.exchanges):
+                    exchange.sweep(now)
+                for client in self._next_clients():
+                    client.sweep(now)
+                context.door.sweep(now)
             context.metrics.waiting = sum(context.door.count_waiting().values())
             context.tell_siblings(now)
             context.sweep_pools(now)

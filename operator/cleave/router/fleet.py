@@ -18,6 +18,7 @@ import grpc
 
 from cleave.policy.books import INTERVAL_MS, MAX_INTERVAL_MS
 from cleave.router.directory import Directory
+from cleave.router.rounds import Rounds
 from cleave.rpc.channel import dial
 from cleave.rpc.discovery import Agents, DiscoveryError
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
@@ -90,9 +91,11 @@ class Fleet:
         await self._agents.close()
 
     async def _poll(self) -> None:
+        rounds = Rounds(POLL_S)
         while True:
-            await asyncio.sleep(POLL_S)
-            self._directory.note_silence(self._clock())
+            await rounds.wait()
+            if rounds.is_fair:
+                self._directory.note_silence(self._clock())
             try:
                 await self._look()
             except (DiscoveryError, OSError, TimeoutError) as error:

@@ -1,5 +1,6 @@
 """Who is doubted and who counts as hung; healthy instances are neither."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,3 +76,15 @@ def test_idle_time_is_no_pause() -> None:
     pulse.last = 1_000.0
     pulse.beat(1_000.2)
     assert pulse.patience_s() < 60
+
+
+def test_a_pause_of_the_gateway_itself_is_no_pause_of_an_engine() -> None:
+    pulse = Pulse(100.0)
+    pulse.beat(100.2)
+    before = pulse.patience_s()
+    pulse.excuse(5.0, 105.4)
+    assert 105.4 - pulse.last == pytest.approx(0.2)
+    pulse.beat(105.5)
+    assert pulse.patience_s() <= before
+    pulse.excuse(5.0, 106.0)
+    assert pulse.last == 106.0

@@ -18,6 +18,7 @@ from cleave.gateway.engines.health import Pulse
 from cleave.gateway.head import Headers, make_safe
 from cleave.gateway.outbox import Outbox
 from cleave.router.instance import Target
+from cleave.router.rounds import is_overdue
 
 IDLE_S = 4.0
 """uvicorn, in front of vLLM, closes idle connections after 5 s; we do it first."""
@@ -283,21 +284,31 @@ class EnginePool:
         if len(self._open) + len(self._connecting) > self._limit:
             call.fail("has no connection left")
             return
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: EngineConnection(self), self._target.host, self._target.port
-                )
-        except (OSError, TimeoutError) as error:
-            call.fail(f"cannot be reached: {error or 'timed out'}")
-            return
+        connection = None
+        while connection is None:
+            limit = asyncio.timeout(self._connect_s)
+            try:
+                async with limit:
+                    connection = await self._open_connection()
+            except TimeoutError:
+                if not is_overdue(limit):
+                    call.fail("cannot be reached: timed out")
+                    return
+            except OSError as error:
+                call.fail(f"cannot be reached: {error}")
+                return
         call.connecting = None
         self._open.add(connection)
         if call.owner is None:
             self.keep(connection)
         else:
             connection.send(call)
+
+    async def _open_connection(self) -> EngineConnection:
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: EngineConnection(self), self._target.host, self._target.port
+        )
+        return connection
 
 
 def notice_loss(transport: asyncio.Transport) -> None:

@@ -76,6 +76,10 @@ class Pulse:
             self.pause_s = max(now - self.last, self.pause_s * FORGETTING)
             self.last = now
 
+    def excuse(self, pause_s: float, now: float) -> None:
+        """This process stood still for so long: that none moved meanwhile tells nothing."""
+        self.last = min(self.last + pause_s, now)
+
     def patience_s(self) -> float:
         """How long none may move before the engine counts as hung."""
         return max(PATIENCE * self.pause_s, LEAST_PATIENCE_S)

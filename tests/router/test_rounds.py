@@ -1,0 +1,49 @@
+"""Who may judge others by a clock, and when."""
+
+import asyncio
+import time
+
+import pytest
+
+from cleave.router.rounds import LEAST_PAUSE_S, Rounds, is_overdue
+
+
+def test_a_round_on_time_is_fair() -> None:
+    rounds = Rounds(0.2)
+    rounds.note(0.2 + 0.9 * LEAST_PAUSE_S)
+    assert (rounds.is_fair, rounds.pause_s) == (True, 0.0)
+
+
+def test_a_late_round_is_not_fair_and_the_one_after_it_is() -> None:
+    rounds, seen = Rounds(0.2), []
+    for waited_s in (5.2, 0.2, 0.2):
+        rounds.note(waited_s)
+        seen.append((rounds.is_fair, pytest.approx(rounds.pause_s)))
+    assert seen == [(False, 5.0), (True, 0.0), (True, 0.0)]
+
+
+def test_a_process_that_is_always_late_judges_in_every_other_round() -> None:
+    rounds, seen = Rounds(0.2), []
+    for _ in range(4):
+        rounds.note(2.0)
+        seen.append(rounds.is_fair)
+    assert seen == [False, True, False, True]
+
+
+async def test_a_callback_that_blocks_the_loop_is_a_pause() -> None:
+    rounds = Rounds(0.01)
+    asyncio.get_running_loop().call_soon(time.sleep, 2 * LEAST_PAUSE_S)
+    await rounds.wait()
+    assert rounds.pause_s > LEAST_PAUSE_S
+    await rounds.wait()
+    assert rounds.is_fair
+
+
+async def test_a_time_out_is_overdue_only_when_the_loop_was_held_up() -> None:
+    for held_s, overdue in ((0.0, False), (2 * LEAST_PAUSE_S, True)):
+        limit = asyncio.timeout(0.01)
+        with pytest.raises(TimeoutError):
+            async with limit:
+                asyncio.get_running_loop().call_soon(time.sleep, held_s)
+                await asyncio.sleep(5)
+        assert is_overdue(limit) is overdue
