@@ -1,11 +1,22 @@
 """Reading a request and writing it anew for engines."""
 
+import contextlib
 import json
+import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from cleave.gateway.completion import build_decode, build_prefill, build_whole, read_completion
+from cleave.gateway.completion import (
+    MAX_FIELDS,
+    MAX_PROMPTS,
+    build_decode,
+    build_prefill,
+    build_whole,
+    read_completion,
+    read_other,
+)
 from cleave.gateway.errors import ApiError
 
 
@@ -192,3 +203,102 @@ def test_what_is_no_request_is_refused_with_the_field_at_fault(body: bytes, para
         read_completion(body)
     assert refused.value.status == 400
     assert refused.value.param == param
+
+
+MIB = 1 << 20
+
+
+def fill(before: bytes, unit: bytes, after: bytes, size: int = 4 * MIB) -> bytes:
+    """A body of `size` bytes, or nearly."""
+    return before + unit * ((size - len(before) - len(after)) // len(unit)) + after
+
+
+HOSTILE = {
+    "text": fill(b'{"model":"m","prompt":"', b"a 1 ", b'"}'),
+    "escapes": fill(b'{"model":"m","prompt":"', b"\\\\", b'"}'),
+    "token ids": fill(b'{"model":"m","prompt":[', b"1,", b"1]}"),
+    "prompts": fill(b'{"model":"m","prompt":[', b'"",', b'""]}'),
+    "prompts of token ids": fill(b'{"model":"m","prompt":[', b"[1],", b"[1]]}"),
+    "equal fields": fill(b'{"model":"m","prompt":"a",', b'"k":1,', b'"k":1}'),
+    "fields": b'{"model":"m","prompt":"a",%b}' % b",".join(b'"k%d":1' % n for n in range(300_000)),
+    "messages": fill(b'{"model":"m","messages":[', b"{},", b"{}]}"),
+    "parts": fill(b'{"model":"m","messages":[{"content":[', b'{"type":"text"},', b"{}]}]}"),
+    "nesting": fill(b'{"model":"m","messages":[', b"[" * 900 + b"]" * 900 + b",", b"1]}"),
+    "stop": fill(b'{"model":"m","prompt":"a","stream":true,"stop":[', b'"",', b'""]}'),
+    "tools": fill(b'{"model":"m","prompt":"a","stream":true,"tools":[', b'{"a":{}},', b"{}]}"),
+    "n": fill(b'{"model":"m","prompt":"a","n":[', b"{},", b"{}]}"),
+    "max_tokens": fill(b'{"model":"m","prompt":"a","max_tokens":[', b"[],", b"1]}"),
+    "stream_options": fill(b'{"model":"m","prompt":"a","stream_options":[', b"[],", b"1]}"),
+    "logit_bias": b'{"model":"m","prompt":"a","logit_bias":{%b}}'
+    % b",".join(b'"%d":1' % n for n in range(300_000)),
+    "vllm_xargs": b'{"model":"m","prompt":"a","vllm_xargs":{%b}}'
+    % b",".join(b'"%d":1' % n for n in range(300_000)),
+    "equal vllm_xargs": fill(b'{"model":"m","prompt":"a","vllm_xargs":{', b'"k":1,', b'"k":1}}'),
+    "model": fill(b'{"prompt":"a","model":"', b"\\u00e9", b'"}'),
+    "seed": fill(b'{"model":"m","prompt":"a","stream":true,"seed":', b"9", b"}"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_body_costs_more_than_a_few_scans_of_it(name: str) -> None:
+    body = HOSTILE[name]
+
+    def measure(work: Callable[[], object]) -> float:
+        costs = []
+        for _ in range(3):
+            began = time.thread_time()
+            with contextlib.suppress(ApiError):
+                work()
+            costs.append(time.thread_time() - began)
+        return min(costs)
+
+    scan = measure(lambda: msgspec.json.decode(body, type=msgspec.Raw))
+    for read_it in (lambda: read_completion(body), lambda: read_other(body, "m")):
+        assert measure(read_it) < 5 * scan + 0.03
+
+
+@pytest.mark.parametrize("size", [0, MIB])
+@pytest.mark.parametrize("count", [MAX_FIELDS, MAX_FIELDS + 1])
+def test_a_request_has_a_bounded_number_of_fields(count: int, size: int) -> None:
+    fields = {f"k{number}": 1 for number in range(count - 2)} | {"model": "m", "prompt": "a" * size}
+    body = json.dumps(fields).encode()
+    if count == MAX_FIELDS:
+        assert json.loads(build_whole(read_completion(body))) == fields
+        return
+    with pytest.raises(ApiError, match="the body has more than 1024 fields"):
+        read_completion(body)
+
+
+def test_so_have_arguments_of_the_engine() -> None:
+    assert read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS)})
+    with pytest.raises(ApiError, match="vllm_xargs has more than 1024 fields") as refused:
+        read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS + 1)})
+    assert refused.value.param == "vllm_xargs"
+
+
+@pytest.mark.parametrize("prompt", ["a, b", [1, 2, 3]])
+def test_a_completion_has_a_bounded_number_of_prompts(prompt: object) -> None:
+    completion = read(prompt=[prompt] * MAX_PROMPTS)
+    assert json.loads(build_whole(completion))["prompt"] == [prompt] * MAX_PROMPTS
+    assert completion.prompt_tokens > MAX_PROMPTS
+    with pytest.raises(ApiError, match="prompt is a list of more than 1024 prompts") as refused:
+        read(prompt=[prompt] * (MAX_PROMPTS + 1))
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+
+
+def test_token_ids_are_one_prompt_however_they_are_written() -> None:
+    body = b'{"model":"m","prompt":[' + b" " * 100 + b"1, " * 4_999 + b"1]}"
+    assert read_completion(body).prompt_tokens == 5_000
+    assert read_completion(body).splittable
+
+
+def test_long_values_tie_a_request_to_its_engine_and_pass_as_they_are() -> None:
+    tools = [{"type": "function", "function": {"name": "f" * 2_000}}]
+    completion = read(stream=True, tools=tools, n="1" * 2_000)
+    assert (completion.numbered, completion.splittable) == (False, False)
+    assert json.loads(build_whole(completion))["tools"] == tools
+
+
+def test_a_name_of_a_model_has_a_bounded_length() -> None:
+    with pytest.raises(ApiError, match="model is longer than 4096 bytes"):
+        read(model="m" * 5_000)

@@ -3,20 +3,36 @@
 Only top-level keys are decoded; values stay the client's bytes, so that fields this project has
 never heard of reach the engine as they are. What is hard: the bodies that reach engines are always
 written from the decoded keys, never the client's own bytes, because two equal keys or an escaped
-one (`kv_transf\\u0065r_params`) would smuggle a KV reference past a search for the name.
+one (`kv_transf\\u0065r_params`) would smuggle a KV reference past a search for the name. And
+nothing else is served meanwhile: whatever a body holds, it costs no more than a few scans of it.
 """
+
+import re
 
 import msgspec
 
-from cleave.gateway.errors import refuse
+from cleave.gateway.bounded import ListDecoder, TooManyError, decode_object
+from cleave.gateway.errors import ApiError, refuse
 from cleave.gateway.prompt_size import estimate_tokens
 
 Fields = dict[str, msgspec.Raw]
 
 KV_KEY = "kv_transfer_params"
 
+MAX_FIELDS = 1_024
+"""Of a request, or of its `vllm_xargs`."""
+MAX_PROMPTS = 1_024
+"""Of one completion."""
+MAX_MODEL_BYTES = 4_096
+"""Of a model's name as JSON; it is quoted where it is not known."""
+_LARGE_BYTES = 64 << 10
+"""What is smaller is decoded first and counted then: at most 13,000 fields, 8 ms."""
+_VALUE_BYTES = 1_024
+"""No value that leaves a request what it usually is takes so many."""
+_TOKEN_IDS = re.compile(rb"\[\s*\d")
+
 _decode_fields = msgspec.json.Decoder(Fields).decode
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_prompts = ListDecoder(MAX_PROMPTS).decode
 _decode_str = msgspec.json.Decoder(str).decode
 _decode_any = msgspec.json.Decoder().decode
 _decode_flag = msgspec.json.Decoder(bool | None).decode
@@ -204,9 +220,16 @@ def build_decode(completion: Completion, handoff: msgspec.Raw) -> bytes:
 def _read_fields(body: bytes) -> Fields:
     """The first level, without what no client may say."""
     try:
-        fields = _decode_fields(body)
+        if len(body) > _LARGE_BYTES:
+            fields = decode_object(body, MAX_FIELDS)
+        else:
+            fields = _decode_fields(body)
+    except TooManyError:
+        raise _refuse_fields("the body") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise refuse(f"the body is not a JSON object: {error}") from None
+    if len(fields) > MAX_FIELDS:
+        raise _refuse_fields("the body")
     fields.pop(KV_KEY, None)
     if "vllm_xargs" in fields:
         _drop_nested(fields, "vllm_xargs")
@@ -216,8 +239,11 @@ def _read_fields(body: bytes) -> Fields:
 def _read_model(fields: Fields) -> str:
     if "model" not in fields:
         raise refuse("you must provide a model parameter", param="model")
+    raw = fields["model"]
+    if len(memoryview(raw)) > MAX_MODEL_BYTES:
+        raise refuse(f"model is longer than {MAX_MODEL_BYTES} bytes", param="model")
     try:
-        return _decode_str(fields["model"])
+        return _decode_str(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise refuse("model must be a string", param="model") from None
 
@@ -260,17 +286,19 @@ def _measure_prompt(fields: Fields) -> tuple[int, int]:
     text = bytes(raw)
     if not text.startswith(b"["):
         return 1, estimate_tokens(text)
-    inner = text[1:17].lstrip()
-    if inner[:1].isdigit():
+    if _TOKEN_IDS.match(text):
         return 1, text.count(b",") + 1
     return _measure_prompts(raw)
 
 
 def _measure_prompts(raw: msgspec.Raw) -> tuple[int, int]:
     try:
-        prompts = _decode_list(raw)
-    except (msgspec.MsgspecError, RecursionError):
-        return 0, 1
+        prompts = _decode_prompts(raw)
+    except TooManyError:
+        raise refuse(
+            f"prompt is a list of more than {MAX_PROMPTS} prompts: send them in several requests",
+            param="prompt",
+        ) from None
     tokens = 1
     for prompt in prompts:
         text = bytes(prompt)
@@ -325,15 +353,24 @@ def _is_bound(fields: Fields) -> bool:
 def _drop_nested(fields: Fields, key: str) -> None:
     """vLLM hands this field's content to the same place that KV references travel in."""
     try:
-        inner = _decode_fields(fields[key])
+        inner = decode_object(fields[key], MAX_FIELDS)
+    except TooManyError:
+        raise _refuse_fields(key) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     if inner.pop(KV_KEY, None) is not None:
         fields[key] = msgspec.Raw(_encode(inner))
 
 
+def _refuse_fields(name: str) -> ApiError:
+    param = None if name == "the body" else name
+    return refuse(f"{name} has more than {MAX_FIELDS} fields", param=param)
+
+
 def decode_any(raw: msgspec.Raw) -> object:
-    """A field's value, or something that equals no valid one."""
+    """A field's value, or something that equals no usual one: it is invalid, or long."""
+    if len(memoryview(raw)) > _VALUE_BYTES:
+        return b"long"
     try:
         value: object = _decode_any(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

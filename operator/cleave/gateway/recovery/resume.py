@@ -65,6 +65,19 @@ class Ending:
     events: bytes
 
 
+class _Message(msgspec.Struct, gc=False):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Part(msgspec.Struct, gc=False):
+    type: str = "text"
+
+
+# Of what may be very long, the text is skipped.
+_decode_messages = msgspec.json.Decoder(list[_Message]).decode
+_decode_parts = msgspec.json.Decoder(list[_Part]).decode
+
+
 class NotResumableError(Exception):
     """The stream has to end here; the reason is for the client."""
 
@@ -171,16 +184,16 @@ def _is_parsed(choice: Choice) -> bool:
 
 def _holds_media(fields: Fields) -> bool:
     """Whether the prompt is more than its tokens."""
-    messages = decode_any(fields["messages"]) if "messages" in fields else None
-    if not isinstance(messages, list):
+    try:
+        messages = _decode_messages(fields["messages"])
+        contents = [each.content for each in messages if _is_list(each.content)]
+        return any(part.type != "text" for raw in contents for part in _decode_parts(raw))
+    except (KeyError, msgspec.MsgspecError, UnicodeDecodeError):
         return True
-    parts = [
-        part
-        for message in messages
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        for part in message["content"]
-    ]
-    return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
+
+
+def _is_list(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:1]) == b"["
 
 
 def _wants_usage(fields: Fields) -> bool:
