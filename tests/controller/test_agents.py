@@ -75,6 +75,13 @@ async def test_an_agent_that_keeps_refusing_is_left_alone(served: Served) -> Non
     assert len(served.agent.orders) == 2
 
 
+async def test_an_agent_with_the_last_epoch_there_is_is_told_nothing(served: Served) -> None:
+    served.agent.stated.epoch = 2**64 - 1
+    with pytest.raises(AgentError, match="the last there is; delete the pod"):
+        await set_home(served.address, Role.PREFILL)
+    assert not served.agent.orders
+
+
 async def test_an_agent_that_is_not_there_is_an_error_of_one_line() -> None:
     with pytest.raises(AgentError, match=r"^agent 127\.0\.0\.1:1: .+"):
         await set_home("127.0.0.1:1", Role.PREFILL)

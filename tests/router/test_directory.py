@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from cleave.router.errors import NoInstance
 from cleave.router.instance import Contact
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
@@ -130,3 +131,43 @@ def test_more_free_blocks_than_there_are_is_no_negative_load(directory, stated) 
     load = agent_pb2.LoadReport(boot_id="d-boot", kv_blocks_free=5_000)
     directory.hear("a", agent_pb2.WatchEvent(load=load), 0.1)
     assert directory.instances["d"].ledger.resident.pending == 0
+
+
+@pytest.mark.parametrize("field", ["role", "state"])
+def test_an_instance_of_a_newer_version_is_known_and_given_nothing(
+    directory, stated, field: str
+) -> None:
+    directory.hear("a", stated("d1", "decode"), 0.0)
+    directory.hear("b", stated("d2", "decode"), 0.0)
+    event = stated("d2", "decode")
+    setattr(event.registration, field, 9)
+    directory.hear("b", event, 1.0)
+    assert (set(directory.instances), open_names(directory)) == ({"d1", "d2"}, {"d1"})
+    router = Router(directory)
+    assert [router.pick("m", 10).decode.instance for _ in range(3)] == ["d1"] * 3
+    directory.hear("b", stated("d2", "decode"), 2.0)
+    assert open_names(directory) == {"d1", "d2"}
+
+
+def test_why_no_instance_of_a_newer_version_is_given_anything_is_told(directory, stated) -> None:
+    for number, field in enumerate(("role", "state")):
+        event = stated(f"d{number}", "decode")
+        setattr(event.registration, field, 9)
+        directory.hear(field, event, 0.0)
+    with pytest.raises(NoInstance, match=r"d0 \(unknown_9\): .*; d1 \(decode\): unknown_9"):
+        Router(directory).pick("m", 10)
+
+
+@pytest.mark.parametrize("name", ["d", "other"])
+def test_of_a_registration_that_is_not_understood_nothing_is_taken_in(
+    directory, stated, name: str
+) -> None:
+    directory.hear("a", stated("d", "decode"), 0.0)
+    before = directory.instances["d"]
+    with pytest.raises(ValueError, match="Port"):
+        directory.hear("a", stated(name, "prefill", engine_url="http://127.0.0.1:x"), 1.0)
+    assert directory.instances == {"d": before}
+    assert before.registration.role == agent_pb2.ROLE_DECODE
+    assert open_names(directory) == {"d"}
+    directory.lose("a")
+    assert open_names(directory) == set()

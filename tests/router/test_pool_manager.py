@@ -166,6 +166,24 @@ async def test_an_instance_that_states_no_role_is_left_alone(
     assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
+@pytest.mark.parametrize("flipping", [Flipping.AUTO, Flipping.OFF])
+@pytest.mark.parametrize(
+    "odd", [{"epoch": 2**64 - 1}, {"role": 9}, {"home": 9}, {"role": 9, "home": 9}]
+)
+async def test_an_instance_that_states_what_no_order_can_follow_is_left_alone(
+    manage: Manage, directory: Directory, loaded, stated, caplog, flipping: Flipping, odd
+) -> None:
+    managed = manage(flipping)
+    event = stated("a", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
+    event.registration.MergeFrom(agent_pb2.Registration(**odd))
+    directory.hear("a", event, managed.clock.now_s)
+    assert await managed.run(400) == [], "not the odd one"
+    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    orders = await managed.run(2)
+    assert orders == ([("d1", "mixed", 2)] if flipping is Flipping.AUTO else [])
+    assert caplog.text.count("a is given no other role: it states role") == 1
+
+
 async def test_what_is_known_of_an_instance_survives_the_coming_of_others(
     manage: Manage, directory: Directory, loaded, stated
 ) -> None:

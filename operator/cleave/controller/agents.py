@@ -7,6 +7,7 @@ through. So the agent is asked for its epoch first, and once more when somebody 
 import grpc
 
 from cleave.api.role import Role
+from cleave.rpc import epochs
 from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -31,6 +32,11 @@ async def set_home(agent: str, role: Role) -> None:
                 stated = health.registration
                 if stated.home == wanted:
                     return
+                if stated.epoch >= epochs.LAST:
+                    raise AgentError(
+                        f"agent {agent}: epoch {stated.epoch} of its role is the last there is;"
+                        " delete the pod to give it another role"
+                    )
                 order = agent_pb2.SetRoleRequest(
                     role=wanted, epoch=stated.epoch + 1, boot_id=stated.boot_id, lasting=True
                 )

@@ -13,6 +13,7 @@ import grpc
 from cleave.local.state import PodView, Snapshot
 from cleave.pods.labels import GATEWAY
 from cleave.rpc.channel import dial
+from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _ASK_S = 2.0
@@ -70,8 +71,8 @@ def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | Non
     registration, load = health.registration, health.load
     return Row(
         instance=pod.name,
-        role=_word(agent_pb2.Role.Name(registration.role)),
-        state=_word(agent_pb2.State.Name(registration.state)),
+        role=name_of(agent_pb2.Role, registration.role),
+        state=name_of(agent_pb2.State, registration.state),
         engine=registration.engine,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
@@ -102,11 +103,6 @@ def _kv_path(path: agent_pb2.KvPath) -> str:
         return f"not verified: {path.detail}" if path.detail else "not verified"
     speed = f", {path.bytes_per_s / 1e9:.2g} GB/s" if path.bytes_per_s else ""
     return f"{path.transport}, verified{speed}, {path.transfer_ms:.1f} ms to the first token"
-
-
-def _word(enum_name: str) -> str:
-    """`ROLE_PREFILL` -> `prefill`."""
-    return enum_name.partition("_")[2].lower()
 
 
 async def _ask(address: str) -> agent_pb2.HealthResponse | None:

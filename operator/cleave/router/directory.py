@@ -55,7 +55,10 @@ class Directory:
         self._names: dict[str, str] = {}
 
     def hear(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
-        """Take in what the agent at this address says; `now` in seconds."""
+        """Take in what the agent at this address says; `now` in seconds.
+
+        Raises ValueError when it cannot be understood; nothing of it is taken in then.
+        """
         if event.HasField("registration"):
             self._register(agent, event.registration, now)
         elif event.HasField("load"):
@@ -112,10 +115,8 @@ class Directory:
 
     def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
         previous = self._held_by(agent)
-        if previous is not None and previous.name != registration.instance:
-            self._drop(previous)
-        self._names[agent] = registration.instance
         instance = self.instances.get(registration.instance)
+        # First what may raise.
         if instance is None:
             instance = (
                 Instance(agent, registration, now)
@@ -125,6 +126,9 @@ class Directory:
             self.instances[registration.instance] = instance
         else:
             instance.register(agent, registration)
+        if previous is not None and previous is not instance:
+            self._drop(previous)
+        self._names[agent] = registration.instance
         instance.heard_at, instance.contact = now, Contact.HEARD
         self._rebuild()
 

@@ -13,8 +13,12 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from cleave.policy.books import Book, Queue, estimate_pending
+from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2
 
+ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
+"""Those that this version places requests by, in the order of the pool policy's numbers; an agent
+of a newer one may state others."""
 STILL_NS = 10_000_000_000
 """A lease of KV lasts for two thirds of 30 s after a heartbeat, and these come each 5 s."""
 
@@ -163,7 +167,11 @@ class Instance:
         now: float,
         open_ledger: Callable[[str, str], Ledger] = lambda name, boot_id: Ledger(),  # noqa: ARG005
     ) -> None:
-        """`open_ledger`: for a boot of an instance, by the names of both."""
+        """`open_ledger`: for a boot of an instance, by the names of both.
+
+        Raises ValueError when the engine's URL is none.
+        """
+        self.target = to_target(registration)
         self.name = registration.instance
         """Unique in the fleet."""
         self.agent = agent
@@ -174,7 +182,6 @@ class Instance:
         self.board: Scoreboard | None = None
         """Where it is scored; None once it has been forgotten."""
         self.slot = 0
-        self.target = to_target(registration)
         self.contact = Contact.HEARD
         self.heard_at = now
         """Seconds of the clock that the directory is given."""
@@ -197,18 +204,23 @@ class Instance:
         return (
             self.contact in (Contact.HEARD, Contact.STALE)
             and self.registration.state == agent_pb2.STATE_READY
+            and self.registration.role in ROLES
             and bool(self.target.boot_id and self.target.port)
         )
 
     def register(self, agent: str, registration: agent_pb2.Registration) -> None:
-        """Take over a new statement; a new boot starts with empty books."""
+        """Take over a new statement; a new boot starts with empty books.
+
+        Raises ValueError when the engine's URL is none; nothing of it is taken over then.
+        """
+        target = to_target(registration)
         if registration.boot_id != self.registration.boot_id:
             self.ledger.leave()
             self.ledger = self._open_ledger(self.name, registration.boot_id)
             self.load = agent_pb2.LoadReport()
         self.agent = agent
         self.registration = registration
-        self.target = to_target(registration)
+        self.target = target
 
     def report(self, load: agent_pb2.LoadReport, now: float) -> bool:
         """Take over a load report; False when it is of another boot."""
@@ -239,7 +251,10 @@ def count_resident_tokens(
 
 
 def to_target(registration: agent_pb2.Registration) -> Target:
-    """The address of an engine; port 0 when its URL is not known yet."""
+    """The address of an engine; port 0 when its URL is not known yet.
+
+    Raises ValueError when the URL is none.
+    """
     parts = urlsplit(registration.engine_url)
     return Target(
         instance=registration.instance,
@@ -248,7 +263,7 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         engine_url=registration.engine_url,
         boot_id=registration.boot_id,
         epoch=registration.epoch,
-        role=agent_pb2.Role.Name(registration.role).removeprefix("ROLE_").lower(),
+        role=name_of(agent_pb2.Role, registration.role),
         kv_port=registration.kv_port,
         ahead_from_tokens=registration.ahead_from_tokens,
     )

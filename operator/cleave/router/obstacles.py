@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from cleave.router.directory import Model
 from cleave.router.instance import Contact
+from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -12,14 +13,14 @@ def explain(model: str, known: Model, single: bool, avoid: Collection[str]) -> s
     parts: list[str] = []
     for instance in known.instances:
         stated = instance.registration
-        state = agent_pb2.State.Name(stated.state).removeprefix("STATE_").lower()
+        state = name_of(agent_pb2.State, stated.state)
         if instance.contact in (Contact.SILENT, Contact.LOST):
             state = instance.contact.value
         elif instance.name in avoid:
             state = "failed this request"
         elif instance.selectable and not stated.kv_path.verified:
             state = "KV path not verified"
-        role = agent_pb2.Role.Name(stated.role).removeprefix("ROLE_").lower()
+        role = name_of(agent_pb2.Role, stated.role)
         parts.append(f"{instance.name} ({role}): {state}")
     kind = "a whole request" if single else "a request"
     listed = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")

@@ -19,16 +19,18 @@ import grpc
 from cleave.policy import pooling
 from cleave.policy.pooling import NONE, Terms
 from cleave.router.directory import Directory
-from cleave.router.instance import Instance, Ledger
+from cleave.router.instance import ROLES, Instance, Ledger
+from cleave.rpc import epochs
 from cleave.rpc.channel import dial
+from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 Role: TypeAlias = "agent_pb2.Role.ValueType"
 
-_ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
-"""In the order of the policy's numbers."""
+_NUMBERS = {role: number for number, role in enumerate(ROLES)}
+"""The policy's numbers."""
 
 PERIOD_S = 1.0
 ORDER_TIMEOUT_S = 2.0
@@ -65,7 +67,7 @@ class Flip:
     @property
     def labels(self) -> tuple[str, str, str]:
         """(model, from, to), for metrics."""
-        return self.model, _name(self.origin), _name(self.role)
+        return self.model, name_of(agent_pb2.Role, self.origin), name_of(agent_pb2.Role, self.role)
 
     def describe(self) -> str:
         """In a sentence, for people."""
@@ -108,7 +110,7 @@ class Pools:
             stated.boot_id,
             stated.epoch + 1,
             stated.role,
-            _ROLES[role],
+            ROLES[role],
             self._find_pressure(0, terms),
             self._find_pressure(1, terms),
         )
@@ -116,7 +118,7 @@ class Pools:
     def take(self, flip: Flip, now_s: float) -> None:
         """It was done."""
         slot = self._names.index(flip.instance)
-        pooling.take(self._members, slot, _to_number(flip.role), now_s * 1000)
+        pooling.take(self._members, slot, _NUMBERS[flip.role], now_s * 1000)
 
     def _find_pressure(self, side: int, terms: Terms) -> float:
         return pooling.find_pressure(self._members, side, terms, True)
@@ -152,6 +154,8 @@ class PoolManager:
         self._note = note
         self._order = order or send
         self._pools: dict[tuple[str, str], Pools] = {}
+        self._left_alone: set[str] = set()
+        """Instances that cannot be given another role, as has been logged."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -170,10 +174,29 @@ class PoolManager:
                 key = stated.deployment, stated.revision
                 seen.add(key)
                 if _is_manager(board.instances):
-                    roled = [each for each in board.instances if each.registration.role in _ROLES]
-                    await self._tend(self._pools.setdefault(key, Pools()), roled)
+                    flippable = [each for each in board.instances if self._may_flip(each)]
+                    await self._tend(self._pools.setdefault(key, Pools()), flippable)
         for key in self._pools.keys() - seen:
             del self._pools[key]
+        self._left_alone &= self._directory.instances.keys()
+
+    def _may_flip(self, instance: Instance) -> bool:
+        """Whether it can be given another role; why not is logged once."""
+        stated = instance.registration
+        roles = {stated.role, stated.home or stated.role}
+        if stated.epoch < epochs.LAST and roles <= _NUMBERS.keys():
+            self._left_alone.discard(instance.name)
+            return True
+        if instance.name not in self._left_alone:
+            self._left_alone.add(instance.name)
+            log.warning(
+                "%s is given no other role: it states role %s, home %s, epoch %d",
+                instance.name,
+                name_of(agent_pb2.Role, stated.role),
+                name_of(agent_pb2.Role, stated.home),
+                stated.epoch,
+            )
+        return False
 
     async def _tend(self, pools: Pools, instances: list[Instance]) -> None:
         now = self._clock()
@@ -224,13 +247,13 @@ def _measure(member: pooling.Members, instance: Instance, present: float, now_ms
     # Of what others have sent nobody here knows when it began.
     worked_ms = max(now_ms - queue.since_ms, 0.0) if ledger.prompt.own >= 1.0 else 0.0
     capacity = stated.kv_blocks_total * stated.kv_block_size
-    role = _to_number(stated.role)
+    role = _NUMBERS[stated.role]
     if member["role"] != role:
         # Somebody else flipped it.
         member["since_ms"] = now_ms
     member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
     member["use"] = present * ledger.resident.pending / capacity if capacity else 0.0
-    member["home"] = _to_number(stated.home or stated.role)
+    member["home"] = _NUMBERS[stated.home or stated.role]
     member["role"] = role
     member["is_open"] = instance.selectable and stated.kv_path.verified
 
@@ -238,11 +261,3 @@ def _measure(member: pooling.Members, instance: Instance, present: float, now_ms
 def _is_manager(instances: list[Instance]) -> bool:
     """Whether this router is the first that follows most of these."""
     return 2 * sum(each.router_rank == 0 for each in instances) > len(instances)
-
-
-def _to_number(role: Role) -> int:
-    return _ROLES.index(role)
-
-
-def _name(role: Role) -> str:
-    return agent_pb2.Role.Name(role).removeprefix("ROLE_").lower()

@@ -1,38 +1,39 @@
-"""Rounds of those that judge others by a clock: the gateway's sweeper and parent, the fleet.
+"""Periodic checks of engines, agents and processes by a clock, and pauses of this process itself.
 
-What is hard: a process that stood still itself (a callback that took seconds, a starved or frozen
-container) finds, when it goes on, that it has heard nothing for as long, for timers come before
-sockets. So a round that comes late judges nobody: what has come meanwhile is read first.
+Used by the gateway's sweeper, its parent process and the fleet. What is hard: after a pause of its
+own (a callback that took seconds, a starved or frozen container) a process has heard nothing for as
+long, and timers run before sockets are read. So a check that comes late is skipped once: what has
+arrived meanwhile is read first.
 """
 
 import asyncio
 import time
 
 LEAST_PAUSE_S = 0.5
-"""What comes so late was held up by this process itself; less than any time that others have."""
+"""A timer that is so late was held up by this process; shorter than any time-out for others."""
 
 
 class Rounds:
-    """One round each period."""
+    """One check each period."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
         self.pause_s = 0.0
-        """How long this process stood still before this round; 0: it did not."""
+        """How long this process stood still before this check; 0: it did not."""
         self.is_fair = True
-        """Whether others can be judged in this round."""
+        """Whether others can be judged now."""
 
     async def wait(self) -> None:
-        """For the next round."""
+        """Sleep until the next check."""
         began = time.monotonic()
         await asyncio.sleep(self._period_s)
         self.note(time.monotonic() - began)
 
     def note(self, waited_s: float) -> None:
-        """The next round has come, after so long a wait."""
+        """The next check is due, after a wait of so many seconds."""
         late_s = waited_s - self._period_s
         self.pause_s = late_s if late_s > LEAST_PAUSE_S else 0.0
-        # A process that is always late reads between two rounds, too: it judges in every other one.
+        # A process that is always late reads sockets between two checks, too: every other counts.
         self.is_fair = self.pause_s == 0.0 or not self.is_fair
 
 

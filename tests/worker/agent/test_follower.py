@@ -155,3 +155,17 @@ async def test_a_share_ends_with_its_leader_and_waits_for_the_next(
     assert await running == 0
     again.instance.end()
     await again.server.stop(0)
+
+
+async def test_a_share_follows_a_leader_of_a_newer_version(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = Shares(monkeypatch, "import time; time.sleep(60)")
+    leader.instance._registration.role = 9
+    one = following(leader)
+    running = asyncio.create_task(one.run())
+    leader.instance._registration.boot_id = "a"
+    leader.instance._enter(9, "of a newer version")
+    await until(lambda: shares.boots == ["a"])
+    one.stop()
+    assert await running == 0

@@ -2,8 +2,9 @@
 
 import pytest
 
+from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent import peers
-from cleave_worker.agent.peers import Addresses
+from cleave_worker.agent.peers import Addresses, Sight, look
 
 
 @pytest.fixture
@@ -47,3 +48,17 @@ async def test_a_server_that_is_away_is_not_asked_more_often(lookups: list[str])
         await addresses.find()
     assert await addresses.find() == frozenset()
     assert len(lookups) == 1
+
+
+@pytest.mark.parametrize("odd", [{"role": 9}, {"state": 9}, {"role": 9, "state": 9}])
+async def test_an_agent_of_a_newer_version_is_no_peer(
+    monkeypatch: pytest.MonkeyPatch, odd: dict[str, int]
+) -> None:
+    usual = {"role": agent_pb2.ROLE_DECODE, "state": agent_pb2.STATE_READY}
+
+    async def ask(address: str) -> agent_pb2.Registration:
+        return agent_pb2.Registration(instance=address, **(usual | odd))
+
+    monkeypatch.setattr(peers, "ask", ask)
+    own = agent_pb2.Registration(instance="own", role=agent_pb2.ROLE_PREFILL)
+    assert await look(["a:1", "b:1"], own) == Sight()

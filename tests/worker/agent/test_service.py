@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave_worker.agent import service
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import Drained
 from cleave_worker.agent.instance import EngineFacts, Instance
@@ -125,6 +126,63 @@ async def test_role_orders_are_refused_with_the_codes_of_the_contract(served: Se
     assert other == grpc.StatusCode.ABORTED
     told = (await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)).registration
     assert (told.role, told.epoch) == (decode, 5)
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        ({"role": 2, "epoch": 2**64 - 1}, "epoch 18446744073709551615 is more than 1048576 beyond"),
+        ({"role": 2, "epoch": 2**20 + 2}, "state 2"),
+        ({"role": 9, "epoch": 2}, r"role 9 is none of prefill \(1\), decode \(2\), mixed \(3\)"),
+    ],
+)
+async def test_orders_that_no_order_could_follow_are_refused(
+    served: Served, order: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
+        await served.stub.SetRole(agent_pb2.SetRoleRequest(**order), timeout=SECONDS)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    told = served.instance.registration()
+    assert (told.role, told.epoch) == (agent_pb2.ROLE_PREFILL, 1)
+    assert await served.code_of_set_role(role=2, epoch=2**20 + 1) == grpc.StatusCode.OK
+
+
+async def test_watchers_are_bounded_in_number_and_their_names_in_length(
+    served: Served, monkeypatch
+) -> None:
+    monkeypatch.setattr(service, "_MAX_WATCHERS", 2)
+    long = served.stub.Watch(agent_pb2.WatchRequest(router="r" * 65), timeout=SECONDS)
+    with pytest.raises(grpc.aio.AioRpcError, match="router is a name of 65 characters, above 64"):
+        await long.read()
+    watches = [served.stub.Watch(agent_pb2.WatchRequest(), timeout=SECONDS) for _ in range(2)]
+    for watch in watches:
+        await watch.read()
+    with pytest.raises(grpc.aio.AioRpcError, match="2 watchers are there already"):
+        await served.stub.Watch(agent_pb2.WatchRequest(), timeout=SECONDS).read()
+    assert await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)
+    watches[0].cancel()
+    async with asyncio.timeout(SECONDS):
+        while not await is_watched(served):  # noqa: ASYNC110 - of another process, as it were
+            await asyncio.sleep(0.01)
+
+
+async def is_watched(served: Served) -> bool:
+    """Whether one more watcher hears anything."""
+    try:
+        event = await served.stub.Watch(agent_pb2.WatchRequest(), timeout=SECONDS).read()
+    except grpc.aio.AioRpcError:
+        return False
+    return event.HasField("registration")
+
+
+async def test_no_watcher_is_told_more_often_than_twenty_times_a_second(served: Served) -> None:
+    watch = served.stub.Watch(agent_pb2.WatchRequest(interval_ms=1, router=""), timeout=SECONDS)
+    for _ in range(2):
+        await watch.read()
+    began = asyncio.get_running_loop().time()
+    for _ in range(4):
+        await watch.read()
+    assert asyncio.get_running_loop().time() - began > 0.15
 
 
 async def test_a_lasting_order_changes_the_home_and_another_one_does_not(served: Served) -> None:

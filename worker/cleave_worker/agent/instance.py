@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cleave.metrics.load_page import Load, LoadPage
+from cleave.rpc import epochs
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import max_adapters
@@ -23,6 +24,10 @@ class RoleRefused(RuntimeError):  # noqa: N818
 
 class StaleEpoch(RoleRefused):
     """The order is not newer than the role's own epoch, or comes too late."""
+
+
+class EpochLeap(RoleRefused):
+    """The order's epoch is so far beyond the role's own that no order could follow it for long."""
 
 
 class OtherBoot(RoleRefused):
@@ -205,12 +210,17 @@ class Instance:
         self._enter(agent_pb2.STATE_DRAINING, "drains")
 
     def check_order(self, epoch: int, boot_id: str = "") -> None:
-        """Whether an order to change the role may be followed. Raises StaleEpoch, OtherBoot."""
+        """Whether an order to change the role may be followed. Raises RoleRefused, of its kinds."""
         state = self._registration
         if boot_id and boot_id != state.boot_id:
             raise OtherBoot(f"the engine's boot is {state.boot_id or 'yet to come'}, not {boot_id}")
         if epoch <= state.epoch:
             raise StaleEpoch(f"epoch {epoch} is not newer than {state.epoch}")
+        if epoch - state.epoch > epochs.MAX_STEP:
+            raise EpochLeap(
+                f"epoch {epoch} is more than {epochs.MAX_STEP} beyond {state.epoch}:"
+                f" state {state.epoch + 1}"
+            )
         if self.draining:
             raise StaleEpoch("the instance drains")
 
@@ -222,7 +232,7 @@ class Instance:
         *,
         lasting: bool = False,
     ) -> None:
-        """Take another role; `lasting`: as the instance's own. Raises StaleEpoch, OtherBoot."""
+        """Take another role; `lasting`: as the instance's own. Raises RoleRefused, of its kinds."""
         self.check_order(epoch, boot_id)
         state = self._registration
         state.role = role

@@ -15,12 +15,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from cleave.policy.books import INTERVAL_MS, find_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent.drain import Drained
-from cleave_worker.agent.instance import Instance, OtherBoot, StaleEpoch
+from cleave_worker.agent.instance import EpochLeap, Instance, OtherBoot, StaleEpoch
 from cleave_worker.agent.verify import TransferError
+from cleave_worker.scheduling.terms import ROLES
 
 READY_SERVICE = "ready"
 """Name under which the health protocol tells whether the instance takes requests."""
-_SHORTEST_INTERVAL_MS = 10
+_INTERVALS_MS = 50, 60_000
+"""Of reports, the shortest and the longest, whatever a watcher states."""
+_MAX_WATCHERS = 512
+"""Streams at a time: at the shortest interval about a core's worth of reports."""
+_MAX_ROUTER_NAME = 64
+"""Characters; gateways name themselves by 32."""
 
 _Context = grpc.aio.ServicerContext[object, object]
 DrainCall = Callable[[float | None], Awaitable[Drained]]
@@ -41,10 +47,20 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def Watch(  # noqa: N802
         self,
         request: agent_pb2.WatchRequest,
-        context: _Context,  # noqa: ARG002
+        context: _Context,
     ) -> AsyncIterator[agent_pb2.WatchEvent]:
         """A registration first and after each change, load reports in between."""
-        asked_ms = max(request.interval_ms or INTERVAL_MS, _SHORTEST_INTERVAL_MS)
+        if len(request.router) > _MAX_ROUTER_NAME:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"router is a name of {len(request.router)} characters, above {_MAX_ROUTER_NAME}",
+            )
+        if self._routers.total() >= _MAX_WATCHERS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MAX_WATCHERS} watchers are there already"
+            )
+        shortest_ms, longest_ms = _INTERVALS_MS
+        asked_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
         version = None
         self._routers[request.router] += 1
         try:
@@ -73,8 +89,11 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self, request: agent_pb2.SetRoleRequest, context: _Context
     ) -> agent_pb2.SetRoleResponse:
         """Take a role once its KV path is proven; every watcher hears of it at once."""
-        if request.role == agent_pb2.ROLE_UNSPECIFIED:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "role is not set")
+        if request.role not in ROLES.values():
+            known = ", ".join(f"{name} ({role})" for name, role in ROLES.items())
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"role {request.role} is none of {known}"
+            )
         try:
             self._instance.check_order(request.epoch, request.boot_id)
             await self._prove(request.role)
@@ -83,6 +102,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             )
         except OtherBoot as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
+        except EpochLeap as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except StaleEpoch as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except TransferError as error:

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from cleave.router.directory import Directory
 from cleave.router.instance import Contact, Instance
+from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -73,15 +74,10 @@ def _gauge(
 def _name(instance: Instance) -> tuple[str, str]:
     """(model, the role that it has now)."""
     stated = instance.registration
-    return stated.model, to_word(agent_pb2.Role.Name(stated.role))
+    return stated.model, name_of(agent_pb2.Role, stated.role)
 
 
 def _find_state(instance: Instance) -> str:
     if instance.contact in (Contact.HEARD, Contact.STALE):
-        return to_word(agent_pb2.State.Name(instance.registration.state))
+        return name_of(agent_pb2.State, instance.registration.state)
     return "unreachable"
-
-
-def to_word(enum_name: str) -> str:
-    """`ROLE_PREFILL` -> `prefill`."""
-    return enum_name.partition("_")[2].lower()

@@ -1,10 +1,12 @@
 """What `GET /fleet` answers: every instance that this gateway follows. Used by the pages."""
 
+import math
+
 from cleave.gateway.context import Context
-from cleave.gateway.counts.fleet_metrics import to_word
 from cleave.router.instance import Instance
 from cleave.rpc import fleet_page
 from cleave.rpc.fleet_page import FleetPage, KvPath
+from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2
 
 MAX_INSTANCES = 4_096
@@ -31,9 +33,9 @@ def _describe(instance: Instance, now: float) -> fleet_page.Instance:
         deployment=stated.deployment,
         model=stated.model,
         revision=stated.revision,
-        role=to_word(agent_pb2.Role.Name(stated.role)),
-        home=to_word(agent_pb2.Role.Name(stated.home or stated.role)),
-        state=to_word(agent_pb2.State.Name(stated.state)),
+        role=name_of(agent_pb2.Role, stated.role),
+        home=name_of(agent_pb2.Role, stated.home or stated.role),
+        state=name_of(agent_pb2.State, stated.state),
         epoch=stated.epoch,
         contact=instance.contact.value,
         selectable=instance.selectable,
@@ -42,14 +44,19 @@ def _describe(instance: Instance, now: float) -> fleet_page.Instance:
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
-        kv_cache_usage=load.kv_cache_usage,
+        kv_cache_usage=_finite(load.kv_cache_usage),
         requests_in_flight=ledger.count_requests(),
         report_age_s=round(max(now - instance.heard_at, 0.0), 3),
         kv_path=KvPath(
             verified=stated.kv_path.verified,
             transport=stated.kv_path.transport,
-            transfer_ms=stated.kv_path.transfer_ms,
-            bytes_per_s=stated.kv_path.bytes_per_s,
+            transfer_ms=_finite(stated.kv_path.transfer_ms),
+            bytes_per_s=_finite(stated.kv_path.bytes_per_s),
             detail=stated.kv_path.detail[:_TEXT_LIMIT],
         ),
     )
+
+
+def _finite(value: float) -> float:
+    """JSON has no other numbers: with one `null` here the operator could not read the page."""
+    return value if math.isfinite(value) else 0.0

@@ -42,6 +42,7 @@ from cleave.gateway.siblings import Siblings
 from cleave.gateway.stories.watch import Watch
 from cleave.router.errors import UnknownModel
 from cleave.router.instance import Instance
+from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2
 
 _OTHERS = frozenset(route.path for route in OTHERS)
@@ -299,8 +300,8 @@ def _describe(instance: Instance) -> dict[str, object]:
     stated = instance.registration
     return {
         "name": instance.name,
-        "role": agent_pb2.Role.Name(stated.role).removeprefix("ROLE_").lower(),
-        "state": agent_pb2.State.Name(stated.state).removeprefix("STATE_").lower(),
+        "role": name_of(agent_pb2.Role, stated.role),
+        "state": name_of(agent_pb2.State, stated.state),
         "selectable": instance.selectable,
         "contact": instance.contact.value,
         "kv_path_verified": stated.kv_path.verified,

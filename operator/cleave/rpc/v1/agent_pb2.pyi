@@ -73,7 +73,7 @@ class WatchRequest(_message.Message):
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
     ROUTER_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
-    """0: 100 ms"""
+    """0: 100 ms; 50 ms at least and a minute at most count"""
     router: _builtins.str
     """who follows, if it sends requests here; empty: it does not"""
     def __init__(

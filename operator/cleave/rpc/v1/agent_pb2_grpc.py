@@ -71,9 +71,10 @@ class AgentServicer:
 
     def SetRole(self, request, context):
         """Set what the instance serves now. It is told to everybody once a hand-off the
-        way that the role needs was seen to work. FAILED_PRECONDITION when the epoch is
-        not newer than the agent's own; ABORTED when boot_id names an earlier engine;
-        UNAVAILABLE when that hand-off failed: the role stays what it was.
+        way that the role needs was seen to work. INVALID_ARGUMENT when the agent does not know
+        the role, or the epoch is more than 2^20 beyond its own; FAILED_PRECONDITION when it is
+        not newer; ABORTED when boot_id names an earlier engine; UNAVAILABLE when that hand-off
+        failed. Then the role stays what it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

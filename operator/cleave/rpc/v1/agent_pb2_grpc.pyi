@@ -41,9 +41,10 @@ class AgentStub:
     """
     SetRole: _grpc.UnaryUnaryMultiCallable[_agent_pb2.SetRoleRequest, _agent_pb2.SetRoleResponse]
     """Set what the instance serves now. It is told to everybody once a hand-off the
-    way that the role needs was seen to work. FAILED_PRECONDITION when the epoch is
-    not newer than the agent's own; ABORTED when boot_id names an earlier engine;
-    UNAVAILABLE when that hand-off failed: the role stays what it was.
+    way that the role needs was seen to work. INVALID_ARGUMENT when the agent does not know
+    the role, or the epoch is more than 2^20 beyond its own; FAILED_PRECONDITION when it is
+    not newer; ABORTED when boot_id names an earlier engine; UNAVAILABLE when that hand-off
+    failed. Then the role stays what it was.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_agent_pb2.DrainRequest, _agent_pb2.DrainResponse]
     """Stop taking new requests, let running ones finish, return when empty or timed out."""
@@ -60,9 +61,10 @@ class AgentAsyncStub(AgentStub):
     """
     SetRole: _aio.UnaryUnaryMultiCallable[_agent_pb2.SetRoleRequest, _agent_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Set what the instance serves now. It is told to everybody once a hand-off the
-    way that the role needs was seen to work. FAILED_PRECONDITION when the epoch is
-    not newer than the agent's own; ABORTED when boot_id names an earlier engine;
-    UNAVAILABLE when that hand-off failed: the role stays what it was.
+    way that the role needs was seen to work. INVALID_ARGUMENT when the agent does not know
+    the role, or the epoch is more than 2^20 beyond its own; FAILED_PRECONDITION when it is
+    not newer; ABORTED when boot_id names an earlier engine; UNAVAILABLE when that hand-off
+    failed. Then the role stays what it was.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_agent_pb2.DrainRequest, _agent_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop taking new requests, let running ones finish, return when empty or timed out."""
@@ -88,9 +90,10 @@ class AgentServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.SetRoleResponse, _abc.Awaitable[_agent_pb2.SetRoleResponse]]:
         """Set what the instance serves now. It is told to everybody once a hand-off the
-        way that the role needs was seen to work. FAILED_PRECONDITION when the epoch is
-        not newer than the agent's own; ABORTED when boot_id names an earlier engine;
-        UNAVAILABLE when that hand-off failed: the role stays what it was.
+        way that the role needs was seen to work. INVALID_ARGUMENT when the agent does not know
+        the role, or the epoch is more than 2^20 beyond its own; FAILED_PRECONDITION when it is
+        not newer; ABORTED when boot_id names an earlier engine; UNAVAILABLE when that hand-off
+        failed. Then the role stays what it was.
         """
 
     @_abc_1.abstractmethod
