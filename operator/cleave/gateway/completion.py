@@ -240,7 +240,7 @@ def _read_model(fields: Fields) -> str:
     if "model" not in fields:
         raise refuse("you must provide a model parameter", param="model")
     raw = fields["model"]
-    if len(memoryview(raw)) > MAX_MODEL_BYTES:
+    if len(raw) > MAX_MODEL_BYTES:
         raise refuse(f"model is longer than {MAX_MODEL_BYTES} bytes", param="model")
     try:
         return _decode_str(raw)
@@ -369,7 +369,7 @@ def _refuse_fields(name: str) -> ApiError:
 
 def decode_any(raw: msgspec.Raw) -> object:
     """A field's value, or something that equals no usual one: it is invalid, or long."""
-    if len(memoryview(raw)) > _VALUE_BYTES:
+    if len(raw) > _VALUE_BYTES:
         return b"long"
     try:
         value: object = _decode_any(raw)
