@@ -11,7 +11,15 @@ import psutil
 import pytest
 
 from harness import Deployment, deployed, tiny_vllm, until
-from vllm_cases import CASES, OUTPUT_TOKENS, TIMEOUT_S, ask, engine_url, metric
+from vllm_cases import (
+    CASES,
+    OUTPUT_TOKENS,
+    TIMEOUT_S,
+    ask,
+    engine_url,
+    metric,
+    must_have_moved_all,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -60,6 +68,7 @@ def test_what_the_agents_say_is_true(vllm: Deployment) -> None:
         assert told.kv_path.verified
         assert told.kv_path.transport.startswith("nixl")
         assert told.kv_path.bytes_per_s > 0
+        must_have_moved_all(told.kv_path.detail)
         assert told.kv_block_size == 128
         assert load.kv_blocks_free == told.kv_blocks_total > 0
         assert load.sampled_ns > 0

@@ -23,7 +23,16 @@ from hand_offs import (
     unseen,
 )
 from harness import Deployment, deployed, until
-from vllm_cases import CASES, OUTPUT_TOKENS, TIMEOUT_S, Case, ask, engine_url, metric
+from vllm_cases import (
+    CASES,
+    OUTPUT_TOKENS,
+    TIMEOUT_S,
+    Case,
+    ask,
+    engine_url,
+    metric,
+    must_have_moved_all,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -39,6 +48,13 @@ def vllm(
     manifest = tiny_with_connector(tiny_model, request.param, checksums=True)
     with deployed(manifest, tmp_path_factory.mktemp("vllm"), timeout_s=420) as deployment:
         yield deployment
+
+
+@EVERY_WAY
+def test_the_kv_path_is_verified_by_the_bytes_of_a_long_prompt(vllm: Deployment) -> None:
+    for told in vllm.instances().values():
+        assert told.kv_path.verified
+        must_have_moved_all(told.kv_path.detail)
 
 
 @EVERY_WAY

@@ -2,12 +2,17 @@
 
 import json
 import random
+import re
 from dataclasses import dataclass
 
 import httpx
 
 from harness import Deployment
 
+CHUNK_TOKENS = 2048
+"""What vLLM computes of prompts in one step on CPU."""
+KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 2
+"""Of the tiny model: layers, keys and values, heads, their size, bytes of bfloat16."""
 TIMEOUT_S = 60
 OUTPUT_TOKENS = 12
 
@@ -96,3 +101,13 @@ def metric(url: str, name: str) -> float:
 
 def engine_url(deployment: Deployment, role: str) -> str:
     return deployment.instances()[f"tiny-{role}-0"].engine_url
+
+
+def must_have_moved_all(detail: str) -> None:
+    """Whether a KV self-test moved a prompt of more than one chunk, block by block."""
+    found = re.search(r": (\S+) MB for (\S+) tokens in (\S+) s", detail)
+    assert found, detail
+    megabytes, tokens, seconds = (float(number.replace(",", "")) for number in found.groups())
+    assert tokens > CHUNK_TOKENS, detail
+    assert megabytes * 1e6 >= tokens * KV_BYTES_PER_TOKEN, detail
+    assert seconds > 0, detail

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,7 +69,10 @@ def in_background() -> Iterator[Callable[[Callable[[], object]], list]]:
 def test_two_workers_prove_their_kv_path_and_say_what_they_serve(pair) -> None:
     for agent in pair:
         told = agent.health().registration
-        assert told.kv_path.detail == "p-0 -> d-0"
+        # About as many tokens as its model's length of 2,048 has room for, of 819,200 bytes each.
+        found = re.match(r"p-0 -> d-0: (\S+) MB for 1,[78]\d\d tokens in", told.kv_path.detail)
+        assert found, told.kv_path.detail
+        assert float(found[1].replace(",", "")) >= 1700 * 0.8192
         assert told.kv_path.transport == "emulated"
         assert told.kv_path.transfer_ms > 0
         assert told.kv_path.bytes_per_s > 0
@@ -77,6 +81,22 @@ def test_two_workers_prove_their_kv_path_and_say_what_they_serve(pair) -> None:
         assert told.kv_block_size == 16
         assert told.kv_blocks_total > 0
         assert told.reason == ""
+
+
+def test_a_path_that_gives_the_right_tokens_without_a_byte_is_refused(agents) -> None:
+    decode = agents.start("d-0", "decode", *EMULATED, engine_args=FAULTS)
+    url = decode.until(lambda told: told.state == agent_pb2.STATE_VERIFYING).engine_url
+    post(url, "/emulator/faults", {"empty_handoff": 1000})
+    prefill = agents.start("p-0", "prefill", *EMULATED, engine_args=FAULTS)
+    refused = prefill.until(lambda told: "KV test" in told.reason)
+    assert refused.state == agent_pb2.STATE_VERIFYING
+    assert not refused.kv_path.verified
+    assert re.match(
+        r"KV test with d-0 failed: d-0 pulled no byte of the KV of \d+ prompt tokens",
+        refused.reason,
+    )
+    post(url, "/emulator/faults", {"empty_handoff": 0})
+    prefill.until(proven)
 
 
 def test_a_worker_says_which_adapters_its_engine_serves(agents) -> None:
@@ -251,4 +271,4 @@ def test_roles_that_change_have_proven_the_other_way_already(pair) -> None:
         told = agent.health().registration
         assert (told.role, told.epoch) == (role, 2)
         assert told.kv_path.verified
-        assert told.kv_path.detail == "d-0 -> p-0"
+        assert told.kv_path.detail.startswith("d-0 -> p-0: ")

@@ -7,6 +7,25 @@ from aiohttp import web
 
 from cleave_worker.agent import engine_api
 
+PAGE = 'vllm:cache_config_info{block_size="32",x="y"} 1.0\n'
+NIXL = """
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 700.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 300.0
+vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="m"} 0.5
+vllm:nixl_bytes_transferred_bucket{engine="0",le="2048.0",model_name="m"} 1.0
+vllm:nixl_bytes_transferred_count{engine="0",model_name="m"} 3.0
+vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.5e+06
+vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 2.0
+"""
+OWN = """
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 300.0
+cleave_kv_pull_seconds_sum{engine="0",model_name="m",way="gloo"} 0.25
+cleave_kv_pull_seconds_sum{engine="0",model_name="m",way="shared memory"} 0.25
+cleave_kv_pulled_bytes_total{engine="0",model_name="m",way="gloo"} 1.0e+06
+cleave_kv_pulled_bytes_total{engine="0",model_name="m",way="shared memory"} 500000.0
+cleave_kv_lost_total{engine="0",model_name="m",reason="boot"} 0.0
+cleave_kv_lost_total{engine="0",model_name="m",reason="peer_lost"} 2.0
+"""
 BASE = {"id": "m", "parent": None, "max_model_len": 2048}
 
 
@@ -15,12 +34,12 @@ async def served():
     """An engine that lists these models; its URL."""
     runners = []
 
-    async def serve(cards: object) -> str:
+    async def serve(cards: object, page: str = PAGE) -> str:
         async def answer(request: web.Request) -> web.Response:
             pages = {
                 "/v1/models": json.dumps({"data": cards}),
                 "/version": '{"version": "1.2"}',
-                "/metrics": 'vllm:cache_config_info{block_size="32",x="y"} 1.0\n',
+                "/metrics": page,
             }
             return web.Response(text=pages[request.path])
 
@@ -47,3 +66,13 @@ async def test_adapters_are_the_models_that_have_a_parent(served) -> None:
 @pytest.mark.parametrize("cards", [[BASE], [], None])
 async def test_an_engine_without_adapters_has_none(served, cards: object) -> None:
     assert (await engine_api.facts(await served(cards), "vllm", 16, 5.0)).adapters == ()
+
+
+@pytest.mark.parametrize(("page", "way"), [(NIXL, ""), (OWN, "gloo")])
+async def test_what_was_pulled_is_counted_whichever_the_connector(served, page, way) -> None:
+    found = await engine_api.pulled(await served([BASE], page), 5.0)
+    assert found == engine_api.Pulled(1.5e6, 0.5, num_tokens=300, num_lost=2, way=way)
+
+
+async def test_an_engine_without_such_counters_counts_nothing(served) -> None:
+    assert await engine_api.pulled(await served([BASE]), 5.0) is None

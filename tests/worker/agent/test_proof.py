@@ -11,7 +11,7 @@ from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import EngineFacts, Flow, Instance, flow_of
 from cleave_worker.agent.peers import Sight, suits
 from cleave_worker.agent.proof import prove, prove_role, pursue
-from cleave_worker.agent.verify import TransferError
+from cleave_worker.agent.verify import TransferError, UncountedError
 
 PROVEN = agent_pb2.KvPath(verified=True, transport="emulated")
 PEER = Sight(peer=agent_pb2.Registration(instance="w-1"))
@@ -139,6 +139,23 @@ async def test_a_failed_test_is_told_and_tried_again(
     assert state == agent_pb2.STATE_VERIFYING
     assert reason == "KV test with w-1 failed: wrong tokens"
     assert instance.registration().kv_path.verified
+
+
+async def test_with_a_peer_that_counts_no_bytes_a_worker_is_ready_unverified_and_says_why(
+    config: AgentConfig, instance: Instance
+) -> None:
+    scene = Scene(instance, [PEER], [])
+
+    async def test(_: agent_pb2.Registration, __: Flow) -> agent_pb2.KvPath:
+        raise UncountedError("w-1 counts no bytes of KV")
+
+    searching = asyncio.create_task(pursue(config, instance, scene.look, test))
+    async with asyncio.timeout(20):
+        while instance.state != agent_pb2.STATE_READY:
+            await instance.change()
+    searching.cancel()
+    told = instance.registration().kv_path
+    assert (told.verified, told.detail) == (False, "w-1 counts no bytes of KV")
 
 
 async def test_with_nobody_in_sight_a_worker_is_ready_unverified_and_goes_on_looking(

@@ -111,6 +111,22 @@ async def test_corrupt_blocks_are_computed_anew_where_the_policy_says_so(serve) 
     assert (await other.samples())["vllm:emulated_corrupt_transfers_total"] == 1
 
 
+async def test_an_empty_hand_off_gives_the_right_tokens_and_counts_no_byte(serve) -> None:
+    one, other = await serve("A"), await serve("B")
+    await inject(other, empty_handoff=1)
+    text = await one.text({**PROMPT, "prompt": [21] * 50})
+    assert await hand_over(one, other, [21] * 50) == (200, text)
+    counted = await other.samples()
+    assert counted["vllm:nixl_bytes_transferred_sum"] == 0
+    assert counted["vllm:nixl_num_failed_transfers_total"] == 0
+    text = await one.text({**PROMPT, "prompt": [22] * 50})
+    assert await hand_over(one, other, [22] * 50) == (200, text)
+    # Whole blocks of 16 tokens.
+    per_token = other.engine.config.shape.kv_bytes_per_token
+    assert (await other.samples())["vllm:nixl_bytes_transferred_sum"] == 64 * per_token
+    await one.until(lambda: one.num_used_blocks == 0)
+
+
 async def test_swapped_hand_offs_are_those_of_the_prefills_before(serve) -> None:
     one, other = await serve("A"), await serve("B")
     await one.prefill({**PROMPT, "prompt": [20] * 50})

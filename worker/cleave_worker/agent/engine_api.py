@@ -17,15 +17,26 @@ _PULLED_BYTES = re.compile(
 _PULL_SECONDS = re.compile(
     rb"^(?:vllm:nixl_xfer_time_seconds_sum|cleave_kv_pull_seconds_sum)\b.* (\S+)$", re.MULTILINE
 )
+_PULLED_TOKENS = re.compile(
+    rb'^vllm:prompt_tokens_by_source_total\{.*\bsource="external_kv_transfer".*\} (\S+)$',
+    re.MULTILINE,
+)
+_LOST = re.compile(
+    rb"^(?:vllm:nixl_num_failed_transfers_total|cleave_kv_lost_total)\b.* (\S+)$", re.MULTILINE
+)
 _WAYS = re.compile(rb'^cleave_kv_pulled_bytes_total\{.*\bway="([^"]+)".*\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """KV that an engine has pulled from others since it started."""
+    """What an engine has counted of KV from other engines since it started, all ranks together."""
 
     num_bytes: float
     seconds: float
+    num_tokens: float
+    """Of prompts that came with a hand-off, whether or not its KV arrived."""
+    num_lost: float
+    """Hand-offs whose KV did not arrive."""
     way: str = ""
     """What carried most of it; empty: the engine does not tell."""
 
@@ -57,11 +68,17 @@ async def facts(url: str, engine: str, block_size: int, seconds: float) -> Engin
     )
 
 
-async def pulled(url: str, seconds: float) -> Pulled:
-    """What the engine has pulled so far; zeros when it does not tell. Raises HttpError."""
-    metrics = await http.request("GET", f"{url}/metrics", seconds=seconds)
+async def pulled(url: str, seconds: float) -> Pulled | None:
+    """What the engine has pulled so far; None where it counts no such bytes. Raises HttpError."""
+    page = (await http.request("GET", f"{url}/metrics", seconds=seconds)).body
+    if not _PULLED_BYTES.search(page):
+        return None
     return Pulled(
-        _sum(_PULLED_BYTES, metrics.body), _sum(_PULL_SECONDS, metrics.body), _way(metrics.body)
+        num_bytes=_sum(_PULLED_BYTES, page),
+        seconds=_sum(_PULL_SECONDS, page),
+        num_tokens=_sum(_PULLED_TOKENS, page),
+        num_lost=_sum(_LOST, page),
+        way=_way(page),
     )
 
 

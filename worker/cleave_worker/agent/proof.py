@@ -4,6 +4,8 @@ Run by the supervisor beside the health checks, once for every boot. The cases:
 - a peer is there and the test passes: ready, KV path verified;
 - a peer is there and the test fails: not ready, tried again with growing delay. A worker that is
   ready without proof already stays so: it serves whole requests, and the fault may be the peer's;
+- a peer is there and its engine does not count what it pulls: nothing can be shown, so ready
+  without proof, and tried again;
 - a peer is in sight but its engine still starts: wait, as long as an engine may take to start;
 - no peer is in sight: after a while ready without proof, and the search goes on.
 
@@ -23,7 +25,7 @@ from cleave_worker.agent import peers
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import Flow, Instance, flow_of
 from cleave_worker.agent.launch import has_gpu
-from cleave_worker.agent.verify import Endpoint, TransferError, verify_transfer
+from cleave_worker.agent.verify import Endpoint, TransferError, UncountedError, verify_transfer
 
 _log = logging.getLogger(__name__)
 _NO_PEER = "no peer yet"
@@ -88,6 +90,9 @@ async def _attempt(instance: Instance, peer: agent_pb2.Registration, test: Test)
     flow = flow_of(instance.registration().role)
     try:
         kv_path = await test(peer, flow)
+    except UncountedError as error:
+        instance.unverified(str(error))
+        return False
     except TransferError as error:
         reason = f"KV test with {peer.instance} failed: {error}"
         _log.warning(reason)
@@ -139,18 +144,12 @@ def _tester(config: AgentConfig, instance: Instance) -> Test:
         )
         kv_path = agent_pb2.KvPath(
             verified=True,
-            transport=f"{transport} over {transfer.way}" if transfer.way else transport,
+            transport=f"{transport} over {transfer.after.way}" if transfer.after.way else transport,
             transfer_ms=transfer.first_token_ms,
             bytes_per_s=transfer.bytes_per_s,
-            detail=f"{prefill.instance} -> {decode.instance}",
+            detail=f"{prefill.instance} -> {decode.instance}: {transfer.describe()}",
         )
-        _log.info(
-            "KV path verified: %s, %s, %.1f ms, %.3f GB/s",
-            kv_path.detail,
-            kv_path.transport,
-            kv_path.transfer_ms,
-            kv_path.bytes_per_s / 1e9,
-        )
+        _log.info("KV path verified: %s, %s", kv_path.transport, kv_path.detail)
         return kv_path
 
     return test

@@ -1,10 +1,12 @@
-"""The KV self-test: does a hand-off from this prefill engine to that decode engine give the tokens
-that the prefill engine alone gives?
+"""The KV self-test: does a hand-off from this prefill engine to that decode engine move the KV, and
+give the tokens that the prefill engine alone gives?
 
 Called by proof.py before a worker becomes ready. What is hard: engines accept foreign or damaged
-KV silently, so only a comparison of tokens tells; the prompt must be new to both prefix caches,
-or nothing would be transferred; and greedy decoding on two machines may differ at a near-tie, so
-one match in a few tries is enough while a broken path fails all of them.
+KV silently, so tokens are compared; an engine that computes lost KV itself gives the right tokens,
+so the decode engine must also have counted bytes, as many as the hand-off names blocks. How many
+bytes a block has only the engine knows, so a short and a long prompt are handed off and compared.
+Prompts are new to both prefix caches, or nothing would be transferred. Greedy decoding on two
+machines may differ at a near-tie, so one good try in a few is enough; a broken path fails them all.
 """
 
 import json
@@ -18,7 +20,15 @@ from cleave_worker.agent.engine_api import Pulled
 
 _TOKENS = 4
 _TRIES = 3
-_PROMPT_CHARACTERS = 1600
+_SHORT_CHARACTERS = 400
+_LONG_TOKENS = 2560
+"""More than the 2,048 tokens that vLLM computes in one step unless the GPU is large."""
+_FILL = 0.9
+"""Share of the model's length that a prompt may take: its tokens are an estimate."""
+_PATIENCE = 0.5
+"""Share of a request's time that the prefill of the long prompt may take."""
+_PROPORTION = 0.9
+"""Of the bytes that the blocks of the long prompt have by those of the short one."""
 _PROMPT_MARGIN = 16
 _PREFILL_ORDER = {
     "do_remote_decode": True,
@@ -34,6 +44,10 @@ class TransferError(RuntimeError):
     """The KV path does not work; one sentence."""
 
 
+class UncountedError(TransferError):
+    """The decode engine does not count KV bytes, so nothing can be verified."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One engine of a test."""
@@ -47,41 +61,150 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How a good hand-off went."""
+    """One hand-off with the right tokens, and what the decode engine counted meanwhile."""
 
+    num_tokens: int
+    """Of the prompt."""
+    num_blocks: int
+    """Of KV that the hand-off names, all KV cache groups together; 0: it does not tell."""
+    prefill_ms: float
     first_token_ms: float
     """From the decode request to its first token, transfer included."""
-    bytes_per_s: float
-    """What the decode engine pulled, over the time it took; 0: it does not tell."""
-    way: str = ""
-    """What carried it; empty: the engine does not tell."""
+    before: Pulled
+    after: Pulled
+
+    @property
+    def num_bytes(self) -> float:
+        """What the decode engine pulled, that of other hand-offs included."""
+        return self.after.num_bytes - self.before.num_bytes
+
+    @property
+    def seconds(self) -> float:
+        """How long that took, summed over ranks and hand-offs."""
+        return self.after.seconds - self.before.seconds
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Mean over ranks and hand-offs; 0: the engine does not tell."""
+        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the decode engine took no other hand-off meanwhile."""
+        return self.after.num_tokens - self.before.num_tokens <= self.num_tokens
+
+    @property
+    def num_lost(self) -> float:
+        """Hand-offs whose KV did not arrive meanwhile, others included."""
+        return self.after.num_lost - self.before.num_lost
+
+    def describe(self) -> str:
+        """Bytes, tokens, time and rate, for people."""
+        rate = f", {self.bytes_per_s / 1e9:.3g} GB/s" if self.bytes_per_s else ""
+        others = "" if self.is_alone else ", other hand-offs included"
+        return (
+            f"{self.num_bytes / 1e6:,.2f} MB for {self.num_tokens:,} tokens "
+            f"in {self.seconds:.3g} s{rate}{others}"
+        )
 
 
 async def verify_transfer(
     prefill: Endpoint, decode: Endpoint, model: str, *, seconds: float, random_words: random.Random
 ) -> Transfer:
-    """Test one direction; each request gets `seconds`. Raises TransferError."""
+    """Test one direction; each request gets `seconds`. Raises TransferError, UncountedError.
+
+    Returns the hand-off of the long prompt. Other hand-offs of the decode engine are counted, too:
+    where they blur the proportion in each try, it is enough that bytes came and no KV was lost.
+    """
     wrong = ""
+    passed: Transfer | None = None
     for _ in range(_TRIES):
-        prompt = random_prompt(random_words, _prompt_characters(prefill, decode))
         try:
-            expected = await _complete(prefill, model, prompt, seconds)
-            hand_off = await _prefill(prefill, model, prompt, seconds)
-            before = await engine_api.pulled(decode.url, seconds)
-            answer, first_ms = await _decode(decode, model, prompt, hand_off, seconds)
-            after = await engine_api.pulled(decode.url, seconds)
+            short, long = await _try_both(prefill, decode, model, seconds, random_words)
         except http.HttpError as error:
             raise TransferError(str(error)) from error
-        if answer == expected:
-            return Transfer(first_ms, _rate(before, after), after.way)
-        wrong = f"{decode.instance} continued a prompt of {prefill.instance} with other tokens"
+        except _OtherTokensError:
+            wrong = f"{decode.instance} continued a prompt of {prefill.instance} with other tokens"
+            continue
+        if fault := find_fault(short, long):
+            wrong = f"{decode.instance} {fault}, handed off by {prefill.instance}"
+        elif is_in_proportion(short, long):
+            return long
+        else:
+            passed = long
+    if passed:
+        return passed
     raise TransferError(f"{wrong}, {_TRIES} times of {_TRIES}")
 
 
-def _rate(before: Pulled, after: Pulled) -> float:
-    """Bytes per second of what was pulled in between; others' transfers are as good a measure."""
-    seconds = after.seconds - before.seconds
-    return (after.num_bytes - before.num_bytes) / seconds if seconds > 0 else 0.0
+def find_fault(short: Transfer, long: Transfer) -> str:
+    """What is wrong with the bytes of two hand-offs with the right tokens; empty: nothing."""
+    for one in (short, long):
+        if one.num_bytes <= 0:
+            return f"pulled no byte of the KV of {one.num_tokens:,} prompt tokens"
+    if not (short.is_alone and long.is_alone):
+        lost = short.num_lost + long.num_lost
+        return f"lost the KV of {lost:.0f} hand-offs while one was tested" if lost else ""
+    if not is_in_proportion(short, long):
+        return (
+            f"pulled {long.num_bytes:,.0f} bytes of the KV of {long.num_tokens:,} prompt tokens, "
+            f"too few beside {short.num_bytes:,.0f} bytes of {short.num_tokens:,} tokens"
+        )
+    return ""
+
+
+def is_in_proportion(short: Transfer, long: Transfer) -> bool:
+    """Whether the blocks of the long prompt came with as many bytes each as the short one's."""
+    least = _PROPORTION * short.num_bytes * long.num_blocks
+    return long.num_bytes * short.num_blocks >= least
+
+
+class _OtherTokensError(Exception):
+    """The two engines continued a prompt in different ways."""
+
+
+async def _try_both(
+    prefill: Endpoint, decode: Endpoint, model: str, seconds: float, words: random.Random
+) -> tuple[Transfer, Transfer]:
+    """Hand-offs of a short and of a long prompt. Raises TransferError, _OtherTokensError."""
+    # A token covers at least one character, so a prompt of n characters never exceeds n tokens.
+    length = min(end.max_model_len or 1 << 20 for end in (prefill, decode)) - _PROMPT_MARGIN
+    characters = max(1, min(_SHORT_CHARACTERS, length))
+    short = await _try(prefill, decode, model, random_prompt(words, characters), seconds)
+    tokens = min(
+        _LONG_TOKENS,
+        _FILL * length,
+        short.num_tokens * _PATIENCE * seconds * 1e3 / max(short.prefill_ms, 1e-3),
+    )
+    longer = max(characters, int(characters * tokens / short.num_tokens))
+    return short, await _try(prefill, decode, model, random_prompt(words, longer), seconds)
+
+
+async def _try(
+    prefill: Endpoint, decode: Endpoint, model: str, prompt: str, seconds: float
+) -> Transfer:
+    """One hand-off. Raises TransferError, _OtherTokensError."""
+    before = await _pulled(decode, seconds)
+    request_id = f"cleave-verify-{uuid.uuid4().hex}"
+    handed = await _prefill(prefill, model, prompt, seconds, request_id)
+    answer, first_ms = await _decode(decode, model, prompt, request_id, handed.params, seconds)
+    after = await _pulled(decode, seconds)
+    # Last, so that the prefill engine computes what it hands off.
+    if answer != await _complete(prefill, model, prompt, seconds):
+        raise _OtherTokensError
+    return Transfer(
+        handed.num_tokens, _count_blocks(handed.params), handed.ms, first_ms, before, after
+    )
+
+
+async def _pulled(decode: Endpoint, seconds: float) -> Pulled:
+    if counted := await engine_api.pulled(decode.url, seconds):
+        return counted
+    raise UncountedError(
+        f"{decode.instance} counts no bytes of KV: its /metrics has neither "
+        "vllm:nixl_bytes_transferred nor cleave_kv_pulled_bytes_total; "
+        "use engine.connector Nixl or Cleave, and no --disable-log-stats"
+    )
 
 
 def random_prompt(random_words: random.Random, characters: int) -> str:
@@ -97,39 +220,49 @@ def random_prompt(random_words: random.Random, characters: int) -> str:
     return " ".join(words)[:characters]
 
 
-def _prompt_characters(*ends: Endpoint) -> int:
-    # A token covers at least one character, so a prompt of n characters never exceeds n tokens.
-    limits = (end.max_model_len - _PROMPT_MARGIN for end in ends if end.max_model_len)
-    return max(1, min((_PROMPT_CHARACTERS, *limits)))
-
-
 async def _complete(engine: Endpoint, model: str, prompt: str, seconds: float) -> str:
     body = await _post(engine, _body(model, prompt), seconds)
     return _text(json.loads(body.body))
 
 
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """What a prefill answered."""
+
+    params: Mapping[str, object]
+    num_tokens: int
+    ms: float
+
+
 async def _prefill(
-    engine: Endpoint, model: str, prompt: str, seconds: float
-) -> tuple[str, Mapping[str, object]]:
-    request_id = f"cleave-verify-{uuid.uuid4().hex}"
+    engine: Endpoint, model: str, prompt: str, seconds: float, request_id: str
+) -> _Handed:
     body = {**_body(model, prompt), "max_tokens": 1, "kv_transfer_params": _PREFILL_ORDER}
     answer = await _post(engine, body, seconds, request_id)
-    params = json.loads(answer.body).get("kv_transfer_params")
+    content = json.loads(answer.body)
+    params = content.get("kv_transfer_params")
     if not isinstance(params, dict):
         raise TransferError(f"{engine.instance} gave no KV hand-off")
     if params.get("remote_engine_id") != engine.boot_id:
         raise TransferError(f"{engine.instance} handed off as {params.get('remote_engine_id')}")
-    return request_id, params
+    return _Handed(params, content["usage"]["prompt_tokens"], answer.first_body_ms)
+
+
+def _count_blocks(params: Mapping[str, object]) -> int:
+    groups = params.get("remote_block_ids")
+    if not isinstance(groups, list):
+        return 0
+    return sum(len(group) for group in groups if isinstance(group, list))
 
 
 async def _decode(
     engine: Endpoint,
     model: str,
     prompt: str,
-    hand_off: tuple[str, Mapping[str, object]],
+    request_id: str,
+    params: Mapping[str, object],
     seconds: float,
 ) -> tuple[str, float]:
-    request_id, params = hand_off
     body = {**_body(model, prompt), "stream": True, "kv_transfer_params": params}
     answer = await _post(engine, body, seconds, request_id)
     return _streamed_text(engine, answer.body), answer.first_body_ms

@@ -223,6 +223,10 @@ class Engine:
         started = time.monotonic()
         self.metrics.external_queries += sequence.prompt_len
         try:
+            if self.faults.spend("empty_handoff"):
+                door.decline(hand_off)
+                self.scheduler.recompute(sequence)
+                return
             duration_s, num_bytes = self._transfer(num_blocks)
             prompt_digest = sequence.request.prompt_digest
             contents = await door.pull(hand_off, prompt_digest, num_blocks, duration_s)
@@ -236,7 +240,7 @@ class Engine:
         finally:
             self._pulls.pop(sequence, None)
             door.forget(sequence)
-        self._wake.set()
+            self._wake.set()
 
     def _transfer(self, num_blocks: int) -> tuple[float, int]:
         """Seconds and bytes of moving whole blocks."""

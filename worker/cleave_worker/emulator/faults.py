@@ -13,6 +13,7 @@ _SETTINGS = (
     "short_handoff",
     "wrong_kv",
     "swap_handoff",
+    "empty_handoff",
     "drop",
 )
 
@@ -42,6 +43,9 @@ class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
     """So many deliver KV that was computed wrong: no checksum tells."""
     swap_handoff: int | None = None
     """So many next prefills answer with the hand-off of the prefill before them."""
+    empty_handoff: int | None = None
+    """So many next hand-offs into this engine end well without a byte: it computes the prompts, and
+    counts no failure."""
     drop: int | None = None
     """Connections of streams close after so many tokens; 0 before the first."""
 
@@ -63,6 +67,7 @@ class Faults:
         self.short_handoff = 0
         self.wrong_kv = 0
         self.swap_handoff = 0
+        self.empty_handoff = 0
         self.drop: int | None = None
         self._resumed.set()
 
@@ -109,6 +114,7 @@ class Faults:
             "short_handoff": self.short_handoff,
             "wrong_kv": self.wrong_kv,
             "swap_handoff": self.swap_handoff,
+            "empty_handoff": self.empty_handoff,
             "drop": self.drop,
         }
 
