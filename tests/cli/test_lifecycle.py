@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import yaml
 
 from cleave.local import state
 
@@ -76,6 +77,48 @@ def test_ctrl_c_ends_what_runs_in_the_foreground(
         finally:
             up.kill()
     assert state.running() == []
+
+
+def test_an_engine_that_fails_is_told_at_once_by_up_and_kept_in_status(
+    cleave: Cleave, manifest: Path, port: str, state_root: Path
+) -> None:
+    command = [sys.executable, "-m", "cleave.cli.main", "up", "-f", str(manifest), "--port", port]
+    env = os.environ | {"CLEAVE_STATE_DIR": str(state_root)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as up:
+        try:
+            assert up.stdout is not None
+            assert any(line.startswith("ready ") for line in up.stdout)
+            snapshot = state.find("chat").read()
+            assert snapshot is not None
+            (agent,) = (pod.pid for pod in snapshot.pods if pod.name == "chat-prefill-0")
+            engine = psutil.Process(agent or 0).children(recursive=True)[-1]
+            engine.kill()
+            failure = "engine ended with status 137"
+            assert any(line.startswith(f"chat-prefill-0: {failure}") for line in up.stdout)
+            (found,) = json.loads(cleave("status", "-o", "json").stdout)
+            told = {row["instance"]: row["last_failure"] for row in found["instances"]}
+            assert told.pop("chat-prefill-0").startswith(failure)
+            assert set(told.values()) == {""}
+            assert f"chat-prefill-0: last failure: {failure}" in cleave("status").stdout
+            up.send_signal(signal.SIGINT)
+            assert up.wait(60) == 0
+        finally:
+            up.kill()
+
+
+def test_engines_that_never_start_end_the_wait_with_their_last_words(
+    cleave: Cleave, manifest: Path, port: str, tmp_path: Path
+) -> None:
+    content = yaml.safe_load(manifest.read_text())
+    content["spec"]["engine"]["args"] = ["--bogus"]
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(yaml.safe_dump(content))
+    up = cleave("up", "-f", str(broken), "--port", port, "-d")
+    failure = "engine ended with status 2: "
+    assert up.returncode == 1
+    assert f"chat-prefill-0: {failure}" in up.stdout
+    assert f"has lost its engine 3 times: {failure}" in up.stderr
+    assert "unrecognized arguments: --bogus" in up.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

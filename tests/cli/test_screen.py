@@ -1,8 +1,10 @@
 import io
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
-from cleave.cli.screen import progress, table
+from cleave.cli.screen import Lines, progress, table
 from cleave.local.following import Step
 
 
@@ -41,3 +43,38 @@ def test_where_there_is_no_terminal_each_change_is_a_line() -> None:
             show([Step("p", "prefill", "loading", elapsed_s, "x")])
         show([Step("p", "prefill", "ready", 3.0, "")])
     assert out.getvalue() == "p  loading  0 s\np  ready  3 s\n"
+
+
+def test_nobody_waits_longer_than_15_s_for_a_line() -> None:
+    out, now = io.StringIO(), 0.0
+    lines = Lines(Console(file=out, width=80), lambda: now)
+    for second in range(50):
+        now = float(second)
+        lines.show(
+            [
+                Step("chat-prefill-0", "prefill", "loading", now, "engine starts"),
+                Step("chat-decode-0", "decode", "ready", 7.0, ""),
+            ]
+        )
+    assert out.getvalue().splitlines() == [
+        "chat-prefill-0  loading  0 s",
+        "chat-decode-0  ready  7 s",
+        *(
+            f"still waiting: chat-prefill-0 loading {second} s (engine starts)"
+            for second in (15, 30, 45)
+        ),
+    ]
+
+
+FAILED = "engine ended with status 1: OSError: no such model"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_failure_is_a_line_as_soon_as_it_is_known(is_terminal: bool) -> None:
+    out = io.StringIO()
+    loading = Step("p", "prefill", "loading", 3.0, "x")
+    failed = replace(loading, restarts=1, last_failure=FAILED)
+    with progress(Console(file=out, width=40, force_terminal=is_terminal)) as show:
+        for step in (loading, failed, failed, replace(failed, state="ready")):
+            show([step])
+    assert out.getvalue().replace("\n", "").count(f"p: {FAILED}") == 1

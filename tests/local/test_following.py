@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from cleave.local import following
+from cleave.local import following, instances
 from cleave.local.following import End, Outcome, Step, follow, judge
 from cleave.local.instances import Row
 from cleave.local.state import PodView, Snapshot, StateFolder
+from cleave.rpc.v1 import agent_pb2
 
 LOADING = PodView("p", "prefill", "127.0.0.1:1", 1, False, 0, "", None, 100.0)
 READY = replace(LOADING, ready=True)
@@ -27,6 +28,36 @@ def test_states_unlike_ready_are_named_for_people() -> None:
     row = Row("p", "prefill", "starting", restarts=1)
     shown = following.step(LOADING, row, "loading weights", 107.0)
     assert shown == Step("p", "prefill", "loading", 7.0, "loading weights", 1)
+
+
+def test_the_last_failure_of_an_engine_goes_with_its_pod() -> None:
+    stated = agent_pb2.Registration(restarts=2, last_failure="engine ended with status 1: oh")
+    health = agent_pb2.HealthResponse(registration=stated)
+    row = instances.row(LOADING, of(LOADING), health)
+    assert row.last_failure == "engine ended with status 1: oh"
+    shown = following.step(LOADING, row, "", 107.0)
+    assert following.failures([], [shown]) == ["p: engine ended with status 1: oh"]
+    assert following.failures([shown], [shown]) == []
+    again = replace(shown, restarts=3)
+    assert following.failures([shown], [again]) == ["p: engine ended with status 1: oh"]
+    end = judge(of(LOADING), [again], StateFolder(Path("/none")))
+    assert end
+    assert end.reason == "p has lost its engine 3 times: engine ended with status 1: oh"
+
+
+def test_a_pod_that_ended_says_so_without_its_agent() -> None:
+    row = instances.row(replace(LOADING, last_exit_code=137), of(LOADING), None)
+    assert row.last_failure == "ended with exit code 137"
+
+
+def test_of_many_that_are_waited_for_some_are_named() -> None:
+    steps = [Step(f"p-{n}", "prefill", "loading", 7.2, "x" * 200) for n in range(6)]
+    steps[0] = replace(steps[0], state="ready")
+    line = following.waiting(steps)
+    assert line.startswith("still waiting: p-1 loading 7 s (xxx")
+    assert line.endswith("x...), and 1 more")
+    assert following.waiting([]) == "still waiting: no pod was started yet"
+    assert following.waiting(steps[:1]) == "still waiting: for readiness probes"
 
 
 def test_the_wait_ends_when_all_are_ready(folder: StateFolder) -> None:

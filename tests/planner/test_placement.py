@@ -42,7 +42,10 @@ def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_rea
 ):
     placement = plan(deployment())
     assert placement.pools == (PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1))
-    assert "spec.workload states no traffic" in placement.reason
+    assert placement.reason == (
+        "default placement (1 prefill + 1 decode): "
+        "no spec.workload to plan from and no spec.placement.manual"
+    )
 
 
 def test_a_placement_by_hand_is_taken_as_it_is_in_the_order_of_roles() -> None:

@@ -127,8 +127,9 @@ async def _run(
     job: "Job", console: "Console", prompt: str, *, once: bool, timeout_s: float
 ) -> bool:
     """Whether the question was answered. Everything has ended when this returns."""
-    from cleave.cli.screen import progress
-    from cleave.local import up
+    from cleave.cli.screen import print_line, progress
+    from cleave.local import state, up
+    from cleave.local.following import watch
 
     up.check(job)
     async with up.running(job, progress(console), timeout_s) as supervisor:
@@ -143,7 +144,7 @@ async def _run(
             talk.result()
             if not once:
                 console.print("\nCtrl-C ends it.")
-                await end
+                await watch(state.folder(job.deployment), lambda line: print_line(console, line))
         finally:
             end.cancel()
             console.print("[dim]stopping[/]")

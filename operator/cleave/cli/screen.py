@@ -1,9 +1,12 @@
 """Progress on the screen while a deployment comes up: a table that redraws itself.
 
-Used by `up` and `demo`. Where output is no terminal (a log, a pipe), one line per change instead.
+Used by `up` and `demo`. Where output is no terminal (a log, a pipe), one line per change instead,
+and one that says what is waited for whenever there was none for a while. A failure is a line of its
+own in both cases.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,9 +14,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cleave.local.following import READY, Show, Step
+from cleave.local.following import READY, Show, Step, failures, waiting
 
 _ROWS = 16
+_SILENCE_S = 15.0
+"""The longest."""
 _TIME_WIDTH = len("900 s")
 _GAP = 2
 _STYLES = {
@@ -29,10 +34,24 @@ _STYLES = {
 def progress(console: Console) -> Iterator[Show]:
     """A function that shows steps; what it drew stays on the screen afterwards."""
     if not console.is_terminal:
-        yield _Lines(console).show
+        yield Lines(console).show
         return
     with Live(console=console, refresh_per_second=8) as live:
-        yield lambda steps: live.update(table(steps, console.width))
+        before: Sequence[Step] = ()
+
+        def show(steps: Sequence[Step]) -> None:
+            nonlocal before
+            for line in failures(before, steps):
+                print_line(live.console, line)
+            before = steps
+            live.update(table(steps, console.width))
+
+        yield show
+
+
+def print_line(console: Console, line: str) -> None:
+    """As it is: engines print brackets, and their words are for copying."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def table(steps: Sequence[Step], width: int) -> Table:
@@ -60,16 +79,27 @@ def table(steps: Sequence[Step], width: int) -> Table:
     return grid
 
 
-class _Lines:
-    """Prints a line when a pod's state changes."""
+class Lines:
+    """Prints a line when a pod's state changes or its engine fails, and when nothing did so."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._states: dict[str, str] = {}
+        self._clock = clock
+        self._before: Sequence[Step] = ()
+        self._printed_at = clock()
 
     def show(self, steps: Sequence[Step]) -> None:
-        for step in steps:
-            if self._states.get(step.pod) != step.state:
-                self._states[step.pod] = step.state
-                line = f"{step.pod}  {step.state}  {step.elapsed_s:.0f} s"
-                self._console.print(line, markup=False, highlight=False)
+        """Compare with the steps before."""
+        states = {step.pod: step.state for step in self._before}
+        lines = [
+            f"{step.pod}  {step.state}  {step.elapsed_s:.0f} s"
+            for step in steps
+            if states.get(step.pod) != step.state
+        ]
+        lines += failures(self._before, steps)
+        if not lines and self._clock() - self._printed_at >= _SILENCE_S:
+            lines = [waiting(steps)]
+        for line in lines:
+            self._printed_at = self._clock()
+            print_line(self._console, line)
+        self._before = steps

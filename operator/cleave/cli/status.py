@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cleave.local.state import Snapshot
 
 WATCH_PERIOD_S = 1.0
+_REASON_WIDTH = 60
 _STYLES = {"ready": "green", "starting": "yellow", "verifying": "cyan", "draining": "yellow"}
 
 
@@ -131,8 +132,14 @@ def show(console: "Console", found: Sequence[dict[str, Any]]) -> None:
         return
     print_whole(console, table(found))
     for deployment in found:
+        lines = [
+            f"{row['instance']}: last failure: {row['last_failure']}"
+            for row in deployment["instances"]
+            if row["last_failure"]
+        ]
         if plan := deployment["plan"]:
-            line = f"{deployment['deployment']}: {_in_words(plan)}"
+            lines.append(f"{deployment['deployment']}: {_in_words(plan)}")
+        for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -157,7 +164,9 @@ def table(found: Sequence[dict[str, Any]]) -> "Table":
     for row in (row for deployment in found for row in deployment["instances"]):
         state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
         if row["reason"]:
-            state.append(f"\n{row['reason']}", style="dim")
+            reason = Text(f"\n{row['reason']}", style="dim")
+            reason.truncate(_REASON_WIDTH, overflow="ellipsis")
+            state.append_text(reason)
         kv = row["kv_cache_usage"]
         figures = (
             *(row["num_running"], row["num_waiting"], None if kv is None else f"{kv:.1%}"[:-1]),

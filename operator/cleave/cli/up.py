@@ -88,7 +88,7 @@ def place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Pla
 
 
 async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) -> None:
-    from cleave.cli.screen import progress
+    from cleave.cli.screen import print_line, progress
     from cleave.local import state
     from cleave.local import up as local
     from cleave.local.errors import UpError
@@ -103,7 +103,7 @@ async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) ->
         if supervisor.is_stopping:
             raise UpError(["stopped before it was ready"])
         _say_ready(job, console, "end it with Ctrl-C")
-        await watch(state.folder(job.deployment), lambda line: console.print(line, markup=False))
+        await watch(state.folder(job.deployment), lambda line: print_line(console, line))
         console.print("stopping: the gateway first, then the workers; Ctrl-C again ends at once")
 
 

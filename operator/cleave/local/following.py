@@ -20,7 +20,11 @@ REFUSED_EXIT_CODE = 2
 _RESTARTS_ALLOWED = 3
 _LOOK_PERIOD_S = 0.25
 _WATCH_PERIOD_S = 0.5
+_ASK_PERIOD_S = 2.0
+"""Between two questions to the agents of a deployment that is ready."""
 _LOG_LINES = 12
+_WAITING_SHOWN = 4
+_DETAIL_WIDTH = 100
 READY = "ready"
 LOADING = "loading"
 
@@ -55,6 +59,8 @@ class Step:
     """While it loads the last line of its log, else the reason it gives."""
     restarts: int = 0
     """Of the pod and of its engine."""
+    last_failure: str = ""
+    """Why the last of them was."""
 
 
 Show = Callable[[Sequence[Step]], None]
@@ -91,7 +97,8 @@ def judge(snapshot: Snapshot, steps: Sequence[Step], folder: StateFolder) -> End
     for each in steps:
         # A worker outlives its engine and starts it again, also one that refuses its arguments.
         if each.restarts >= _RESTARTS_ALLOWED:
-            return _failed(folder, each.pod, f"has lost its engine {each.restarts} times")
+            why = f": {each.last_failure}" if each.last_failure else ""
+            return _failed(folder, each.pod, f"has lost its engine {each.restarts} times{why}")
     if snapshot.pods and all(pod.ready for pod in snapshot.pods):
         return End(Outcome.READY)
     return None
@@ -105,6 +112,34 @@ def late(folder: StateFolder, snapshot: Snapshot, steps: Sequence[Step], timeout
     names = ", ".join(f"{each.pod} ({each.state})" for each in missing[:4]) or "no pod was started"
     log = logs.tail(folder.log(missing[0].pod if missing else "supervisor"), _LOG_LINES)
     return End(Outcome.FAILED, f"not ready within {timeout_s:.0f} s: {names}", log)
+
+
+def failures(before: Sequence[Step], after: Sequence[Step]) -> list[str]:
+    """Restarts of pods and engines between two looks, a line each with its cause."""
+    known = {each.pod: each.restarts for each in before}
+    return [
+        f"{each.pod}: {each.last_failure}"
+        for each in after
+        if each.last_failure and each.restarts > known.get(each.pod, 0)
+    ]
+
+
+def waiting(steps: Sequence[Step]) -> str:
+    """What is waited for, in a line."""
+    missing = [each for each in steps if each.state != READY]
+    if not missing:
+        return f"still waiting: {'for readiness probes' if steps else 'no pod was started yet'}"
+    shown = (f"{each.pod} {_describe(each)}" for each in missing[:_WAITING_SHOWN])
+    more = len(missing) - _WAITING_SHOWN
+    rest = f", and {more} more" if more > 0 else ""
+    return f"still waiting: {', '.join(shown)}{rest}"
+
+
+def _describe(step: Step) -> str:
+    detail = step.detail
+    if len(detail) > _DETAIL_WIDTH:
+        detail = f"{detail[: _DETAIL_WIDTH - 3]}..."
+    return f"{step.state} {step.elapsed_s:.0f} s" + (f" ({detail})" if detail else "")
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:
@@ -121,13 +156,22 @@ def changes(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 async def watch(folder: StateFolder, tell: Callable[[str], None]) -> None:
-    """Tell what happens to a deployment's pods until it is stopped."""
+    """Tell what happens to a deployment's pods and engines until it is stopped."""
     before = folder.read()
+    steps: Sequence[Step] = await _ask(folder, before) if before else ()
+    asked_at = time.monotonic()
     while before is not None and not before.stopping:
         await asyncio.sleep(_WATCH_PERIOD_S)
         after = folder.read()
-        for line in changes(before, after) if after and not after.stopping else ():
-            tell(line)
+        if after and not after.stopping:
+            lines = changes(before, after)
+            # An engine may be back before a probe has missed it, so agents are asked as well.
+            if lines or time.monotonic() - asked_at >= _ASK_PERIOD_S:
+                known, steps = steps, await _ask(folder, after)
+                asked_at = time.monotonic()
+                lines += failures(known, steps)
+            for line in lines:
+                tell(line)
         before = after
 
 
@@ -137,7 +181,13 @@ def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
     if state == "starting" and pod.role != GATEWAY:
         state = LOADING
     detail = (last_log_line if state == LOADING else "") or row.reason
-    return Step(pod.name, pod.role, state, now - pod.admitted_at, detail, row.restarts)
+    elapsed_s = now - pod.admitted_at
+    return Step(pod.name, pod.role, state, elapsed_s, detail, row.restarts, row.last_failure)
+
+
+async def _ask(folder: StateFolder, snapshot: Snapshot) -> Sequence[Step]:
+    """Steps of all pods now. A pod that does not answer keeps no count of its engine's restarts."""
+    return await _steps(folder, snapshot, ())
 
 
 async def _steps(folder: StateFolder, snapshot: Snapshot, before: Sequence[Step]) -> list[Step]:

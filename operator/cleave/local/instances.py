@@ -38,6 +38,8 @@ class Row:
     url: str = ""
     reason: str = ""
     """Why it is not ready."""
+    last_failure: str = ""
+    """Why its engine or its process was started again last; empty: neither was."""
     kv_path: str = ""
     """What its KV self-test saw; empty for the gateway."""
 
@@ -67,6 +69,7 @@ def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | Non
             pid=pod.pid,
             url=snapshot.url if pod.role == GATEWAY else "",
             reason=_pod_reason(pod),
+            last_failure=_pod_failure(pod),
         )
     registration, load = health.registration, health.load
     return Row(
@@ -82,6 +85,7 @@ def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | Non
         pid=pod.pid,
         url=registration.engine_url,
         reason=registration.reason,
+        last_failure=registration.last_failure or _pod_failure(pod),
         kv_path=_kv_path(registration.kv_path),
     )
 
@@ -98,11 +102,15 @@ def _pod_reason(pod: PodView) -> str:
     return f"exit code {pod.last_exit_code}" if pod.waiting and pod.last_exit_code else ""
 
 
+def _pod_failure(pod: PodView) -> str:
+    return f"ended with exit code {pod.last_exit_code}" if pod.last_exit_code is not None else ""
+
+
 def _kv_path(path: agent_pb2.KvPath) -> str:
     if not path.verified:
         return f"not verified: {path.detail}" if path.detail else "not verified"
-    speed = f", {path.bytes_per_s / 1e9:.2g} GB/s" if path.bytes_per_s else ""
-    return f"{path.transport}, verified{speed}, {path.transfer_ms:.1f} ms to the first token"
+    first = f"{path.transfer_ms:.1f} ms to the first token"
+    return f"{path.transport}, verified, {path.detail}, {first}"
 
 
 async def _ask(address: str) -> agent_pb2.HealthResponse | None:

@@ -102,16 +102,15 @@ def located(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
 
 def _why_smallest(deployment: LLMDeployment, *, reads_files: bool) -> str:
     """Why nothing was planned."""
-    pair = "one prefill and one decode instance"
+    default = "default placement (1 prefill + 1 decode)"
     if deployment.spec.workload is None:
-        missing = "spec.workload states no traffic to plan for"
-        return f"{pair}: {missing}, and spec.placement.manual nothing else"
+        return f"{default}: no spec.workload to plan from and no spec.placement.manual"
     unknown = checks.unknown_model(deployment, reads_files=reads_files)
     if unknown is None:
-        missing = "no cluster file says which machines there are"
-        return f"{pair}: {missing}, and spec.placement.manual nothing else"
+        missing = "no cluster file that names the machines"
+        return f"{default}: {missing} and no spec.placement.manual"
     return (
-        f"{pair} of one GPU each: nothing is planned, as the planner does not know the model "
+        f"{default}, one GPU each: nothing is planned, as the planner does not know the model "
         f"{deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not known "
         "either. To plan it: `cleave plan` with a folder that holds its config.json as spec.model, "
         "and its placement in spec.placement.manual; or state instances there by hand"

@@ -73,6 +73,22 @@ async def test_a_lost_engine_must_prove_its_kv_path_again(
     assert (told.boot_id, told.restarts, told.kv_path.verified) == ("b2", 1, False)
 
 
+async def test_the_last_failure_of_an_engine_is_told_as_long_as_its_agent_lives(
+    instance: Instance, tmp_path: Path
+) -> None:
+    assert instance.registration().last_failure == ""
+    instance.lost("engine ended with status 1: OSError: no such model")
+    with LoadPage(tmp_path / "second") as page:
+        instance.boot("b2", "http://h:2", page)
+        told = instance.registration()
+        assert told.reason == f"engine starts again: {told.last_failure}"
+        instance.answered(FACTS)
+    instance.verified(PROVEN)
+    told = instance.registration()
+    assert told.reason == ""
+    assert told.last_failure == "engine ended with status 1: OSError: no such model"
+
+
 async def test_a_failed_test_keeps_a_new_worker_from_ready(instance: Instance) -> None:
     instance.answered(FACTS)
     instance.verification_failed("wrong tokens")

@@ -47,7 +47,7 @@ api_server.py: error: unrecognized arguments: --bogus
     ],
 )
 def test_the_cause_is_told_and_not_what_follows_from_it(output: str, cause: str) -> None:
-    words = LastWords(clock=lambda: 0.0)
+    words = LastWords({}, clock=lambda: 0.0)
     for line in output.split("\n"):
         words.hear(line)
     assert words.tell().startswith(cause)
@@ -56,10 +56,19 @@ def test_the_cause_is_told_and_not_what_follows_from_it(output: str, cause: str)
 
 def test_an_error_of_long_ago_is_not_the_cause() -> None:
     now = 0.0
-    words = LastWords(clock=lambda: now)
+    words = LastWords({}, clock=lambda: now)
     words.hear("ValueError: of one request")
     now = CASCADE_S + 1
     words.hear("stopping")
     assert words.tell() == "stopping"
     words.hear("RuntimeError: of the engine")
     assert words.tell() == "RuntimeError: of the engine"
+
+
+@pytest.mark.parametrize("padding", ["", "x" * 280])
+def test_no_secret_of_its_environment_is_told(padding: str) -> None:
+    words = LastWords({"HF_TOKEN": "hf_abcdefgh", "HOME": "/home/me", "API_KEY": "1"})
+    words.hear(f"OSError: {padding} 401 for hf_abcdefgh of /home/me, 1 time")
+    assert "hf_" not in words.tell()
+    assert words.tell().startswith(f"OSError: {padding}")
+    assert padding or words.tell() == "OSError:  401 for *** of /home/me, 1 time"

@@ -162,7 +162,9 @@ class Instance:
         state.kv_port = kv_port
         state.ClearField("kv_path")
         self._proven.clear()
-        self._enter(agent_pb2.STATE_STARTING, "engine starts")
+        failure = state.last_failure
+        reason = f"engine starts again: {failure}" if failure else "engine starts"
+        self._enter(agent_pb2.STATE_STARTING, reason)
 
     def answered(self, facts: EngineFacts) -> None:
         """The engine answers; what remains is the test of its KV path."""
@@ -203,6 +205,7 @@ class Instance:
     def lost(self, reason: str) -> None:
         """The engine is gone and will be started again."""
         self._registration.restarts += 1
+        self._registration.last_failure = reason
         self._enter(agent_pb2.STATE_STARTING, reason)
 
     def drain(self) -> None:

@@ -7,7 +7,7 @@ comes within seconds of it follows from it. Errors of single requests come long 
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 CASCADE_S = 30.0
 """An engine is gone this long after what ends it, its processes' time to stop included."""
@@ -18,14 +18,22 @@ _FAULT = re.compile(
     r"^[\w.]+(?:Error|Exception): (?!\d+ validation error)|^Value error, "
     r"|\bdied unexpectedly\b|^[\w. ]+: error: "
 )
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SHORTEST_SECRET = 6
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
 class LastWords:
-    """Of one engine, heard line by line."""
+    """Of one engine, heard line by line. They go to status and conditions, so without secrets."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, env: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
+        """`env`: of the engine; values of variables that are named like secrets are masked."""
         self._clock = clock
+        self._secrets = [
+            value
+            for name, value in env.items()
+            if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET
+        ]
         self._last = self._fault = ""
         self._fault_at = -CASCADE_S
         self._chained = False
@@ -34,6 +42,8 @@ class LastWords:
         """One line of its output."""
         record = _RECORD.match(line)
         said = line[record.end() :] if record else line
+        for secret in self._secrets:
+            said = said.replace(secret, "***")
         said = said.strip()[:_LIMIT]
         if not said:
             return

@@ -49,10 +49,11 @@ class EngineProcess:
         process: asyncio.subprocess.Process,
         stop_seconds: float,
         sink: Callable[[bytes], object],
+        words: LastWords,
     ) -> None:
         self._process = process
         self._stop_seconds = stop_seconds
-        self._words = LastWords()
+        self._words = words
         self._output = asyncio.create_task(self._copy(sink))
 
     @classmethod
@@ -81,7 +82,7 @@ class EngineProcess:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-        return cls(process, stop_grace, sink)
+        return cls(process, stop_grace, sink, LastWords(launch.env))
 
     @property
     def last_words(self) -> str:

@@ -144,6 +144,7 @@ class Registration(_message.Message):
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     KV_PORT_FIELD_NUMBER: _builtins.int
     AHEAD_FROM_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
     deployment: _builtins.str
@@ -183,6 +184,8 @@ class Registration(_message.Message):
     """where KV can be followed while it is computed; 0: nowhere"""
     ahead_from_tokens: _builtins.int
     """prompts from so many on are worth following; 0: the plan knows"""
+    last_failure: _builtins.str
+    """why the engine was started again last, one sentence; empty: it was not"""
     @_builtins.property
     def kv_path(self) -> Global___KvPath:
         """result of the self-test"""
@@ -218,10 +221,11 @@ class Registration(_message.Message):
         max_adapters: _builtins.int = ...,
         kv_port: _builtins.int = ...,
         ahead_from_tokens: _builtins.int = ...,
+        last_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,6 +248,7 @@ class KvPath(_message.Message):
     transfer_ms: _builtins.float
     """decode request of the test, to its first token"""
     detail: _builtins.str
+    """which way, bytes, tokens, seconds and rate; or why it is not verified"""
     bytes_per_s: _builtins.float
     """bytes that the decode engine pulled / seconds it took; 0: not told"""
     def __init__(
