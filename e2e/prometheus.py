@@ -82,7 +82,7 @@ def find_programs(*, build: bool) -> Path | None:
 
 
 def pod_jobs(kubeconfig: Path) -> list[dict[str, object]]:
-    """Scrapes of operators and gateways in a cluster, found as the chart's PodMonitors have it."""
+    """Scrapes of what the chart's PodMonitors find in a cluster: operators, gateways, engines."""
 
     def keep(value: str, label: str) -> dict[str, object]:
         return {"source_labels": [f"__meta_kubernetes_{label}"], "regex": value, "action": "keep"}
@@ -98,6 +98,10 @@ def pod_jobs(kubeconfig: Path) -> list[dict[str, object]]:
         "gateways": (
             keep("gateway", "pod_label_cleave_dev_component"),
             keep("internal", "pod_container_port_name"),
+        ),
+        "engines": (
+            keep("worker", "pod_label_cleave_dev_component"),
+            keep("engine", "pod_container_port_name"),
         ),
     }
     found = [{"role": "pod", "kubeconfig_file": str(kubeconfig)}]

@@ -195,6 +195,15 @@ def pools() -> Dashboard:
             ),
             "Prompt tokens per second.",
         ),
+        Graph(
+            "KV lost",
+            "reqps",
+            (
+                Line("{{reason}}", sum_rates("cleave_kv_lost_total", "reason")),
+                Line("nixl", sum_rates("vllm:nixl_num_failed_transfers_total")),
+            ),
+            "Counted by engines, each rank for itself: also what they computed again themselves.",
+        ),
     )
     add(
         board,

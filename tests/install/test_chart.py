@@ -9,8 +9,11 @@ import jsonschema
 import pytest
 import yaml
 
-from cleave.api.manifest import load_cluster
+from cleave.api.manifest import load_cluster, validate
 from cleave.controller import main
+from cleave.planner.placement import plan
+from cleave.pods.pool import pools
+from cleave.pods.worker import worker_pod
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -161,11 +164,35 @@ def test_every_argument_is_one_that_the_operator_takes(render) -> None:
     main._build_parser("operator").parse_args(args)
 
 
-def test_pod_monitors_find_operators_and_gateways(render) -> None:
+def test_pod_monitors_find_operators_gateways_and_engines(render) -> None:
     monitors = find(render("metrics.podMonitor.enabled=true"), "PodMonitor")
     selectors = [each["spec"]["selector"]["matchLabels"] for each in monitors]
     assert {"cleave.dev/component": "gateway"} in selectors
-    assert len(monitors) == 2
+    assert {"cleave.dev/component": "worker"} in selectors
+    assert len(monitors) == 3
+
+
+def test_the_engines_that_a_pod_monitor_finds_have_the_port_that_it_names(render) -> None:
+    deployment = validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": "chat"},
+            "spec": {"model": "a/b", "slo": {"ttftMs": 1, "tpotMs": 1}},
+        }
+    )
+    (engines,) = (
+        each
+        for each in find(render("metrics.podMonitor.enabled=true"), "PodMonitor")
+        if each["metadata"]["name"] == "cleave-engines"
+    )
+    pod = worker_pod(pools(deployment, plan(deployment))[0], 0)
+    assert engines["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (endpoint,) = engines["spec"]["podMetricsEndpoints"]
+    (container,) = pod["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    listens = container["command"][container["command"].index("--engine-port") + 1]
+    assert listens == str(ports[endpoint["port"]])
 
 
 def test_one_operator_alone_has_no_budget_that_would_block_every_drain(render) -> None:

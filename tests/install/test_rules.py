@@ -23,6 +23,9 @@ WELL: Series = {
     'cleave_gateway_slo_total{model="m",missed="ttft"}': 10,
     'cleave_gateway_requests_total{model="m",outcome="ok"}': 600,
     'cleave_gateway_handoffs_total{result="used"}': 500,
+    'cleave_gateway_handoffs_total{result="refused"}': 1,
+    'cleave_kv_lost_total{reason="peer_lost"}': 1,
+    "vllm:nixl_num_failed_transfers_total": 1,
     'cleave_gateway_flips_total{model="m",from="decode",to="mixed"}': 0.1,
     "cleave_gateway_process_restarts_total": 0,
     '=cleave_gateway_instances{model="m",role="decode",state="ready"}': 2,
@@ -129,6 +132,13 @@ def test_each_alert_has_a_case_that_it_is_for(rules) -> None:
 def test_it_fires_when_what_it_is_for_happens(program, rules, alert: str) -> None:
     fired = find_firing(program, rules, WELL | ILL[alert])
     assert fired == {alert} | TOGETHER.get(alert, set())
+
+
+@pytest.mark.parametrize(
+    "lost", ['cleave_kv_lost_total{reason="peer_lost"}', "vllm:nixl_num_failed_transfers_total"]
+)
+def test_kv_that_engines_lose_fires_though_every_hand_off_was_used(program, rules, lost) -> None:
+    assert find_firing(program, rules, WELL | {lost: 20}) == {"CleaveHandoffsFail"}
 
 
 def test_operators_that_are_all_gone_are_noticed(program, rules) -> None:

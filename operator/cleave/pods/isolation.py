@@ -1,7 +1,7 @@
 """Who may speak to workers: the pods of their own deployment, and the operator's namespace. Pure.
 
 Called by the controller where it is told to. Engines ask nobody for a key: the gateway does, and
-whoever reaches an engine past it is not asked. Their ports are chosen when they start, hence all.
+whoever reaches an engine past it is not asked. Ports of KV are chosen at each start, hence all.
 The operator speaks to agents only; its pods are known by their namespace. What is hard: Kubernetes
 lets the node itself in always, which probes and port-forwarding need.
 """

@@ -27,6 +27,8 @@ FOLLOWER = "follower"
 GATEWAY = "gateway"
 
 AGENT_PORT = 9000
+ENGINE_PORT = 9001
+"""Of an instance's engine: the OpenAI API, and metrics."""
 PICKER_PORT = 9002
 """Of gateways: the endpoint picker, at the port that the Inference Extension uses everywhere."""
 GATEWAY_PORT = 8080

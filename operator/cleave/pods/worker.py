@@ -12,6 +12,7 @@ from cleave.pods.container import addresses, container_security, image, pod_defa
 from cleave.pods.labels import (
     AGENT_PORT,
     CELL,
+    ENGINE_PORT,
     ROLE,
     SEGMENT,
     Manifest,
@@ -78,7 +79,11 @@ def _container(
         **container(spec, device, image_prefix),
         "command": command(pool, instance, cell),
         "env": environment(pool),
-        "ports": [{"name": "agent", "containerPort": AGENT_PORT}],
+        # A fixed port of the engine, so that Prometheus finds its metrics.
+        "ports": [
+            {"name": "agent", "containerPort": AGENT_PORT},
+            {"name": "engine", "containerPort": ENGINE_PORT},
+        ],
         **_probes(),
     }
 
@@ -105,7 +110,7 @@ def command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]
         line += ["--cell", str(cell)]
     line += ["--role", f"$({_ROLE_VARIABLE})", *engine_flags(spec)]
     line += ["--engine", spec.engine.type.lower()]
-    line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT)]
+    line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT), "--engine-port", str(ENGINE_PORT)]
     line += ["--drain-timeout", str(spec.template.drain_timeout_s)]
     if spec.engine.scheduling:
         line += ["--scheduling", json.dumps(terms(spec.engine.scheduling))]
