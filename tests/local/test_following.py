@@ -60,6 +60,19 @@ def test_of_many_that_are_waited_for_some_are_named() -> None:
     assert following.waiting(steps[:1]) == "still waiting: for readiness probes"
 
 
+@pytest.mark.parametrize(
+    "logged",
+    [
+        "2026-11-23 05:25:18,346 INFO p-0: loading weights",
+        "[engine] (EngineCore pid=2) INFO 11-23 05:30:03 [core.py:133] loading weights",
+        "[engine] loading weights",
+    ],
+)
+def test_what_is_waited_for_comes_without_the_beginnings_of_log_lines(logged: str) -> None:
+    line = following.waiting([Step("p-0", "prefill", "loading", 7.2, logged)])
+    assert line == "still waiting: p-0 loading 7 s (loading weights)"
+
+
 def test_the_wait_ends_when_all_are_ready(folder: StateFolder) -> None:
     assert judge(of(), [], folder) is None
     assert judge(of(READY, LOADING), [], folder) is None

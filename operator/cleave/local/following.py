@@ -5,6 +5,7 @@ is hard: a pod that restarts may still come up, one whose arguments are refused 
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,12 @@ _ASK_PERIOD_S = 2.0
 """Between two questions to the agents of a deployment that is ready."""
 _LOG_LINES = 12
 _WAITING_SHOWN = 4
-_DETAIL_WIDTH = 100
+_DETAIL_WIDTH = 60
+_RECORD = re.compile(
+    r"^(?:\[engine\] |\(\w+ pid=\d+\) |[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] "
+    r"|\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.-]+: )*"
+)
+"""What stands before a message in the logs of agents and vLLM."""
 READY = "ready"
 LOADING = "loading"
 
@@ -136,7 +142,7 @@ def waiting(steps: Sequence[Step]) -> str:
 
 
 def _describe(step: Step) -> str:
-    detail = step.detail
+    detail = _RECORD.sub("", step.detail)
     if len(detail) > _DETAIL_WIDTH:
         detail = f"{detail[: _DETAIL_WIDTH - 3]}..."
     return f"{step.state} {step.elapsed_s:.0f} s" + (f" ({detail})" if detail else "")
