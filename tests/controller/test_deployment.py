@@ -244,12 +244,12 @@ def test_the_kv_path_is_what_the_gateways_say() -> None:
     pools = made_pools(asked)
     here = view(asked, pools=pools, pods=pods(pools))
     assert condition(reconcile(here), "KVPathVerified") == ("Unknown", "NotTold")
-    good = KvPath(verified=True, transport="nixl over tcp", bytes_per_s=1.2e9)
+    good = KvPath(verified=True, transport="nixl over tcp", detail="p -> d: 1.2 MB for 9 tokens")
     known = {each.name: Instance(each.name, kv_path=good) for each in here.pods}
     told = reconcile(replace(here, instances=known))
     assert condition(told, "KVPathVerified") == ("True", "Verified")
     message = next(c for c in status_of(told)["conditions"] if c["type"] == "KVPathVerified")
-    assert "nixl over tcp, 1.2 GB/s" in message["message"]
+    assert "nixl over tcp, p -> d: 1.2 MB for 9 tokens" in message["message"]
     bad = {**known, here.pods[0].name: Instance(here.pods[0].name)}
     assert condition(reconcile(replace(here, instances=bad)), "KVPathVerified")[0] == "False"
 

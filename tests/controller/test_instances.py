@@ -60,18 +60,23 @@ def test_what_a_gateway_has_just_sent_counts_before_the_engine_tells_of_it() -> 
     assert count_requests(Instance("d")) == 0
 
 
-FAST = KvPath(verified=True, transport="nixl over rdma", bytes_per_s=24e9, transfer_ms=8.0)
-SLOW = KvPath(verified=True, transport="nixl over tcp", bytes_per_s=1.234e9, transfer_ms=40.0)
-UNTOLD = KvPath(verified=True, transport="nixl", transfer_ms=8.4)
+MOVED = "p -> d: 24.00 MB for 2,560 tokens in"
+FAST = KvPath(True, "nixl over rdma", 8.0, 24e9, f"{MOVED} 0.001 s, 24 GB/s")
+SLOW = KvPath(True, "nixl over tcp", 40.0, 1.234e9, f"{MOVED} 0.0194 s, 1.23 GB/s")
+UNTOLD = KvPath(True, "nixl", 8.4, detail=f"{MOVED} 0 s")
 
 
 @pytest.mark.parametrize(
     ("paths", "verified", "message"),
     [
         ([], 0, "no gateway knows an instance yet"),
-        ([FAST], 1, "nixl over rdma, 24 GB/s"),
-        ([FAST, SLOW, UNTOLD], 3, "nixl over tcp, 1.23 GB/s (the slowest of 3)"),
-        ([UNTOLD], 1, "nixl, 8 ms to the first token"),
+        ([FAST], 1, f"nixl over rdma, {MOVED} 0.001 s, 24 GB/s"),
+        (
+            [FAST, SLOW, UNTOLD],
+            3,
+            f"nixl over tcp, {MOVED} 0.0194 s, 1.23 GB/s (the slowest of 3)",
+        ),
+        ([UNTOLD], 1, f"nixl, {MOVED} 0 s"),
         (
             [FAST, KvPath(detail="KV test with p-0 failed: other tokens"), KvPath()],
             1,

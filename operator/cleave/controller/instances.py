@@ -41,7 +41,8 @@ class KvPaths:
     verified: int
     total: int
     message: str
-    """For people: `nixl over tcp, 1.2 GB/s (the slowest of 4)`; or why a path is not verified."""
+    """For people: `nixl over tcp, p-0 -> d-0: 10.49 MB for 2,560 tokens in 0.012 s, 0.87 GB/s (the
+    slowest of 4)`; or why a path is not verified."""
 
 
 def base_url(address: str) -> str:
@@ -87,14 +88,9 @@ def summarize_kv_paths(instances: Iterable[Instance]) -> KvPaths:
         return KvPaths(0, 0, "no gateway knows an instance yet")
     slowest = min(good, key=lambda instance: instance.kv_path.bytes_per_s or float("inf"))
     which = f" (the slowest of {len(good)})" if len(good) > 1 else ""
-    return KvPaths(len(good), len(told), f"{_describe_path(slowest)}{which}")
-
-
-def _describe_path(instance: Instance) -> str:
-    path = instance.kv_path
-    if not path.bytes_per_s:
-        return f"{path.transport}, {path.transfer_ms:.0f} ms to the first token"
-    return f"{path.transport}, {path.bytes_per_s / 1e9:.3g} GB/s"
+    return KvPaths(
+        len(good), len(told), f"{slowest.kv_path.transport}, {slowest.kv_path.detail}{which}"
+    )
 
 
 def _merge_views(seen: list[Instance]) -> Instance:
