@@ -39,7 +39,7 @@ async def test_pieces_are_shown_as_they_come_and_counted_by_the_engine(serve: An
         (stream(USAGE, "[DONE]"), "no text"),
         (stream({"error": {"message": "engine lost"}}), "engine lost"),
         (
-            b'HTTP/1.1 503 X\r\nContent-Length: 34\r\n\r\n{"error": {"message": "no engine"}}',
+            b'HTTP/1.1 503 X\r\nContent-Length: 35\r\n\r\n{"error": {"message": "no engine"}}',
             "status 503",
         ),
         (b"", "127.0.0.1"),

@@ -4,14 +4,17 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
 
 from cleave.local.errors import ChatError
 
 _CONNECT_S = 5.0
 _SILENCE_S = 120.0
+_LONGEST_LINE = 1 << 20
+"""Bytes; the first event may repeat the prompt as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +31,20 @@ class Answer:
 
 async def ask(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
     """Send `body` to the chat endpoint at `url`, show text as it comes. Raises ChatError."""
-    timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     begin = time.perf_counter()
     try:
         async with (
-            httpx.AsyncClient(timeout=timeout, trust_env=False) as client,
-            client.stream("POST", f"{url}/v1/chat/completions", json=request) as response,
+            aiohttp.ClientSession(timeout=timeout, read_bufsize=_LONGEST_LINE) as session,
+            session.post(f"{url}/v1/chat/completions", json=request) as response,
         ):
-            if response.status_code != httpx.codes.OK:
-                raise ChatError(_fault(response.status_code, await response.aread()))
+            if response.status != HTTPStatus.OK:
+                raise ChatError(_fault(response.status, await response.read()))
             return await _collect(_events(response), show, begin)
-    except httpx.HTTPError as error:
-        raise ChatError(f"{url}: {error or type(error).__name__}") from error
+    # ValueError: a line that is too long, or no JSON.
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise ChatError(f"{url}: {error}") from error
 
 
 async def _collect(
@@ -71,13 +75,14 @@ async def _collect(
     )
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Server-sent events up to `[DONE]`. Raises ChatError when the stream ends before it."""
-    async for line in response.aiter_lines():
-        if line.startswith("data: "):
-            if line == "data: [DONE]":
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            data = line.removeprefix(b"data: ").strip()
+            if data == b"[DONE]":
                 return
-            yield json.loads(line.removeprefix("data: "))
+            yield json.loads(data)
     raise ChatError("the stream ended before its end mark")
 
 
