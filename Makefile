@@ -64,5 +64,5 @@ clean:
 
 setup: # uv, system libraries, .venv, the compiled simulator
 	@scripts/bootstrap
-	@PATH="$$PATH:.tools/bin" uv sync --frozen $(if $(wildcard .venv),--quiet) --extra worker-cpu
+	@PATH="$$PATH:.tools/bin" uv sync --frozen $(if $(wildcard .venv),--quiet) --group worker-cpu
 	@.venv/bin/python -m cleave.simulator.warm

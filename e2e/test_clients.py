@@ -78,7 +78,7 @@ def test_the_documents_curl_commands_work_as_written(
 def test_vllms_benchmark_loses_no_request(
     chat: Deployment, tiny_model: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("vllm", reason="needs the worker-cpu extra")
+    pytest.importorskip("vllm", reason="needs the group worker-cpu")
     script = str(CLIENTS / "vllm_bench.py")
     asked = (chat.url, MODEL, str(tiny_model), str(tmp_path))
     run(sys.executable, script, *asked, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")

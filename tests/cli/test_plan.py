@@ -7,6 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from cleave import distribution
 from cleave.api.manifest import load, validate
 from cleave.cli.main import app
 from cleave.cli.question import Overrides, overridden
@@ -233,8 +234,7 @@ def test_a_folder_is_no_file_for_a_page(cli, file, tmp_path) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_without_the_planner_the_remedy_is_one_line(cli, file, monkeypatch, command) -> None:
-    monkeypatch.setattr("cleave.local.placing.find_spec", lambda _: None)
+    monkeypatch.setattr(distribution, "missing", list)
     done = cli.invoke(app, [command, "-f", str(file)])
     assert done.exit_code == 1
-    fault = "planning needs the extra planner: pip install 'cleave[planner]'"
-    assert done.stderr == f"error: {fault}\n"
+    assert done.stderr == f"error: 'cleave {command}' needs the extra \"planner\": make setup\n"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from cleave import distribution
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
-from cleave.local import placing
 from cleave.local.errors import UpError
 from cleave.local.node import Node
 from cleave.local.placing import place
@@ -86,8 +86,9 @@ def test_a_trace_that_is_not_there_is_said_at_its_field(tmp_path: Path) -> None:
         place(deployment(workload={"trace": {"path": "gone.csv"}}), tmp_path)
 
 
-def test_planning_without_the_planner_is_refused_with_the_remedy(monkeypatch) -> None:
-    monkeypatch.setattr(placing, "find_spec", lambda name: None if name == "numba" else name)
-    with pytest.raises(UpError, match=r"^planning needs the extra planner: pip install"):
+def test_planning_without_the_planner_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(distribution, "missing", list)
+    with pytest.raises(distribution.MissingExtraError) as refused:
         place(deployment(workload=WORKLOAD))
+    assert refused.value.extras == ["planner"]
     assert place(deployment()).gpus == 2

@@ -1,10 +1,16 @@
 """What must be installed before anything is started."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from cleave.api.engine import EngineType
+from cleave.distribution import MissingExtraError
 from cleave.local import planning
 from cleave.local.errors import UpError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_vllm_without_its_system_library_is_refused_with_the_remedy(
@@ -21,7 +27,34 @@ def test_the_emulated_engine_needs_no_system_library(monkeypatch: pytest.MonkeyP
     planning.must_be_installed(EngineType.EMULATED)
 
 
-def test_a_package_that_is_absent_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_checkout", "commands"),
+    [
+        (True, ["on CPU: make setup;", "on GPUs: uv sync --frozen --extra worker-cuda;"]),
+        (
+            False,
+            ["on CPU: pip install nixl==", "on GPUs: pip install 'cleave-serving[worker-cuda]'"],
+        ),
+    ],
+)
+def test_vllm_that_is_absent_is_refused_with_the_commands_that_install_it(
+    monkeypatch: pytest.MonkeyPatch, is_checkout: bool, commands: list[str]
+) -> None:
     monkeypatch.setattr(planning, "find_spec", lambda _: None)
-    with pytest.raises(UpError, match="worker-cpu"):
+    monkeypatch.setattr(planning.distribution, "is_checkout", lambda: is_checkout)
+    with pytest.raises(UpError, match=r"^vLLM is not installed; on CPU") as refused:
         planning.must_be_installed(EngineType.VLLM)
+    assert all(command in str(refused.value) for command in commands)
+
+
+def test_the_versions_to_install_are_those_that_the_project_runs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    ours = {each for each in project["dependency-groups"]["worker-cpu"] if "==" in each}
+    assert ours == {each for each in planning._VLLM_ON_CPU.split() if "==" in each}
+
+
+def test_extras_that_pods_run_with_are_required_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning.distribution, "missing", list)
+    with pytest.raises(MissingExtraError) as refused:
+        planning.must_be_installed(EngineType.EMULATED)
+    assert refused.value.extras == ["gateway", "worker"]

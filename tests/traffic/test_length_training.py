@@ -216,5 +216,5 @@ def test_a_file_that_is_not_there_is_told(tmp_path) -> None:
 
 def test_without_scikit_learn_it_is_told_what_to_install(two_kinds, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.tree", None)
-    with pytest.raises(LengthsError, match=r"pip install 'cleave\[lengths\]'"):
+    with pytest.raises(LengthsError, match="needs the extra lengths: make setup"):
         length_training.train(two_kinds)

@@ -6,13 +6,15 @@ answer at once, so whatever is heavy is imported inside the command that needs i
 
 import logging
 import sys
-from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
+from cleave import distribution
 from cleave.cli.demo import demo
 from cleave.cli.down import down
+from cleave.cli.faults import FAILED, fail
 from cleave.cli.gateway import FORWARDED, gateway
 from cleave.cli.lengths import lengths
 from cleave.cli.logs import logs
@@ -28,8 +30,42 @@ from cleave.cli.up import up
 from cleave.cli.validate import validate
 from cleave.cli.workload import workload
 
+_EXTRAS = {
+    "demo": ("gateway", "worker"),
+    "up": ("gateway", "worker"),
+    "gateway": ("gateway",),
+    "operator": ("operator",),
+    "lengths": ("lengths",),
+}
+"""What a command runs with; those that are not here need at most the planner."""
+
+
+class Commands(TyperGroup):
+    """Runs a command; one that an extra is missing for ends with how to install it."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        """As in the base class."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            having = distribution.extras_with(error.name or "")
+            own = _EXTRAS.get(str(ctx.invoked_subcommand), ("planner",))
+            # All that the command lacks is named at once, not one extra at each try.
+            missing = distribution.missing(own if {*own} & {*having} else having[:1])
+            if not missing:
+                raise
+            _fail(ctx, distribution.MissingExtraError(missing))
+        except distribution.MissingExtraError as error:
+            _fail(ctx, error)
+
+
+def _fail(context: typer.Context, error: distribution.MissingExtraError) -> NoReturn:
+    fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
+
+
 app = typer.Typer(
     name="cleave",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,7 +93,7 @@ app.add_typer(lengths, name="lengths")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"cleave {version('cleave')}")
+        typer.echo(f"cleave {distribution.version()}")
         raise typer.Exit
 
 

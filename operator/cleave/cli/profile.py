@@ -4,12 +4,12 @@ import asyncio
 import datetime
 import re
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cleave import distribution
 from cleave.cli.bar import progress_bar
 from cleave.cli.faults import BAD_INPUT, FAILED, fail
 
@@ -143,7 +143,7 @@ def _to_profile(
         facts,
         device=device,
         measured_at=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        software={facts.engine: facts.version, "cleave": version("cleave")},
+        software={facts.engine: facts.version, "cleave": distribution.version()},
         tensor_parallel_size=sizes[0],
         pipeline_parallel_size=sizes[1],
     )

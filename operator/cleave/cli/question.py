@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cleave.cli.faults import BAD_INPUT, fail, told
+from cleave import distribution
+from cleave.cli.faults import BAD_INPUT, fail
 
 if TYPE_CHECKING:
     from cleave.api.cluster import Cluster
@@ -62,11 +63,9 @@ class Question:
 def ask(file: Path, cluster: Path | None, overrides: Overrides, seed: int) -> Question:
     """Read both files. Ends with exit code 2 and one line per fault."""
     from cleave.api.manifest import ManifestError, load, load_cluster
-    from cleave.local.placing import planner_must_be_installed
     from cleave.planner.placement import PlanError, located
 
-    with told():
-        planner_must_be_installed()
+    distribution.require("planner")
     try:
         deployment = overridden(located(load(file), file.parent), overrides)
         machines = load_cluster(cluster) if cluster else None

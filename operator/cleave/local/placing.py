@@ -5,10 +5,10 @@ latency profile, with real ones for the machines of a cluster file.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cleave import distribution
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
@@ -21,8 +21,6 @@ from cleave.planner.words import reason_alone
 if TYPE_CHECKING:
     from cleave.planner.problem import Problem
 
-_PACKAGES = ("numpy", "numba", "plotly")
-
 Tick = Callable[[int, int, str], None]
 
 
@@ -34,8 +32,8 @@ def place(
 ) -> Placement:
     """The placement of `deployment`; `folder` is where a relative trace lies.
 
-    Raises PlanError when something stated is wrong, UpError when no plan holds the targets or the
-    planner is not installed.
+    Raises PlanError when something stated is wrong, UpError when no plan holds the targets,
+    MissingExtraError when there is something to plan and no planner.
     """
     question = _question(deployment, folder, cluster)
     if question is None:
@@ -55,18 +53,12 @@ def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) 
         return None
     if unknown_model(deployment) is not None:
         return None
-    planner_must_be_installed()
+    distribution.require("planner")
     from cleave.planner import asking, emulated
 
     if spec.engine.type is EngineType.EMULATED:
         return emulated.problem(deployment, folder, cluster=cluster)
     return asking.problem(deployment, cluster, folder) if cluster else None
-
-
-def planner_must_be_installed() -> None:
-    """Raises UpError naming what to install before anything can be planned or simulated."""
-    if any(find_spec(package) is None for package in _PACKAGES):
-        raise UpError(["planning needs the extra planner: pip install 'cleave[planner]'"])
 
 
 def _chosen(answer: Answer) -> Placement:

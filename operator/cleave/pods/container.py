@@ -1,8 +1,6 @@
 """What worker and gateway containers have in common: hardening, addresses, images. Pure."""
 
-from functools import cache
-from importlib.metadata import version
-
+from cleave import distribution
 from cleave.pods.labels import Manifest, account_name
 
 UID = 1000
@@ -43,13 +41,7 @@ def container_security(*more: str) -> Manifest:
 
 def image(kind: str, prefix: str = "") -> str:
     """Cleave's own image of a kind, at this version; `prefix` says where it is pulled from."""
-    return f"{prefix}cleave-{kind}:{_version()}"
-
-
-@cache
-def _version() -> str:
-    """Read once: it takes a millisecond, and pods are made by the thousand."""
-    return version("cleave")
+    return f"{prefix}cleave-{kind}:{distribution.version()}"
 
 
 def addresses(agents: str) -> list[Manifest]:

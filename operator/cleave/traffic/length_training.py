@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cleave import distribution
 from cleave.traffic import history
 from cleave.traffic.length_file import (
     FORMAT,
@@ -97,7 +98,8 @@ def _fit(answers: Answers) -> dict[str, Any]:
         from sklearn.tree import DecisionTreeClassifier
     except ImportError:
         raise LengthsError(
-            "scikit-learn is not installed: pip install 'cleave[lengths]' (gateways do not need it)"
+            f"training needs the extra lengths: {distribution.install(['lengths'])} "
+            "(gateways do not need it)"
         ) from None
     asked = np.column_stack([answers.prompt_tokens, answers.limits])
     outputs = answers.output_tokens

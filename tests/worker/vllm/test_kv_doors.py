@@ -16,7 +16,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def base() -> Any:
     return pytest.importorskip(
-        "vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs the worker-cpu extra"
+        "vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs the group worker-cpu"
     )
 
 

@@ -26,7 +26,7 @@ class Shelf:
 
 @pytest.fixture
 def shelf() -> Shelf:
-    pytest.importorskip("vllm.v1.request", reason="needs the worker-cpu extra")
+    pytest.importorskip("vllm.v1.request", reason="needs the group worker-cpu")
     return Shelf()
 
 

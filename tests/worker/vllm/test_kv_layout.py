@@ -20,7 +20,7 @@ LAYOUT = Layout("tiny@", "torch.float32", 32, 5, 4, 64, "(32, 128)")
 
 @pytest.fixture(scope="module")
 def module() -> Any:
-    pytest.importorskip("vllm", reason="needs the worker-cpu extra")
+    pytest.importorskip("vllm", reason="needs the group worker-cpu")
     from cleave_worker.vllm.kv import layout
 
     return layout

@@ -27,7 +27,7 @@ def running(vllm_outputs: ModuleType) -> Any:
 
 @pytest.fixture
 def vllm_outputs() -> ModuleType:
-    return pytest.importorskip("vllm.v1.core.sched.output", reason="needs the worker-cpu extra")
+    return pytest.importorskip("vllm.v1.core.sched.output", reason="needs the group worker-cpu")
 
 
 @pytest.fixture

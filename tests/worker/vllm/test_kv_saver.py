@@ -32,7 +32,7 @@ def caches(start: int) -> list[Any]:
 
 @pytest.fixture
 def saver_of(tmp_path: Path) -> Iterator[Callable[[list[Any]], Any]]:
-    pytest.importorskip("vllm", reason="needs the worker-cpu extra")
+    pytest.importorskip("vllm", reason="needs the group worker-cpu")
     from cleave_worker.vllm.kv.saver import Saver
 
     made: list[Saver] = []
@@ -123,7 +123,7 @@ def test_the_end_of_a_stream_removes_its_files_even_those_not_written_yet(
 
 
 def test_settings_have_defaults_and_faults_are_named() -> None:
-    pytest.importorskip("vllm", reason="needs the worker-cpu extra")
+    pytest.importorskip("vllm", reason="needs the group worker-cpu")
     from cleave_worker.vllm.kv.checkpointed import read_settings
 
     folder, most = read_settings({})

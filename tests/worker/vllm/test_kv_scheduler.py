@@ -16,7 +16,7 @@ PROMPT = list(range(10))
 
 @pytest.fixture
 def vllm_request() -> ModuleType:
-    return pytest.importorskip("vllm.v1.request", reason="needs the worker-cpu extra")
+    return pytest.importorskip("vllm.v1.request", reason="needs the group worker-cpu")
 
 
 def side(boot_id: str) -> Any:

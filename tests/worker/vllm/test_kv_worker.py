@@ -27,7 +27,7 @@ BOUND_S = 60.0
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
-    pytest.importorskip("vllm", reason="needs the worker-cpu extra")
+    pytest.importorskip("vllm", reason="needs the group worker-cpu")
     from cleave_worker.vllm.kv.worker import Settings, WorkerSide
 
     started: list[WorkerSide] = []

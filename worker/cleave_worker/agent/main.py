@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from cleave import distribution
+from cleave.distribution import MissingExtraError
 from cleave.metrics import core_locks, logs
 from cleave.rpc.discovery import DiscoveryError, Unreachable, find_agents
 from cleave_worker.agent import cores, warden
@@ -25,10 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = config.engine == "vllm" and has_gpu()
     locks = cores.CoreLocks(core_locks.folder(), config.name)
     try:
+        if config.engine == "emulated":
+            distribution.require("worker")
         taken = locks.take(_wish(config, gpu), config.allow_shared_cores)
         warden.become_subreaper()
         return asyncio.run(_run(config, taken, gpu))
-    except (cores.CoresError, LaunchError, DiscoveryError) as error:
+    except (cores.CoresError, LaunchError, DiscoveryError, MissingExtraError) as error:
         return _fail(error, 2)
     except OSError as error:
         return _fail(error, 1)

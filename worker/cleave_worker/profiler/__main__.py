@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
+from cleave import distribution
 from cleave.perf import model
 from cleave.perf.hf_config import ConfigError
 from cleave.perf.profile import MeasuredProfile, write
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import torch
     except ImportError:
-        return _fail("torch is not installed; it comes with the engine's extra, worker-cuda")
+        install = distribution.install(["worker-cuda"])
+        return _fail(f"torch is not installed; it comes with vLLM: {install}")
     from cleave_worker.profiler import grid
     from cleave_worker.profiler.clock import CpuClock, CudaClock
     from cleave_worker.profiler.collectives import CollectiveError

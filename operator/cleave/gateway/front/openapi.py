@@ -7,9 +7,9 @@ beyond that passes as it came.
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any
 
+from cleave import distribution
 from cleave.gateway.front.routes import (
     COMPLETIONS,
     HEALTH,
@@ -108,7 +108,11 @@ def describe(models: Sequence[str] = ()) -> Schema:
     named = _TEXT | ({"examples": list(models)} if models else {})
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Cleave gateway", "version": version("cleave"), "description": _ABOUT},
+        "info": {
+            "title": "Cleave gateway",
+            "version": distribution.version(),
+            "description": _ABOUT,
+        },
         "paths": paths,
         "components": {
             "headers": {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 
+from cleave import distribution
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.tls import Certificate
 
@@ -61,7 +62,7 @@ def _sign_own(host: str) -> Pair:
     except ImportError:
         raise PickerError(
             "--endpoint-picker-port: signing a certificate needs the extra gateway: "
-            "pip install 'cleave[gateway]', or give --endpoint-picker-cert"
+            f"{distribution.install(['gateway'])}, or give --endpoint-picker-cert"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])

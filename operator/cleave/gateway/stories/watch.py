@@ -8,6 +8,7 @@ import logging
 from http import HTTPStatus
 from typing import Protocol
 
+from cleave import distribution
 from cleave.gateway.admission.tenants import Tenant
 from cleave.gateway.completion import Completion
 from cleave.gateway.config import GatewayConfig
@@ -50,7 +51,7 @@ def _make_tracing(config: GatewayConfig, metrics: Metrics) -> Tracing | None:
     try:
         from cleave.gateway.stories import tracing
     except ImportError:
-        lack = "traces need the extra otel: pip install 'cleave[otel]'"
+        lack = f"traces need the extra otel: {distribution.install(['otel'])}"
         if config.otlp_endpoint:
             raise TracingError(lack) from None
         # Variables are set for whole clusters, and no reason not to serve.

@@ -1,0 +1,89 @@
+"""The distribution this package is installed from: its version, its extras, how to install them.
+
+Its name on the package index is not the package's. Used where the version is shown or an extra is
+missing; requirements are read from the installed metadata, so only pyproject.toml lists them.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.metadata import version as installed_version
+
+NAME = "cleave-serving"
+
+_REQUIREMENT = re.compile(r"([\w.-]+)[^;]*;.*\bextra == ['\"]([\w-]+)['\"]")
+_OTHERWISE_NAMED = {"sklearn": "scikit-learn"}
+"""Distributions by the module they bring, where the names differ."""
+
+
+class MissingExtraError(Exception):
+    """Extras that are not installed, or only in part; as text with the command that adds them."""
+
+    def __init__(self, extras: Sequence[str]) -> None:
+        """`extras`: at least one."""
+        self.extras = extras
+        noun = "extra" if len(extras) == 1 else "extras"
+        names = " and ".join(f'"{extra}"' for extra in extras)
+        super().__init__(f"needs the {noun} {names}: {install(extras)}")
+
+
+@cache
+def version() -> str:
+    """Of Cleave, e.g. 0.1.0. Reading it takes a millisecond."""
+    return installed_version(NAME)
+
+
+def install(extras: Iterable[str]) -> str:
+    """The command that adds `extras` to this environment."""
+    return "make setup" if is_checkout() else f"pip install '{NAME}[{','.join(extras)}]'"
+
+
+@cache
+def is_checkout() -> bool:
+    """Whether the sources of a checkout run; its environment is uv's and has no pip."""
+    origin = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
+    return bool(origin.get("dir_info", {}).get("editable"))
+
+
+def require(*extras: str) -> None:
+    """Raises MissingExtraError unless all of `extras` are installed."""
+    if lacking := missing(extras):
+        raise MissingExtraError(lacking)
+
+
+def missing(extras: Iterable[str]) -> list[str]:
+    """Those of `extras` of which a requirement is not installed."""
+    return [extra for extra in extras if not all(_is_installed(name) for name in _extras()[extra])]
+
+
+def extras_with(module: str) -> list[str]:
+    """Extras that bring `module` (`a` or `a.b`), the one with the fewest requirements first."""
+    top = module.partition(".")[0]
+    name = _OTHERWISE_NAMED.get(top, top)
+    # opentelemetry.sdk comes with opentelemetry-sdk.
+    found = [
+        extra
+        for extra, names in _extras().items()
+        if any(each == name or each.startswith(f"{name}-") for each in names)
+    ]
+    return sorted(found, key=lambda extra: (len(_extras()[extra]), extra))
+
+
+@cache
+def _extras() -> dict[str, list[str]]:
+    """Names of required distributions by extra; the build has resolved extras within extras."""
+    found: dict[str, list[str]] = {}
+    for requirement in requires(NAME) or ():
+        if match := _REQUIREMENT.match(requirement):
+            found.setdefault(match[2], []).append(match[1])
+    return found
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,192 @@
+"""The wheel as a user gets it: what it holds, whether its extras resolve, what runs from it.
+
+Environments have the versions of uv.lock and a built wheel, no sources. Resolving asks the index.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
+EMULATED = (ROOT / "examples" / "emulated.yaml").read_text()
+WORKLOAD = "  workload: {rate: 2, promptTokens: {mean: 400}, outputTokens: {mean: 90}}\n"
+
+BASE = {
+    "demo": ("--engine emulated --once", "gateway,worker"),
+    "plan": ("-f planned.yaml", "planner"),
+    "simulate": ("-f planned.yaml", "planner"),
+    "up": ("-f emulated.yaml", "gateway,worker"),
+    "status": ("", ""),
+    "top": ("--once", ""),
+    "logs": ("absent", ""),
+    "down": ("", ""),
+    "validate": ("-f emulated.yaml", ""),
+    "profile": ("http://127.0.0.1:1", ""),
+    "workload": ("trace.csv", "planner"),
+    "provision": ("-f planned.yaml --cluster cluster.yaml", "planner"),
+    "rollout": ("-f emulated.yaml --from emulated.yaml --dry-run", ""),
+    "gateway": ("--agents 127.0.0.1:1", "gateway"),
+    "operator": ("", "operator"),
+    "lengths": ("train trace.csv -o lengths.json", "lengths"),
+}
+"""Commands -> arguments that they accept, and extras that are then missing."""
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def uv(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [UV, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    uv("build", "--quiet", "--wheel", "--out-dir", str(folder))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def install(wheel, tmp_path_factory):
+    """Makes an environment of the wheel and extras; returns its `cleave` in a folder."""
+
+    def make(*extras: str):
+        made = tmp_path_factory.mktemp("environment")
+        named = [word for extra in extras for word in ("--extra", extra)]
+        uv(
+            *("sync", "--quiet", "--frozen", "--no-dev", "--no-install-project", *named),
+            *("--python", sys.executable),
+            UV_PROJECT_ENVIRONMENT=str(made),
+        )
+        uv("pip", "install", "--quiet", "--no-deps", "--python", str(made), str(wheel))
+        return runner(made, tmp_path_factory.mktemp("folder"))
+
+    return make
+
+
+def runner(environment: Path, folder: Path):
+    (folder / "emulated.yaml").write_text(EMULATED)
+    (folder / "planned.yaml").write_text(EMULATED + WORKLOAD)
+    shutil.copy(ROOT / "examples" / "cluster.yaml", folder)
+    (folder / "trace.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2026-01-01 00:00:{second:02}.0,100,{second}\n" for second in range(60))
+    )
+    own = {
+        "HOME": str(folder),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "CLEAVE_STATE_DIR": str(folder / "state"),
+    }
+
+    def run(*arguments: str, program: str = "cleave") -> subprocess.CompletedProcess[str]:
+        command = [str(environment / "bin" / program), *arguments]
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def base(install):
+    return install()
+
+
+@pytest.fixture(scope="module")
+def local(install):
+    return install("gateway", "worker", "planner")
+
+
+def test_the_wheel_holds_every_file_of_both_packages_and_nothing_else(wheel) -> None:
+    packages = ("operator/cleave", "worker/cleave_worker")
+    listed = ["git", "ls-files", *packages]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
+    assert names == {path.partition("/")[2] for path in files.stdout.split()}
+    assert {"cleave/py.typed", "cleave_worker/py.typed", "cleave/report/page.css"} <= names
+
+
+def test_every_extra_resolves_from_the_index_by_the_wheel_alone(wheel, tmp_path) -> None:
+    metadata = zipfile.ZipFile(wheel).read("cleave_serving-0.1.0.dist-info/METADATA").decode()
+    extras = re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE)
+    assert "worker-cuda" in extras
+    wanted = tmp_path / "wanted.in"
+    wanted.write_text(f"cleave-serving[{','.join(extras)}] @ {wheel.as_uri()}\n")
+    # Outside the repository and without its settings, whose overrides no wheel carries.
+    found = uv("pip", "compile", "--quiet", "--no-config", "--no-annotate", str(wanted))
+    assert re.search(r"^vllm==", found, re.MULTILINE)
+
+
+def test_the_base_wheel_shows_its_version_and_every_command(base) -> None:
+    assert base("--version").stdout == "cleave 0.1.0\n"
+    commands = re.findall(r"^│ (\w+) ", base("--help").stdout.partition("Commands")[2], re.M)
+    assert {*commands} == {*BASE}
+
+
+@pytest.mark.parametrize("command", BASE)
+def test_a_command_that_lacks_an_extra_ends_with_how_to_install_it(base, command) -> None:
+    arguments, extras = BASE[command]
+    done = base(command, *arguments.split())
+    assert "internal error" not in done.stderr
+    assert "Traceback" not in done.stderr
+    if extras:
+        names = " and ".join(f'"{extra}"' for extra in extras.split(","))
+        noun = "extras" if "," in extras else "extra"
+        remedy = f"pip install 'cleave-serving[{extras}]'"
+        assert done.stderr == f"error: 'cleave {command}' needs the {noun} {names}: {remedy}\n"
+        assert done.returncode == 1
+    else:
+        assert "extra" not in done.stderr
+        assert done.returncode != 2, done.stderr
+
+
+def test_a_worker_without_its_extra_ends_with_how_to_install_it(base) -> None:
+    arguments = "--engine emulated --model m --role mixed --deployment d --name d-0 --host ::1"
+    done = base(*arguments.split(), program="cleave-worker")
+    assert "Traceback" not in done.stderr
+    assert "pip install 'cleave-serving[worker]'" in done.stderr
+
+
+def test_a_local_deployment_runs_from_the_wheel(local) -> None:
+    assert local("validate", "-f", "planned.yaml").returncode == 0
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    up = local("up", "-f", "emulated.yaml", "--detach", "--port", port)
+    try:
+        assert up.returncode == 0, up.stderr
+        assert "ready" in local("status").stdout
+    finally:
+        assert local("down").returncode == 0
+    demo = local("demo", "--engine", "emulated", "--once", "--port", port)
+    assert demo.returncode == 0, demo.stderr
+    assert "KV hand-offs used" in demo.stdout
+
+
+def test_vllm_that_is_not_installed_is_one_line_with_the_commands(local) -> None:
+    (line,) = local("demo", "--once").stderr.splitlines()
+    assert line.startswith("error: vLLM is not installed; on CPU: pip install nixl==")

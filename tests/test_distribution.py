@@ -1,0 +1,80 @@
+"""The installed distribution as Cleave reads it: its extras and the command that adds one."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cleave import distribution
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_distribution_is_the_projects_and_its_version_too() -> None:
+    assert PROJECT["name"] == distribution.NAME
+    assert distribution.version() == PROJECT["version"]
+
+
+def test_an_extra_is_missing_while_one_requirement_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distribution.missing(["gateway", "planner"]) == []
+    extras = {"whole": ["numpy"], "part": ["numpy", "no-such-thing"]}
+    monkeypatch.setattr(distribution, "_extras", lambda: extras)
+    assert distribution.missing(extras) == ["part"]
+    distribution.require("whole")
+    with pytest.raises(
+        distribution.MissingExtraError, match=r'^needs the extra "part": make setup$'
+    ):
+        distribution.require("whole", "part")
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("numba", "planner"),
+        ("uvloop", "gateway"),
+        ("sklearn.tree", "lengths"),
+        ("kubernetes.aio", "operator"),
+        ("opentelemetry.sdk.trace", "otel"),
+        ("aiohttp", "worker"),
+        ("vllm", "worker-cuda"),
+    ],
+)
+def test_a_module_is_found_in_the_smallest_extra_that_brings_it(module: str, extra: str) -> None:
+    assert distribution.extras_with(module)[0] == extra
+
+
+@pytest.mark.parametrize("module", ["cleave.absent", "typing", "", "num"])
+def test_a_module_of_no_extra_is_found_in_none(module: str) -> None:
+    assert distribution.extras_with(module) == []
+
+
+@pytest.mark.parametrize(
+    ("is_checkout", "command"),
+    [(True, "make setup"), (False, "pip install 'cleave-serving[gateway,worker]'")],
+)
+def test_the_command_is_one_that_this_environment_has(
+    monkeypatch: pytest.MonkeyPatch, is_checkout: bool, command: str
+) -> None:
+    monkeypatch.setattr(distribution, "is_checkout", lambda: is_checkout)
+    assert distribution.install(["gateway", "worker"]) == command
+
+
+def test_every_page_and_source_names_this_distribution_and_its_extras() -> None:
+    listed = ["git", "ls-files", "*.md", "*.py", "*.toml", "images", "Makefile", "scripts"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    extras = PROJECT["optional-dependencies"]
+    named = {
+        (path, *match.groups())
+        for path in files.stdout.split()
+        for match in re.finditer(r"\b(cleave[a-z-]*)\[([a-z,-]+)\]", (ROOT / path).read_text())
+    }
+    assert len(named) > 3
+    strange = [
+        each
+        for each in named
+        if each[1] != PROJECT["name"] or not {*each[2].split(",")} <= {*extras}
+    ]
+    assert strange == []
