@@ -1,15 +1,23 @@
 # Everything runs through uv; scripts/bootstrap puts it into .tools/ when the machine has none.
+SHELL = bash
+.SHELLFLAGS = -o pipefail -c
 ARGS ?=
 # On a busy machine a process may starve for seconds: what fails is run once more, and told.
 RERUN = --reruns 1 -rR
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: run test check unit cluster check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup
+.PHONY: help run test check unit cluster check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup setup-emulated
 
-run: setup ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
+# The emulated engine runs without vLLM and the tools of development. An environment with vLLM keeps it.
+VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
+EMULATED = $(filter emulated --engine=emulated,$(ARGS))
+run: $(if $(VLLM),setup,$(if $(EMULATED),setup-emulated,setup)) ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
 
-test: check ## the same thing
+help: ## this list; ARGS='...' passes arguments on
+	@sed -nE 's/^([a-z][a-z0-9-]*):.*## (.*)/\1\t\2/p' Makefile | expand -t 16
+
+test: check ## the same as check
 
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
@@ -62,7 +70,16 @@ bench-papers: setup ## the planner's answers beside the papers' tables
 clean:
 	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache
 
-setup: # uv, system libraries, .venv, the compiled simulator
+setup: ## uv, system libraries, .venv with vLLM and the tools of development, the compiled simulator
 	@scripts/bootstrap
-	@PATH="$$PATH:.tools/bin" uv sync --frozen $(if $(wildcard .venv),--quiet) --group worker-cpu
+	$(if $(VLLM),,@echo "cleave: installing into .venv/; without uv's cache 3.3 GB are downloaded")
+	@$(SYNC) $(if $(VLLM),--quiet) --group worker-cpu $(SHORTLY)
 	@.venv/bin/python -m cleave.simulator.warm
+
+setup-emulated: # gateway, workers with the emulated engine, planner: 0.1 GB
+	@scripts/bootstrap --emulated
+	@$(SYNC) --inexact --no-default-groups --extra gateway --extra worker --extra planner $(SHORTLY)
+
+SYNC = PATH="$$PATH:.tools/bin" uv sync --frozen
+# Large downloads, sums and errors, without a line for each of 200 packages.
+SHORTLY = 2>&1 | sed -uE '/^ [-+~] |^ *(Downloaded|Building|Built) |^(Using|Creating|Checked) |\(([0-9]\.[0-9]MiB|[0-9.]+KiB)\)$$/d'
