@@ -41,14 +41,13 @@ def test_images_run_as_the_user_that_pods_name(target) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_images_hold_the_extra_that_they_are_named_by(target) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    extra = target.removesuffix("-emulated")
-    assert extra in extras
+def test_images_hold_the_extra_or_the_group_that_they_are_named_by(target) -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    name = target.removesuffix("-emulated")
+    is_extra = name in pyproject["project"]["optional-dependencies"]
+    assert is_extra or name in pyproject["dependency-groups"]
     build = " ".join(stages()[f"build-{target}"][1])
-    assert build.count(f"--extra {extra}") == 2
+    assert build.count(f"--{'extra' if is_extra else 'group'} {name}") == 2
     assert "--frozen --no-dev" in build
 
 

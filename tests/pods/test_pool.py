@@ -89,7 +89,7 @@ def test_the_revision_follows_cleaves_version_unless_the_image_is_stated(
 ) -> None:
     stated = deployment(engine={"image": "registry.example/vllm:1"})
     before = revision(deployment()), revision(stated)
-    monkeypatch.setattr("cleave.pods.container._version", lambda: "99.0")
+    monkeypatch.setattr("cleave.distribution.version", lambda: "99.0")
     assert revision(deployment()) != before[0]
     assert revision(stated) == before[1]
 
