@@ -137,9 +137,9 @@ class Chat:
             *("patch", "llmd", "chat", "-n", self.namespace, "--type=merge", "-p", patch)
         )
 
-    def ask(self, tokens: int = 16) -> str:
+    def ask(self, tokens: int = 16, model: str = "chat") -> str:
         messages = [{"role": "user", "content": "What is a river?"}]
-        question = {"model": "chat", "messages": messages, "max_tokens": tokens, "stream": True}
+        question = {"model": model, "messages": messages, "max_tokens": tokens, "stream": True}
         return ask(self.address, question)
 
 
@@ -175,6 +175,20 @@ def test_an_edit_rolls_out_under_load_without_a_failed_request(chat: Chat) -> No
     assert max(total for total, _ in seen) <= 3, "never more than one above the wanted two"
     assert min(ready for _, ready in seen) >= 2, "never fewer than the wanted two"
     assert [len(chat.workers(role)) for role in ("prefill", "decode")] == [1, 2]
+
+
+def test_a_changed_model_answers_as_soon_as_the_deployment_is_ready(chat: Chat) -> None:
+    chat.edit({"model": {"source": "facebook/opt-66b", "servedName": "other"}})
+    chat.cluster.kubectl(
+        *("wait", "--for=condition=Ready", "llmd/chat", "-n", chat.namespace),
+        f"--timeout={READY_S}s",
+        timeout_s=READY_S + 10,
+    )
+    # Connections go to both gateways.
+    assert [chat.ask(model="other") for _ in range(8)] == [""] * 8
+    found = chat.deployment
+    assert found["status"]["model"] == "other"
+    assert found["status"]["rolledOutGeneration"] == found["metadata"]["generation"]
 
 
 def test_a_lost_nodes_instances_are_replaced(chat: Chat, nodes: Nodes) -> None:

@@ -132,7 +132,10 @@ class SmallCluster:
     def run_gateways(self) -> None:
         for each in self.all("Deployment"):
             count = each["spec"]["replicas"]
-            status = {"readyReplicas": count, "updatedReplicas": count}
+            status = {
+                "observedGeneration": each["metadata"]["generation"],
+                **dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas"), count),
+            }
             if each.get("status") != status:
                 self._changed({**each, "status": status}, is_spec=False)
 

@@ -40,6 +40,32 @@ def test_what_gets_worse_is_a_warning() -> None:
     ]
 
 
+def test_a_roll_out_is_no_warning_and_the_loss_of_service_is_one() -> None:
+    serving = Condition("Available", True, "Serving", "requests are served")
+    begun = [
+        Condition("Ready", False, "RollingOut", "generation 2 is not rolled out"),
+        serving,
+        Condition("Progressing", True, "RollingOut", "decode instances: replaced"),
+    ]
+    lost = [
+        Condition("Ready", False, "DecodeNotReady", "0 of 2"),
+        Condition("Available", False, "DecodeNotReady", "0 of 2"),
+        begun[2],
+    ]
+    done = [READY, serving, Condition("Progressing", False, "Settled", "all is as it should be")]
+    last = settled([], done, 1, now_s=0)
+    reasons = []
+    for now in (begun, lost, begun, done):
+        reasons.append([(each.reason, each.is_warning) for each in told(CHAT, last, now)])
+        last = settled(last, now, 1, now_s=0)
+    assert reasons == [
+        [("RollingOut", False)],
+        [("DecodeNotReady", True)],
+        [],
+        [("Ready", False), ("Settled", False)],
+    ]
+
+
 def test_the_planner_at_work_is_no_bad_news() -> None:
     before = settled([], [Condition("PlanReady", True, "Planned", "2P")], 1, now_s=0)
     (planning,) = told(CHAT, before, [Condition("PlanReady", False, "Planning", "at work")])

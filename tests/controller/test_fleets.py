@@ -13,7 +13,7 @@ class Gateways:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
         self.now_s = 0.0
-        self.answer = {"a": Instance("a", kv_path=KvPath(verified=True))}
+        self.answer = {"a": Instance("a", selectable=True, kv_path=KvPath(verified=True))}
 
     async def ask(self, urls):
         self.asked.append(list(urls))
@@ -48,12 +48,25 @@ async def test_an_answer_counts_for_a_while_and_a_partial_one_shorter(
     gateways.now_s = 44
     await fleets.known("chat", GATEWAYS, READY)
     assert len(gateways.asked) == 1
-    gateways.now_s, gateways.answer = 46, {"a": Instance("a")}
+    gateways.now_s, gateways.answer = 46, {"a": Instance("a", selectable=True)}
     await fleets.known("chat", GATEWAYS, READY)
-    assert fleets.again_after_s("chat") == 5
-    gateways.now_s = 52
+    assert fleets.again_after_s("chat") == 1
+    gateways.now_s = 48
     await fleets.known("chat", GATEWAYS, READY)
     assert len(gateways.asked) == 3
+
+
+async def test_gateways_are_asked_again_soon_until_they_send_requests_to_all(
+    fleets: Fleets[str], gateways: Gateways
+) -> None:
+    gateways.answer = {"a": Instance("a", kv_path=KvPath(verified=True))}
+    for pause_s in (1, 2, 4):
+        await fleets.known("chat", GATEWAYS, READY)
+        assert fleets.again_after_s("chat") == pause_s
+        gateways.now_s += pause_s
+    gateways.answer = {"a": Instance("a", selectable=True, kv_path=KvPath(verified=True))}
+    await fleets.known("chat", GATEWAYS, READY)
+    assert fleets.again_after_s("chat") is None
 
 
 async def test_nobody_is_asked_where_there_is_nobody(

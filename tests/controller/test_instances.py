@@ -92,3 +92,10 @@ def test_the_kv_paths_become_one_sentence(paths: list[KvPath], verified: int, me
 def test_an_instance_that_has_not_been_tested_yet_says_what_it_does() -> None:
     told = summarize_kv_paths([Instance("p-0", state="starting", reason="engine starts")])
     assert told.message == "1 of 1 instances are not verified: p-0: engine starts"
+
+
+def test_an_instance_is_sent_requests_when_all_gateways_that_know_it_send_some() -> None:
+    sends = Instance("d-0", contact="heard", selectable=True, report_age_s=0.1)
+    waits = Instance("d-0", contact="heard", report_age_s=0.5)
+    assert not merge(FleetPage((view,)) for view in (sends, waits))["d-0"].selectable
+    assert merge(FleetPage((view,)) for view in (sends, sends))["d-0"].selectable

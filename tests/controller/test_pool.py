@@ -163,6 +163,21 @@ def test_a_pool_goes_in_the_end_even_if_its_pods_do_not() -> None:
     assert any(isinstance(each, SetFinalizers) for each in reconcile(late))
 
 
+def test_a_pool_is_ready_when_all_its_instances_are_of_its_present_spec() -> None:
+    asked = pool()
+    old, new = [pod(name, asked, template="other") for name in "ab"], [pod("c", asked)]
+    for pods, expected in (
+        (old, ("False", "RollingOut")),
+        (old[:1] + new, ("False", "RollingOut")),
+        (new, ("False", "NotReady")),
+        ([*new, pod("d", asked)], ("True", "Ready")),
+    ):
+        (status,) = [e.status for e in reconcile(view(asked, *pods)) if isinstance(e, PatchStatus)]
+        ready = next(each for each in status["conditions"] if each["type"] == "Ready")
+        assert (ready["status"], ready["reason"]) == expected
+        assert ready["observedGeneration"] == status["observedGeneration"] == 3
+
+
 def test_status_counts_what_is_and_is_written_once() -> None:
     asked = pool()
     here = view(asked, pod("a", asked), pod("b", asked, ready=False))

@@ -19,6 +19,7 @@ from cleave.api.schema import Schema, structural
 _HEADER = "# Generated from operator/cleave/api by scripts/generate; changes here are lost.\n"
 
 _READY = '.status.conditions[?(@.type=="Ready")]'
+_AVAILABLE = '.status.conditions[?(@.type=="Available")]'
 
 
 def _column(name: str, kind: str, path: str, description: str, *, wide: bool = False) -> Schema:
@@ -34,13 +35,20 @@ _AGE = _column("Age", "date", ".metadata.creationTimestamp", "Time since creatio
 
 _DEPLOYMENT_COLUMNS = [
     _column("Model", "string", ".status.model", "Name that clients ask for."),
-    _column("Ready", "string", f"{_READY}.status", "Whether requests can be served."),
+    _column("Ready", "string", f"{_READY}.status", "Whether the spec is rolled out and serves."),
     _column("Reason", "string", f"{_READY}.reason", "Why it is ready or not."),
     _column("P", "integer", _ready("prefill"), "Ready prefill instances."),
     _column("D", "integer", _ready("decode"), "Ready decode instances."),
     _column("Mixed", "integer", _ready("mixed"), "Ready mixed instances."),
     _column("GPUs", "integer", ".status.plan.gpus", "GPUs of all instances."),
     _AGE,
+    _column(
+        "Available",
+        "string",
+        f"{_AVAILABLE}.status",
+        "Whether requests are served, also while a change is rolled out.",
+        wide=True,
+    ),
     _column("Plan", "string", ".status.plan.verdict", "The planner's verdict.", wide=True),
     _column(
         "Goodput",

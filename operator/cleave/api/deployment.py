@@ -311,11 +311,21 @@ class LLMDeploymentStatus(Shape):
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
     """Generation of the spec that this status speaks of."""
+    rolled_out_generation: Annotated[int, Field(ge=0)] | None = None
+    """Generation of the spec that was last rolled out completely: all its instances and gateways
+    were ready, and none of an earlier spec were left. Absent: none was yet."""
     conditions: Conditions = Field(default_factory=list)
-    """Ready, PlanReady, PlanFeasible, PlanDrifted, PredictionHolds, PrefillReady, DecodeReady,
-    GatewayReady, KVPathVerified, ScalingLimited, Progressing, Degraded."""
+    """Ready: requests are served, and the generation in observedGeneration is rolled out.
+    Available: requests are served, if only by instances of an earlier generation. Progressing: a
+    plan is being made, a roll-out is under way, or instances start or end. Degraded: fewer
+    instances are ready than there should be, or something keeps failing. ScalingLimited: nodes have
+    no room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is
+    ready. GatewayReady: a gateway is ready. KVPathVerified: every ready instance has handed over KV
+    in a test. PlanReady: a plan, or what spec.placement states, is in force. PlanFeasible: the
+    latency targets can be met. PlanDrifted: traffic is not what was planned for. PredictionHolds:
+    instances are as fast as the plan predicts."""
     model: str | None = None
-    """Name that clients ask for."""
+    """Name that clients ask for. A changed name is shown once it is rolled out."""
     plan: SelectedPlan | None = None
     """The placement in force."""
     advice: SelectedPlan | None = None

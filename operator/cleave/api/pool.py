@@ -128,7 +128,10 @@ class InstancePoolStatus(Shape):
     trial: Trial | None = None
     """Why there are fewer instances than wanted; absent: nodes have room for all."""
     conditions: Conditions = Field(default_factory=list)
-    """Ready, ScalingLimited, Progressing, Degraded."""
+    """Ready: all instances are ready, as the generation in observedGeneration asks for them, and
+    none of an earlier spec are left. ScalingLimited: nodes have no room for all instances.
+    Progressing: instances are added, replaced or removed. Degraded: instances are missing, or one
+    keeps failing."""
 
 
 class InstancePool(Resource):

@@ -47,12 +47,23 @@ def told(target: Reference, before: Iterable[Manifest], now: Sequence[Condition]
     Also for one whose reason is another one where the reason is the news.
     """
     known = {each["type"]: (each["status"], each["reason"]) for each in before}
+    has_available = any(each.type == "Available" for each in now)
     for each in now:
+        if _is_said_by_another(each, has_available=has_available):
+            continue
         was = known.get(each.type)
         if _is_roll_out(each, was) or (each.type not in _QUIET and _is_news(each, was)):
             text = each.message or f"{each.type} is {_word(each.status)}"
             is_warning = _is_bad(each) and was is not None and each.reason != PLANNING
             yield Emit(target, each.reason, text[:_LONGEST_MESSAGE], is_warning)
+
+
+def _is_said_by_another(each: Condition, *, has_available: bool) -> bool:
+    """Whether Available says that requests fail, Progressing that a roll-out begins, or Ready that
+    one has ended."""
+    if each.type == "Ready":
+        return each.status is not True and (has_available or each.reason == ROLLING_OUT)
+    return each.type == "Available" and each.status is True
 
 
 def _is_roll_out(each: Condition, was: tuple[str, str] | None) -> bool:

@@ -230,7 +230,9 @@ class Controller:
         self, key: Key, seen: Seen, resource: LLMDeployment
     ) -> list[Action]:
         pods = self.store.pods(key)
-        ready = frozenset(pod.name for pod in pods if pod.ready and not pod.is_follower)
+        ready = frozenset(
+            pod.name for pod in pods if pod.ready and not (pod.deleting or pod.is_follower)
+        )
         known = await self._fleets.known(key, self.store.gateways(key), ready)
         pods = _loaded(self.store.pods(key), known)
         pools = [each for each in self.store.pools(key) if isinstance(each.resource, InstancePool)]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.planning import Mode
 from cleave.api.pool import InstancePool, PoolRollout, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller import conditions, placing, repurposing, scaling, told, wanted
@@ -79,6 +80,10 @@ class DeploymentView:
     """Why what was wanted last could not be made."""
     settings: Settings = Settings()  # noqa: RUF009 - a frozen value
 
+    def alive(self, role: Role) -> list[ObservedPod]:
+        """The instances of a role that are neither going nor over."""
+        return [pod for pod in self.pods if pod.role is role and not (pod.deleting or pod.is_over)]
+
 
 def reconcile(view: DeploymentView) -> list[Action]:
     """What to do next; nothing when all is as it is wanted."""
@@ -90,8 +95,6 @@ def reconcile(view: DeploymentView) -> list[Action]:
         actions.append(_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
     there = {pool.spec.role: pool for pool in view.pools}
     turn = replanning.turn(view)
-    if deployment.spec.paused:
-        return [*actions, *told.report(view, placing.kept(view.status), there, turn)]
     decision = placing.decide(
         deployment,
         view.status,
@@ -100,8 +103,6 @@ def reconcile(view: DeploymentView) -> list[Action]:
         is_limited=_is_limited(view),
         basis=turn.basis,
     )
-    if (question := decision.question or turn.question) is not None:
-        actions.append(Ask(question))
     # Without a placement what runs stays; how many of it there are may change all the same.
     asked = list(view.pools)
     if decision.placement is not None:
@@ -111,14 +112,43 @@ def reconcile(view: DeploymentView) -> list[Action]:
     goals: Mapping[Role, InstancePool] = there
     if changes:
         goals = {pool.spec.role: _of_owner(pool, there.get(pool.spec.role)) for pool in asked}
-    # Told first: whatever cannot be made, people learn what there is.
-    actions += told.report(view, decision, goals, turn)
-    actions += wanted.changed(_fixed(view), deployment, view.children)
+    work: list[Action] = list(wanted.changed(_fixed(view), deployment, view.children))
     if changes:
-        actions += _moved(view, goals)
+        work += _moved(view, goals)
         if decision.plan == view.status.get("plan"):
-            actions += _told_scaled(view, goals)
-    return actions
+            work += _told_scaled(view, goals)
+    is_applied = not work and _is_of_spec(view, decision)
+    if deployment.spec.paused:
+        # What there would be to do waits, and only says whether anything does.
+        kept = placing.kept(view.status)
+        return [*actions, *told.report(view, kept, there, turn, is_applied=is_applied)]
+    if (question := decision.question or turn.question) is not None:
+        actions.append(Ask(question))
+    # The status comes first: it is written even where the rest fails.
+    actions += told.report(view, decision, goals, turn, is_applied=is_applied)
+    return actions + work
+
+
+def _is_of_spec(view: DeploymentView, decision: Decision) -> bool:
+    """Whether the placement in force answers the present spec.
+
+    Not while it is planned, nor when there is no plan for it. Advisory applies no plan: there the
+    pools are compared with what the plan in force makes of the spec.
+    """
+    if decision.placement is not None:
+        return True
+    deployment, there = view.deployment, {pool.spec.role: pool for pool in view.pools}
+    if deployment.spec.planning.mode is not Mode.ADVISORY or decision.plan is None:
+        return False
+    try:
+        placement = placing.placed(decision.plan)
+    except ValueError:
+        return False
+    made = {pool.spec.role: pool for pool in pools(deployment, placement, view.inventory.machines)}
+    return made.keys() == there.keys() and all(
+        _counted(pool, there[role].spec.replicas, there[role].spec.owner).spec == there[role].spec
+        for role, pool in made.items()
+    )
 
 
 def _scaled(

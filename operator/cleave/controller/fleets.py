@@ -15,7 +15,7 @@ from cleave.controller.instances import Instance
 K = TypeVar("K", bound=Hashable)
 
 _OLD_S = 45.0
-_PARTIAL_S = 5.0
+_PARTIAL_S = 1.0
 """How long an answer counts that leaves something open, at first; twice as long each time."""
 _FRESH_S = 2.0
 
@@ -87,5 +87,7 @@ class Fleets(Generic[K]):
 
 
 def _is_told(instance: Instance | None) -> bool:
-    """Whether there is nothing to wait for: it is known, and so is what its KV path is worth."""
-    return instance is not None and (instance.role == Role.MIXED or instance.kv_path.verified)
+    """Whether there is nothing to wait for: it is sent requests, and its KV path is verified."""
+    if instance is None or not instance.selectable:
+        return False
+    return instance.role == Role.MIXED or instance.kv_path.verified

@@ -94,10 +94,11 @@ def summarize_kv_paths(instances: Iterable[Instance]) -> KvPaths:
 
 
 def _merge_views(seen: list[Instance]) -> Instance:
-    """The freshest view; what each gateway sends there adds up."""
+    """The freshest view; what each gateway sends there adds up, and all of them must send."""
     best = min(seen, key=lambda view: (view.contact not in _HEARD, view.report_age_s))
     return msgspec.structs.replace(
         best,
+        selectable=all(view.selectable for view in seen),
         requests_in_flight=sum(view.requests_in_flight for view in seen),
         pending_tokens=max(view.pending_tokens for view in seen),
     )

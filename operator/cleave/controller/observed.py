@@ -112,8 +112,8 @@ class ObservedChild:
     deleting: bool = False
     ready: int = 0
     """Ready replicas of a Deployment."""
-    updated: int = 0
-    """Of these, how many run what was applied last."""
+    is_updated: bool = False
+    """Whether all replicas of a Deployment, and no others, are of its latest spec."""
 
 
 def pod(manifest: Manifest) -> ObservedPod | None:
@@ -202,6 +202,7 @@ def node(manifest: Manifest) -> ObservedNode:
 def child(manifest: Manifest) -> ObservedChild:
     """Anything that was applied for a resource."""
     meta, status = manifest["metadata"], manifest.get("status", {})
+    spec = manifest.get("spec") or {}
     return ObservedChild(
         kind=manifest["kind"],
         namespace=meta.get("namespace", "default"),
@@ -210,7 +211,9 @@ def child(manifest: Manifest) -> ObservedChild:
         applied=meta.get("annotations", {}).get(APPLIED, ""),
         deleting="deletionTimestamp" in meta,
         ready=status.get("readyReplicas", 0),
-        updated=status.get("updatedReplicas", 0),
+        # As `kubectl rollout status` decides it.
+        is_updated=status.get("observedGeneration", 0) >= meta.get("generation", 0)
+        and spec.get("replicas") == status.get("updatedReplicas") == status.get("replicas"),
     )
 
 

@@ -64,10 +64,17 @@ def _written(last: Trial) -> Manifest:
 
 def _conditions(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) -> list[Condition]:
     count = view.pool.spec.replicas
-    is_ready, told = fleet.ready >= count, f"{fleet.ready} of {count} instances are ready"
+    updated = sum(pod.ready for pod in fleet.new)
+    told = f"{updated} of {count} instances are ready"
+    ready = Condition("Ready", True, "Ready", told)
+    if fleet.old:
+        told += f"; {len(fleet.old)} of an earlier spec are left"
+        ready = Condition("Ready", False, conditions.ROLLING_OUT, told)
+    elif updated < count:
+        ready = Condition("Ready", False, "NotReady", told)
     is_moving = bool(fleet.old) or len(fleet.new) != target.new or target.new != count
     return [
-        Condition("Ready", is_ready, "Ready" if is_ready else "NotReady", told),
+        ready,
         Condition(
             "ScalingLimited",
             bool(limited.reason),

@@ -3,19 +3,19 @@
 Called by the deployment's reconcile.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cleave.api.deployment import LLMDeploymentStatus
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
-from cleave.controller import conditions, wanted
+from cleave.controller import conditions, readiness, wanted
 from cleave.controller.actions import Action, Emit, PatchStatus
 from cleave.controller.conditions import Condition
 from cleave.controller.instances import summarize_kv_paths
 from cleave.controller.loop.seen import tell_traffic
 from cleave.controller.loop.turn import Turn
-from cleave.controller.observed import ObservedPod
 from cleave.controller.placing import Decision
 from cleave.pods.gateway import url
 from cleave.pods.labels import Manifest, gateway_name
@@ -25,28 +25,45 @@ if TYPE_CHECKING:
 
 _CONDITION_OF = {Role.PREFILL: "PrefillReady", Role.DECODE: "DecodeReady", Role.MIXED: "MixedReady"}
 
-_ASLEEP = "ScaledToZero"
-
 
 def report(
-    view: "DeploymentView", decision: Decision, goals: Mapping[Role, InstancePool], turn: Turn
+    view: "DeploymentView",
+    decision: Decision,
+    goals: Mapping[Role, InstancePool],
+    turn: Turn,
+    *,
+    is_applied: bool,
 ) -> Iterator[Action]:
-    """The new status, and Events for what has changed; nothing where all is said already."""
+    """The new status, and Events for what has changed; nothing where all is said already.
+
+    `is_applied`: pools and gateways are there as the present spec asks for them, ready or not.
+    """
     deployment, target = view.deployment, wanted.reference(view.deployment)
     before = view.status.get("conditions", [])
-    now = [*_conditions(view, decision, goals), *turn.conditions]
+    rolled_out = readiness.find_rolled_out(view, goals, is_applied=is_applied)
+    is_rolled_out = rolled_out == (deployment.metadata.generation or 0)
+    now = [
+        *_conditions(view, decision, goals, is_applied=is_applied, is_rolled_out=is_rolled_out),
+        *turn.conditions,
+    ]
     generation = deployment.metadata.generation
+    model = deployment.spec.model.name
     status: Manifest = {
         "observedGeneration": generation or 0,
         "conditions": conditions.settled(before, now, generation, view.now_s),
-        "model": deployment.spec.model.name,
+        # Until the roll-out is complete, clients are served under the name that they know.
+        "model": model if is_rolled_out else view.status.get("model") or model,
         "roles": [_role(view, role, goals.get(role)) for role in _roles(view, goals)],
         "url": url(deployment),
         **_learnt(view, turn),
     }
-    for name, plan in (("plan", decision.plan), ("advice", decision.advice or turn.advice)):
-        if plan is not None:
-            status[name] = plan
+    for name, part in (
+        ("plan", decision.plan),
+        ("advice", decision.advice or turn.advice),
+        ("rolledOutGeneration", rolled_out),
+    ):
+        if part is not None:
+            status[name] = part
     if not wanted.same(LLMDeploymentStatus, status, view.status):
         yield PatchStatus(target, status)
         yield from conditions.told(target, before, now)
@@ -64,20 +81,29 @@ def _learnt(view: "DeploymentView", turn: Turn) -> Manifest:
 
 
 def _conditions(
-    view: "DeploymentView", decision: Decision, goals: Mapping[Role, InstancePool]
+    view: "DeploymentView",
+    decision: Decision,
+    goals: Mapping[Role, InstancePool],
+    *,
+    is_applied: bool,
+    is_rolled_out: bool,
 ) -> list[Condition]:
     roles = [_role_condition(view, role, goals.get(role)) for role in _roles(view, goals)]
-    gateway = _gateway(view)
-    ready = _ready(roles, gateway, decision)
-    limited = _limited(view)
+    gateway, limited = _gateway(view), _limited(view)
+    progressing = _progressing(view, decision, goals, limited)
+    available = readiness.available(view, goals, [*roles, gateway], decision.conditions[0])
+    ready = replace(available, type="Ready")
+    if available.status and not is_rolled_out:
+        ready = readiness.unfinished(view, decision, progressing, is_applied=is_applied)
     return [
         ready,
+        available,
         *decision.conditions,
         *roles,
         gateway,
         _kv_path(view, goals),
         limited,
-        _progressing(view, decision, goals, limited),
+        progressing,
         _degraded(view, goals, ready),
     ]
 
@@ -88,7 +114,7 @@ def _roles(view: "DeploymentView", goals: Mapping[Role, InstancePool]) -> list[R
 
 
 def _role(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Manifest:
-    pods = _alive(view, role)
+    pods = view.alive(role)
     revision = goal.spec.revision if goal else None
     return {
         "role": str(role),
@@ -99,11 +125,12 @@ def _role(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Mani
 
 
 def _role_condition(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Condition:
-    ready = sum(pod.ready for pod in _alive(view, role))
+    ready = sum(pod.ready for pod in view.alive(role))
     count = goal.spec.replicas if goal else 0
     message = f"{ready} of {count} {role} instances are ready"
     if goal is not None and count == 0:
-        return Condition(_CONDITION_OF[role], True, _ASLEEP, f"no {role} instance is wanted now")
+        text = f"no {role} instance is wanted now"
+        return Condition(_CONDITION_OF[role], True, readiness.ASLEEP, text)
     if ready >= max(1, count):
         return Condition(_CONDITION_OF[role], True, "Ready", message)
     return Condition(_CONDITION_OF[role], ready > 0, "TooFew" if ready else "NoneReady", message)
@@ -117,21 +144,6 @@ def _gateway(view: "DeploymentView") -> Condition:
     if ready:
         return Condition("GatewayReady", True, "Ready", message)
     return Condition("GatewayReady", False, "NoneReady", message)
-
-
-def _ready(roles: Sequence[Condition], gateway: Condition, decision: Decision) -> Condition:
-    """Requests are served when there is an instance of every role, and a gateway before them."""
-    missing = [each for each in (*roles, gateway) if not each.status]
-    if roles and not missing and all(each.reason == _ASLEEP for each in roles):
-        text = "no instance runs; the next request waits until they are back"
-        return Condition("Ready", True, _ASLEEP, text)
-    if roles and not missing:
-        return Condition("Ready", True, "Serving", "requests are served")
-    if not roles:
-        plan = decision.conditions[0]
-        return Condition("Ready", False, plan.reason, plan.message or "no instance is planned yet")
-    told = "; ".join(each.message for each in missing)
-    return Condition("Ready", False, missing[0].type.removesuffix("Ready") + "NotReady", told)
 
 
 def _kv_path(view: "DeploymentView", goals: Mapping[Role, InstancePool]) -> Condition:
@@ -172,12 +184,15 @@ def _progressing(
         return Condition("Progressing", True, conditions.PLANNING, "the planner is at work")
     roles = _roles(view, goals)
     for role in roles:
-        goal, pods = goals.get(role), _alive(view, role)
+        goal, pods = goals.get(role), view.alive(role)
         if goal is None or any(pod.revision != goal.spec.revision for pod in pods):
             by = f"replaced by revision {goal.spec.revision}" if goal else "no longer planned"
             return Condition("Progressing", True, conditions.ROLLING_OUT, f"{role} instances: {by}")
+    if not readiness.is_gateway_updated(view):
+        text = "gateways are replaced by ones of the present spec"
+        return Condition("Progressing", True, conditions.ROLLING_OUT, text)
     for role in roles:
-        goal, pods = goals[role], _alive(view, role)
+        goal, pods = goals[role], view.alive(role)
         if len(pods) != goal.spec.replicas or not all(pod.ready for pod in pods):
             if limited.status:
                 return Condition("Progressing", False, "ScalingLimited", limited.message)
@@ -198,12 +213,8 @@ def _degraded(
     missing = [
         role
         for role, goal in goals.items()
-        if sum(pod.ready for pod in _alive(view, role)) < goal.spec.replicas
+        if sum(pod.ready for pod in view.alive(role)) < goal.spec.replicas
     ]
     if ready.status and missing:
         return Condition("Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}")
     return Condition("Degraded", False, "Whole", "no instance is missing")
-
-
-def _alive(view: "DeploymentView", role: Role) -> list[ObservedPod]:
-    return [pod for pod in view.pods if pod.role is role and not (pod.deleting or pod.is_over)]
