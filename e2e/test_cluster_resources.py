@@ -131,6 +131,15 @@ def test_kubectl_explains_every_field_of_the_spec(server: Cluster) -> None:
     assert "DistServe" in server.kubectl("explain", "llmd.spec.placement.manual.perCell")
 
 
+def test_what_no_operator_has_looked_at_has_observed_no_generation(
+    server: Cluster, namespace: str
+) -> None:
+    for kind in MODELS:
+        server.apply(manifest(kind), namespace=namespace)
+    for found in server.list("llmd,ipool", namespace):
+        assert found["status"]["observedGeneration"] < found["metadata"]["generation"]
+
+
 def test_pools_are_scaled_and_listed_like_any_workload(server: Cluster, namespace: str) -> None:
     server.apply(manifest("InstancePool", owner="Manual"), namespace=namespace)
     server.kubectl("scale", "ipool/chat-mixed", "--replicas=7", "-n", namespace)

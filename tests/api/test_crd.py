@@ -226,6 +226,11 @@ def test_names_and_subresources_are_those_of_the_command_line() -> None:
 
 
 @by_name
+def test_an_object_without_a_status_has_observed_no_generation(definition: Schema) -> None:
+    assert schema_of(definition)["properties"]["status"]["default"] == {"observedGeneration": 0}
+
+
+@by_name
 def test_columns_and_scale_read_fields_that_exist(definition: Schema) -> None:
     (version,) = definition["spec"]["versions"]
     known = {path for path, _ in nodes(schema_of(definition))}

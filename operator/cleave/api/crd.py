@@ -157,6 +157,8 @@ def _root(schema: Schema) -> Schema:
     for field in ("apiVersion", "kind"):
         properties[field] = {"type": "string"}
     properties["metadata"] = {"type": "object"}
+    # Tools that wait (kstatus) take an object without a status for done; generations begin at 1.
+    properties["status"]["default"] = {"observedGeneration": 0}
     return {**schema, "required": ["spec"]}
 
 
