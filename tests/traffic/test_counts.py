@@ -70,6 +70,14 @@ def test_without_targets_nothing_is_judged() -> None:
     assert (after.ttft_target_ms, traffic.ttft_p90_ms) == (None, None)
 
 
+def test_answers_that_are_not_streamed_have_no_goodput(metrics: Metrics) -> None:
+    before = read_page(write_page(metrics), 100.0)
+    metrics.requests["m", "ok"] += 22
+    traffic = compare(before, read_page(write_page(metrics), 110.0))
+    assert traffic is not None
+    assert (traffic.requests_per_s, traffic.slo_attainment, traffic.goodput) == (2.2, None, None)
+
+
 @pytest.mark.parametrize(
     ("page", "said"),
     [("<html>", "no page of metrics"), ("", "without a metric"), ("up 1.0\n", "without a metric")],

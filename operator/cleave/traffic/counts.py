@@ -209,7 +209,7 @@ class Traffic:
     """Of requests that ended."""
     slo_attainment: float | None
     goodput: float | None
-    """Requests per second that met both targets."""
+    """Requests per second that met both targets; only streams are measured against them."""
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None
     tpot_p50_ms: float | None
@@ -233,7 +233,7 @@ def compare(before: Counts, after: Counts) -> Traffic | None:
         prompt_tokens_per_s=(after.prompt_tokens - before.prompt_tokens) / window_s,
         output_tokens_per_s=(after.output_tokens - before.output_tokens) / window_s,
         slo_attainment=attained / judged if judged else None,
-        goodput=attained / window_s if after.ttft_target_ms else None,
+        goodput=attained / window_s if judged else None,
         ttft_p50_ms=ttft.find_quantile_ms(0.5),
         ttft_p90_ms=ttft.find_quantile_ms(0.9),
         tpot_p50_ms=tpot.find_quantile_ms(0.5),
