@@ -9,6 +9,11 @@ import pytest
 from cleave.pods.container import UID
 
 ROOT = Path(__file__).parent.parent.parent
+OPENED_BY_NAME = {
+    "libibverbs.so.1": "libibverbs1",
+    "libmlx5.so.1": "ibverbs-providers",
+    "librdmacm.so.1": "librdmacm1",
+}
 TARGETS = ["operator", "gateway", "worker-emulated", "worker-cpu", "worker-cuda"]
 
 
@@ -68,6 +73,17 @@ def test_images_start_what_pods_start(target) -> None:
     module = re.search(r'"-m", "([\w.]+)"', command)[1]
     top = "worker" if module.startswith("cleave_worker") else "operator"
     assert (ROOT / top / (module.replace(".", "/") + ".py")).exists()
+
+
+def test_the_image_for_gpus_has_the_libraries_that_nccl_opens_by_name() -> None:
+    """And NIXL's: its RDMA connections. Files by package as Debian 12 has them."""
+    installed = {
+        package
+        for line in lineage("worker-cuda")
+        for packages in re.findall(r"apt-get install (.*?)&&", line)
+        for package in packages.split()
+    }
+    assert set(OPENED_BY_NAME.values()) <= installed
 
 
 def test_the_operators_machine_code_is_for_the_cpu_that_it_asks_for() -> None:

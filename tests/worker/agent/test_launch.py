@@ -11,6 +11,7 @@ from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import Boot, Launch, LaunchError, block_size, launch
 
 BOOT = Boot("boot1", 8001, 5601, Path("/run/x/load"), cores=(2,))
+ON_GPU = replace(BOOT, gpu=True, cores=())
 ConfigOf = Callable[..., AgentConfig]
 
 
@@ -80,10 +81,37 @@ def test_stages_on_cpu_are_warmed_up_for_they_need_their_buffers(config_of: Conf
 
 
 def test_vllm_on_a_gpu_gets_no_cpu_settings(config_of: ConfigOf) -> None:
-    told = launch(config_of(engine="vllm"), replace(BOOT, gpu=True, cores=()), {})
+    told = launch(config_of(engine="vllm"), ON_GPU, {})
     assert not [name for name in told.env if name.startswith("VLLM_CPU")]
     assert "--enforce-eager" not in told.argv
     assert "kv_buffer_device" not in option(told, "--kv-transfer-config")
+
+
+def test_vllm_on_a_gpu_without_nvcc_keeps_to_kernels_that_are_there(config_of: ConfigOf) -> None:
+    told = launch(config_of(engine="vllm"), ON_GPU, {"CUDA_HOME": "/nonexistent"})
+    assert told.env["VLLM_USE_FLASHINFER_SAMPLER"] == told.env["VLLM_USE_DEEP_GEMM"] == "0"
+    assert option(told, "--gdn-prefill-backend") == "triton"
+
+
+def test_what_a_user_says_of_kernels_holds(config_of: ConfigOf) -> None:
+    config = config_of(engine="vllm", engine_args=("--gdn-prefill-backend", "flashinfer"))
+    env = {"CUDA_HOME": "/nonexistent", "VLLM_USE_FLASHINFER_SAMPLER": "1"}
+    told = launch(config, ON_GPU, env)
+    assert told.env["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+    assert told.argv[-1] == "flashinfer", "the last one counts"
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "PATH"])
+def test_vllm_on_a_gpu_with_nvcc_is_as_it_comes(
+    config_of: ConfigOf, tmp_path: Path, variable: str
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(mode=0o755)
+    place = nvcc.parent if variable == "PATH" else tmp_path
+    told = launch(config_of(engine="vllm"), ON_GPU, {variable: str(place)})
+    assert not {name for name in told.env if name.startswith("VLLM_USE")}
+    assert "--gdn-prefill-backend" not in told.argv
 
 
 def test_requests_are_never_logged(config_of: ConfigOf) -> None:

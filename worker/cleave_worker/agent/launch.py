@@ -6,6 +6,7 @@ transfer, so that a hand-off of an earlier boot can never be mistaken for one of
 """
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -31,6 +32,11 @@ _CHECKPOINTS = {
 }
 """In its place where the settings have `checkpoints`."""
 _SCHEDULER = "--scheduler-cls"
+_ENV_WITHOUT_NVCC = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+_ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
+"""vLLM 0.32 chooses FlashInfer and DeepGEMM on Hopper and later by default. Both compile their
+kernels with nvcc, which CUDA's wheels do not bring, and without it the engine ends in its warm-up.
+The rest of FlashInfer is left out by `cleave_worker.vllm.kernels`."""
 
 
 class LaunchError(ValueError):
@@ -73,7 +79,7 @@ def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Laun
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     if config.engine == "vllm":
-        arguments += _vllm_arguments(config, boot) + _scheduler(config, boot)
+        arguments += _vllm_arguments(config, boot, base_env) + _scheduler(config, boot)
     module = {
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",
@@ -94,7 +100,7 @@ def share(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launc
     ]  # fmt: skip
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
-    arguments += _vllm_arguments(config, boot)
+    arguments += _vllm_arguments(config, boot, base_env)
     argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.share", *arguments, *given)
     return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
 
@@ -118,6 +124,14 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
+def has_nvcc(env: Mapping[str, str]) -> bool:
+    """Whether a process with `env` finds nvcc, by the rule of FlashInfer and DeepGEMM."""
+    if home := env.get("CUDA_HOME") or env.get("CUDA_PATH"):
+        return shutil.which(f"{home}/bin/nvcc") is not None
+    path = env.get("PATH", os.defpath)
+    return any(shutil.which(nvcc, path=path) for nvcc in ("nvcc", "/usr/local/cuda/bin/nvcc"))
+
+
 def free_port(host: str) -> int:
     """A TCP port of `host` that nobody listens on now.
 
@@ -130,7 +144,7 @@ def free_port(host: str) -> int:
         return port
 
 
-def _vllm_arguments(config: AgentConfig, boot: Boot) -> list[str]:
+def _vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> list[str]:
     arguments = [
         "--tensor-parallel-size", str(config.tensor_parallel_size),
         "--pipeline-parallel-size", str(config.pipeline_parallel_size),
@@ -139,7 +153,7 @@ def _vllm_arguments(config: AgentConfig, boot: Boot) -> list[str]:
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
     if boot.gpu:
-        return arguments
+        return arguments if has_nvcc(base) else [*arguments, *_ARGUMENTS_WITHOUT_NVCC]
     if config.pipeline_parallel_size > 1:
         # As eager, but with the warm-up: without it vLLM 0.32 on CPU has no buffers between stages
         # and ends with an assertion at the first request.
@@ -184,6 +198,8 @@ def _environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> di
         env[TERMS_PAGE_ENV] = str(boot.terms_page)
     if Path(config.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
+    if config.engine == "vllm" and boot.gpu and not has_nvcc(base):
+        env |= {name: base.get(name, value) for name, value in _ENV_WITHOUT_NVCC.items()}
     if config.engine == "vllm" and not boot.gpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = base.get("VLLM_CPU_KVCACHE_SPACE", "1")
         if boot.cores:

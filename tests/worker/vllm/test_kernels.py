@@ -1,0 +1,66 @@
+"""vLLM on GPUs starts without nvcc: nothing that it chooses by default compiles with it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.launch import Boot, launch
+
+CHOICES = Path(__file__).parent / "cuda_choices.py"
+MODULE = "vllm.entrypoints.openai.api_server"
+WITHOUT_NVCC = {**os.environ, "CUDA_HOME": "/nonexistent", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+def choices(env: Mapping[str, str]) -> dict[str, dict[str, object]]:
+    """What an engine chooses, by compute capability, which an agent with `env` starts."""
+    pytest.importorskip("vllm")
+    config = AgentConfig(
+        name="w",
+        deployment="d",
+        revision="r",
+        role=3,
+        model="m",
+        served_model_name="m",
+        engine="vllm",
+        host="127.0.0.1",
+    )
+    told = launch(config, Boot("boot", 8001, 5601, Path("/dev/null"), gpu=True), env)
+    arguments = told.argv[told.argv.index(MODULE) + 1 :]
+    done = subprocess.run(
+        [sys.executable, CHOICES, *arguments],
+        env=told.env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_without_nvcc_engines_choose_no_kernels_that_it_compiles() -> None:
+    found = choices(WITHOUT_NVCC)
+    for capability, first in (("9.0", "FLASH_ATTN_MLA"), ("10.0", "CUTLASS_MLA")):
+        chosen = found[capability]
+        assert chosen["attention"][0] == "FLASH_ATTN"  # type: ignore[index]
+        assert chosen["latent attention"][0] == first  # type: ignore[index]
+        assert not [name for kernels in chosen.values() for name in _names(kernels)], chosen
+        assert chosen["gated delta net"] == "triton"
+        assert not chosen["sampler"]
+        assert not chosen["deep_gemm"]
+        assert not chosen["all-reduce"]
+
+
+def _names(kernels: object) -> list[str]:
+    """Of FlashInfer's kernels among `kernels`."""
+    listed = kernels if isinstance(kernels, list) else [str(kernels)]
+    return [name for name in listed if "flashinfer" in name.lower() or "trtllm" in name.lower()]
