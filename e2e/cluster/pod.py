@@ -21,7 +21,7 @@ from cleave.local import environment
 from cleave.local.pod_life import Command, PodLife
 from cleave.local.pod_spec import PodError, PodSpec, parse
 from cleave.local.pod_status import Facts, status, timestamp
-from cleave.pods.container import HOME
+from cleave.pods.container import HOME, LISTEN_ON
 
 from cluster import mounts, volumes
 from cluster.client import ApiError, Client, Manifest
@@ -132,7 +132,9 @@ class Runner:
             "readOnlyRoot": bool(security.get("readOnlyRootFilesystem")),
         }
         mounter = [sys.executable, "-I", "-S", mounts.__file__, json.dumps(plan)]
-        return Command([*mounter, *environment.command_line(spec.command, own)], env, place.log)
+        # All pods share one loopback here.
+        command = [word.replace(LISTEN_ON, "$(POD_IP)") for word in spec.command]
+        return Command([*mounter, *environment.command_line(command, own)], env, place.log)
 
     def _base_env(self, spec: PodSpec) -> dict[str, str]:
         """What a container finds besides its own variables: programs, home, the API server."""

@@ -78,7 +78,7 @@ async def test_the_pages_say_what_is_wrong_and_what_was_counted() -> None:
         )
     )
     pages = Pages(alive=lambda: faults, ready=lambda: ["not listed yet"], registry=registry)
-    await pages.start("127.0.0.1", 0)
+    await pages.start(["127.0.0.1"], 0)
     assert pages.port
     base = f"http://127.0.0.1:{pages.port}"
     try:

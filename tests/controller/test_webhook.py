@@ -122,7 +122,7 @@ async def serving(shelf, monkeypatch) -> AsyncIterator[tuple[str, Webhook]]:
     monkeypatch.setattr(webhook, "_RETRY_S", 0.01)
     monkeypatch.setattr(webhook, "_LOOK_S", 0.02)
     port = free_port()
-    config = WebhookConfig("127.0.0.1", port, NAMES, issues=True)
+    config = WebhookConfig(("127.0.0.1",), port, NAMES, issues=True)
     served = Webhook(config, Keeper(shelf, NAMES, issues=True), lambda: None)
     task = asyncio.create_task(served.run())
     try:

@@ -7,6 +7,7 @@ import pytest
 from cleave.api.deployment import LLMDeploymentStatus
 from cleave.api.manifest import ManifestError
 from cleave.api.planned import SelectedPlan
+from cleave.pods.container import LISTEN_ON
 from cleave.pods.gateway import LEAVE_S, gateway_deployment, gateway_pod, gateway_service, url
 from cleave.pods.worker import worker_pod
 
@@ -33,7 +34,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         slo={"ttftMs": 400, "tpotMs": 40.5},
     )
     assert container(gateway_pod(chat))["command"] == [
-        *("python", "-m", "cleave.gateway.main", "--host", "$(POD_IP)", "--port", "8080"),
+        *("python", "-m", "cleave.gateway.main", "--host", LISTEN_ON, "--port", "8080"),
         *("--internal-port", "8081"),
         *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss"),
         *("--policy", "PrefixAware", "--session-header", "x-session"),

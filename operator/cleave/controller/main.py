@@ -17,6 +17,7 @@ from cleave.controller.kube import ApiError, connect
 from cleave.controller.operator import Operator, Options, WebhookOptions
 from cleave.controller.settings import Settings
 from cleave.metrics import logs
+from cleave.rpc.listen import parse_hosts
 
 log = logging.getLogger("cleave.controller")
 
@@ -32,7 +33,7 @@ def run(options: Options) -> int:
         log.error("%s", error)
         return 1
     except OSError as error:
-        log.error("cannot listen on %s:%d: %s", options.host, options.port, error)
+        log.error("cannot listen on %s, port %d: %s", ", ".join(options.hosts), options.port, error)
         return 1
     except Exception:
         log.exception("a part of the operator has failed")
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             # A process that starts anew is another one: the old may still have a write under way.
             identity=f"{stated.identity}_{uuid.uuid4().hex[:8]}",
             namespace=stated.own_namespace,
-            host=stated.host,
+            hosts=stated.host,
             port=stated.port,
             lease=stated.lease,
             namespaces=tuple(stated.namespace),
@@ -96,7 +97,13 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     description = "Look after the LLMDeployments and InstancePools of a Kubernetes cluster."
     parser = argparse.ArgumentParser(program, description=description, epilog=_EXIT_CODES)
     add = parser.add_argument
-    add("--host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics")  # noqa: S104
+    add(
+        "--host",
+        type=parse_hosts,
+        default="0.0.0.0",  # noqa: S104 - probes and scrapes come from elsewhere
+        metavar="HOST,...",
+        help="addresses of /healthz, /readyz, /metrics and the webhook",
+    )
     add("--port", type=int, default=8081)
     add("--namespace", action="append", default=[], help="look after this one only; repeatable")
     add("--lease", default="cleave-operator", help="name of the lease that says who writes")

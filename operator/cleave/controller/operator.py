@@ -52,7 +52,7 @@ class Options:
     identity: str
     namespace: str
     """Its own: where the lease is."""
-    host: str = "0.0.0.0"  # noqa: S104 - probes and scrapes come from other machines
+    hosts: tuple[str, ...] = ("0.0.0.0",)  # noqa: S104 - probes and scrapes come from elsewhere
     port: int = 8081
     lease: str = "cleave-operator"
     namespaces: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Operator:
 
     async def run(self) -> None:
         """Work until SIGTERM or SIGINT. Raises what has ended one of the parts."""
-        await self._pages.start(self._options.host, self._options.port)
+        await self._pages.start(self._options.hosts, self._options.port)
         try:
             await self._fill()
             await self._run_parts()
@@ -165,7 +165,7 @@ class Operator:
         names = (base, f"{base}.cluster.local")
         store = KubeStore(self._kube, options.namespace, asked.name)
         return Webhook(
-            WebhookConfig(options.host, asked.port, names, asked.issues),
+            WebhookConfig(options.hosts, asked.port, names, asked.issues),
             Keeper(store, names, issues=asked.issues),
             lambda: self._controller.inventory().cluster,
         )

@@ -1,6 +1,6 @@
 """What the operator answers over HTTP: whether it lives, whether it is ready, and its metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -22,7 +22,7 @@ class Pages:
         """Where it listens; 0: it does not."""
         return int(self._runner.addresses[0][1]) if self._runner else 0
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, hosts: Sequence[str], port: int) -> None:
         """Listen. Raises OSError."""
         application = web.Application()
         application.router.add_get("/healthz", self._answer_alive)
@@ -30,7 +30,8 @@ class Pages:
         application.router.add_get("/metrics", self._answer_metrics)
         self._runner = web.AppRunner(application, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        for host in hosts:
+            await web.TCPSite(self._runner, host, port).start()
 
     async def stop(self) -> None:
         """Stop listening."""

@@ -63,7 +63,7 @@ class Store(Protocol):
 class WebhookConfig:
     """One webhook server."""
 
-    host: str
+    hosts: tuple[str, ...]
     port: int
     names: tuple[str, ...]
     """DNS names that the API server calls it by."""
@@ -148,9 +148,10 @@ class Webhook:
         await runner.setup()
         try:
             config = self._config
-            await web.TCPSite(runner, config.host, config.port, ssl_context=self._context).start()
+            for host in config.hosts:
+                await web.TCPSite(runner, host, config.port, ssl_context=self._context).start()
+                log.info("listening on https://%s:%d%s", host, config.port, PATH)
             self.is_listening = True
-            log.info("listening on https://%s:%d%s", config.host, config.port, PATH)
             while True:
                 await asyncio.sleep(_LOOK_S)
                 await self._load()

@@ -48,7 +48,8 @@ class GatewayConfig:
 
     agents: str
     """Where the agents are, as cleave.rpc.discovery reads it."""
-    host: str = "127.0.0.1"
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    """Addresses that the port and the internal port listen on; the first is this gateway's own."""
     port: int = 8080
     """0: any free port, written to the log."""
     processes: int = 1
@@ -108,3 +109,8 @@ class GatewayConfig:
     engine_connections: int = 1_024
     """Open connections to one engine."""
     timeouts: Timeouts = Timeouts()
+
+    @property
+    def host(self) -> str:
+        """The address that names this gateway to others; all other ports listen there only."""
+        return self.hosts[0]

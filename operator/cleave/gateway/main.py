@@ -31,6 +31,7 @@ from cleave.policy.dispatch import Policy
 from cleave.router.pool_manager import Flipping
 from cleave.router.router import Fallback
 from cleave.rpc.discovery import ENV, DiscoveryError
+from cleave.rpc.listen import parse_hosts
 from cleave.traffic.length_file import LengthsError
 
 __all__ = ["GatewayConfig", "main", "parse_size", "run"]
@@ -71,7 +72,7 @@ def _serve_alone(config: GatewayConfig, siblings: Siblings | None = None) -> int
 
 
 def _tell_address(config: GatewayConfig, error: OSError) -> int:
-    log.error("cannot listen on %s:%d: %s", config.host, config.port, error)
+    log.error("cannot listen on %s, port %d: %s", ", ".join(config.hosts), config.port, error)
     return 1
 
 
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     return run(
         GatewayConfig(
             agents=stated.agents,
-            host=stated.host,
+            hosts=stated.host,
             port=stated.port,
             processes=stated.processes,
             internal_port=stated.internal_port,
@@ -188,7 +189,13 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     default, waits = GatewayConfig(agents=""), Timeouts()
     parser = argparse.ArgumentParser(program, description=_DESCRIPTION, epilog=_EXIT_CODES)
     add = parser.add_argument
-    add("--host", default=default.host)
+    add(
+        "--host",
+        type=parse_hosts,
+        default=default.host,
+        metavar="HOST,...",
+        help="addresses to listen on; the first is this gateway's own, by which others name it",
+    )
     add("--port", type=int, default=default.port, help="0: any free port")
     add(
         "--processes",

@@ -60,11 +60,11 @@ class _Child:
 def run(config: GatewayConfig, serve: Serve) -> int:
     """Until SIGTERM or SIGINT; the exit code. Raises OSError when an address cannot be had."""
     with ExitStack() as stack:
-        held = reserve(config.host, config.port)
-        stack.enter_context(held)
-        config = replace(config, port=held.getsockname()[1])
-        if config.internal_port:
-            stack.enter_context(reserve(config.host, config.internal_port))
+        for host in config.hosts:
+            held = stack.enter_context(reserve(host, config.port))
+            config = replace(config, port=held.getsockname()[1])
+            if config.internal_port:
+                stack.enter_context(reserve(host, config.internal_port))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cleave-gateway-"))
         reading, writing = os.pipe()
         siblings = Siblings(config.processes, Path(folder), reading)

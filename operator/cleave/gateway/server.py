@@ -163,19 +163,20 @@ class Gateway:
         self.context.metrics.flips[flip.labels] += 1
 
     async def _listen(self, port: int, pages: Pages, certificate: Certificate | None = None) -> int:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: ClientConnection(self.context, pages),
-            self._config.host,
-            port,
-            backlog=BACKLOG,
-            reuse_port=self._siblings is not None,
-            ssl=certificate.context if certificate else None,
-            ssl_handshake_timeout=HANDSHAKE_S if certificate else None,
-            ssl_shutdown_timeout=HANDSHAKE_S if certificate else None,
-        )
-        self._servers.append(server)
-        bound: int = server.sockets[0].getsockname()[1]
-        return bound
+        for host in self._config.hosts:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: ClientConnection(self.context, pages),
+                host,
+                port,
+                backlog=BACKLOG,
+                reuse_port=self._siblings is not None,
+                ssl=certificate.context if certificate else None,
+                ssl_handshake_timeout=HANDSHAKE_S if certificate else None,
+                ssl_shutdown_timeout=HANDSHAKE_S if certificate else None,
+            )
+            self._servers.append(server)
+            port = server.sockets[0].getsockname()[1]
+        return port
 
     def _close_idle_clients(self) -> None:
         for client in tuple(self.context.clients):

@@ -8,6 +8,10 @@ UID = 1000
 
 HOME = "/home/cleave"
 
+LISTEN_ON = "$(POD_IP),127.0.0.1"
+"""`--host` of gateways: the pod's address, and the one that `kubectl port-forward` dials in the
+pod, also where pods have IPv6 addresses."""
+
 
 def pod_defaults(deployment: str) -> Manifest:
     """Fields of every pod's spec: never root, and a service account that may look for agents."""

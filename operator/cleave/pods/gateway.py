@@ -8,7 +8,14 @@ from cleave.api.engine import Transfer
 from cleave.api.planned import SelectedPlan
 from cleave.api.pools import Pools
 from cleave.pods import spread
-from cleave.pods.container import addresses, container_security, image, pod_defaults, scratch
+from cleave.pods.container import (
+    LISTEN_ON,
+    addresses,
+    container_security,
+    image,
+    pod_defaults,
+    scratch,
+)
 from cleave.pods.labels import (
     GATEWAY,
     GATEWAY_PORT,
@@ -35,7 +42,7 @@ _KEYS, _TLS, _LENGTHS, _PICKER_TLS = "keys", "tls", "lengths", "picker-tls"
 def gateway_pod(
     deployment: LLMDeployment,
     *,
-    host: str = "$(POD_IP)",
+    host: str = LISTEN_ON,
     port: int = GATEWAY_PORT,
     internal_port: int = INTERNAL_PORT,
     plan: SelectedPlan | None = None,
@@ -153,7 +160,7 @@ def _picker_service_ports(stated: Gateway) -> list[Manifest]:
 def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     """The container behind a Service: it leaves politely."""
     plan = deployment.status.plan if deployment.status else None
-    alone = _container(deployment, "$(POD_IP)", GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix)
+    alone = _container(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix)
     more = ["--leave-delay", str(LEAVE_S)]
     if deployment.spec.scaling.idle_s is not None:
         more += ["--wake-timeout", str(deployment.spec.scaling.wake_timeout_s)]
