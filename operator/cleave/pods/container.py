@@ -21,6 +21,9 @@ def pod_defaults(deployment: str) -> Manifest:
         "automountServiceAccountToken": True,
         # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM would obey.
         "enableServiceLinks": False,
+        # The kernel drops SIGTERM for a PID 1 without a handler, which Python has only once it has
+        # imported everything: a pod deleted before that would stay for all its grace.
+        "shareProcessNamespace": True,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": UID,
