@@ -2,9 +2,9 @@
 
 `python benchmarks/attacks/run.py [NAME ...]`: half a minute an attack, a fresh gateway each. Two
 emulated instances serve behind it. Victims stream short completions with a key, each on a
-connection of its own, first alone and then beside the attack, which is a process of its own. Run it
-on a quiet machine: attacker, gateway and engines share its cores. Exit status 1: a limit was missed.
-`--gateway PYTHON`: the interpreter of another checkout, whose gateway is attacked instead.
+connection of its own, first alone and then beside the attack, which is a process of its own. Run
+it on a quiet machine: attacker, gateway and engines share its cores. Exit status 1: a limit was
+missed. `--gateway PYTHON`: the interpreter of another checkout, whose gateway is attacked instead.
 """
 
 import argparse
