@@ -2,7 +2,8 @@
 
 What is hard: bytes come cut anywhere, several requests may come at once, and a bad one may follow
 good ones, whose answers it must not cost. So whole requests queue in `ready`, and what is wrong
-with the next one waits in `refusal` until they are answered.
+with the next one waits in `refusal` until they are answered. And a client may send for ever: every
+part of a request that is kept, here or in the parser, has a limit in bytes.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,10 @@ import httptools
 from cleave.gateway.errors import ApiError, refuse, refuse_size
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_BARE_BYTES = 8 << 10
+"""Of a chunked body without any of its content: a chunk's extensions, or all trailers."""
+_OBJECT_BYTES = 128
+"""What a header's name and value, or a piece of the path, take beside their text."""
 
 _READ = frozenset(
     (b"authorization", b"content-length", b"expect", b"transfer-encoding", b"x-request-id")
@@ -22,6 +27,10 @@ _TOO_LONG_HEAD = ApiError(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     f"the request's head is longer than {MAX_HEAD_BYTES} bytes",
     "invalid_request_error",
+)
+_TOO_MUCH_FRAMING = refuse(
+    f"a chunk's extensions, or the trailers, are longer than {MAX_BARE_BYTES} bytes, or all of a "
+    "body's framing is longer than a body may be"
 )
 _UNKNOWN_VERSION = refuse("the request is of another version than HTTP/1.0 and HTTP/1.1")
 _UNKNOWN_CODING = refuse("the only transfer coding that is understood is chunked, and once")
@@ -65,7 +74,8 @@ class RequestReader:
         check: Callable[[Request], ApiError | None],
         also_read: frozenset[bytes] = frozenset(),
     ) -> None:
-        """`check` looks at a request whose body is still to come; an error refuses it unread.
+        """`check` looks at the head of a request whose body has not come with it; an error refuses
+        the request, and none of its body is kept.
 
         `also_read`: more headers to be kept, in small letters.
         """
@@ -92,14 +102,30 @@ class RequestReader:
         self._head_bytes = 0
         """At most so many so far, of a head that is not whole."""
         self._request: Request | None = None
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._is_checked = False
+        self._body = bytearray()
+        self._body_bytes_read = 0
+        """Of the body as it came, framing included."""
+        self._bare_bytes = 0
+        """The last of them, without any content."""
         self._raw_body_left = 0
 
     @property
     def reading_body(self) -> bool:
         """A head is whole, its body is not."""
         return self._request is not None
+
+    @property
+    def body_bytes(self) -> int:
+        """Content that has come of a body that is not whole."""
+        return len(self._body)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that a request takes that is not whole, about."""
+        if self._request is not None:
+            return len(self._body)
+        return self._head_bytes + _OBJECT_BYTES * (len(self._given) + len(self._url))
 
     def feed(self, data: bytes) -> None:
         """Read on; `ready`, `refusal` and `wants_continue` tell what has come of it."""
@@ -120,14 +146,22 @@ class RequestReader:
         except httptools.HttpParserError:
             self.refusal = refuse("the request is not valid HTTP")
         self._data = b""
-        if self._request is not None:
-            self._gather()
-        elif self._head_bytes > MAX_HEAD_BYTES and not self.ready:
-            self.refusal = self.refusal or _TOO_LONG_HEAD
+        if self.refusal is None:
+            if self._request is not None:
+                self._gather(self._request, len(data))
+            elif self._head_bytes > MAX_HEAD_BYTES and not self.ready:
+                self.refusal = _TOO_LONG_HEAD
+        if self.refusal is not None:
+            self._forget()
+
+    def refuse(self, error: ApiError) -> None:
+        """Read no more: what is not whole is let go of, and refused after what is ready."""
+        self.refusal = self.refusal or error
+        self._forget()
 
     def close(self) -> None:
         """Let go of the parser, which holds this object as this object holds it."""
-        self._parser = None
+        self._forget()
         self.ready.clear()
 
     def on_headers_complete(self) -> None:
@@ -147,6 +181,9 @@ class RequestReader:
             parser.should_keep_alive(),
         )
         self._request = request
+        self._is_checked = False
+        # What came with the head was one read, and is not counted.
+        self._body_bytes_read = self._bare_bytes = -len(self._data)
         self._url.clear()
         given.clear()
         length = headers.get(b"content-length")
@@ -170,43 +207,56 @@ class RequestReader:
         request, self._request = self._request, None
         assert request is not None
         if self._body or len(self._pieces) != 1:
-            self._gather()
-            request.body = b"".join(self._body)
-            self._body.clear()
+            request.body = b"".join([self._body, *self._pieces])
+            self._body = bytearray()
+            self._pieces.clear()
         else:
             request.body = self._pieces.pop()
-            self._body_bytes = len(request.body)
-        if self._body_bytes > self._max_body_bytes:
+        if len(request.body) > self._max_body_bytes:
             self.refusal = self.refusal or refuse_size(self._max_body_bytes)
         self._given.clear()
-        self._body_bytes = self._head_bytes = 0
+        self._head_bytes = 0
         self.wants_continue = False
         if self.refusal is None:
             self.ready.append(request)
 
-    def _gather(self) -> None:
-        """Bring what has come of a body together, lest many small pieces take room."""
+    def _gather(self, request: Request, read_bytes: int) -> None:
+        """Keep what has come of a body, in one piece: many small ones would take many times it."""
+        if not self._is_checked:
+            self._is_checked = True
+            self.refusal = self._check(request)
+            if self.refusal is not None:
+                return
         self._given.clear()
         self._head_bytes = 0
-        piece = b"".join(self._pieces)
+        self._body_bytes_read += read_bytes
+        self._bare_bytes = 0 if self._pieces else self._bare_bytes + read_bytes
+        for piece in self._pieces:
+            self._body += piece
         self._pieces.clear()
-        self._body_bytes += len(piece)
-        if self._body_bytes <= self._max_body_bytes:
-            self._body.append(piece)
-        else:
-            self._body.clear()
-            self.refusal = self.refusal or refuse_size(self._max_body_bytes)
+        framing_bytes = self._body_bytes_read - len(self._body)
+        if len(self._body) > self._max_body_bytes:
+            self.refusal = refuse_size(self._max_body_bytes)
+        elif self._bare_bytes > MAX_BARE_BYTES or framing_bytes > self._max_body_bytes:
+            self.refusal = _TOO_MUCH_FRAMING
+
+    def _forget(self) -> None:
+        """Nothing is read any more: free what there is of a request, the parser's part as well."""
+        self._parser = self._request = None
+        self._body = bytearray()
+        self._head_bytes = 0
+        self._pieces.clear()
+        self._given.clear()
+        self._url.clear()
 
     def _measure_head(self) -> int:
         """Bytes up to its end; the rest of what was read with it is body."""
         return self._head_bytes - len(self._data) + self._data.find(b"\r\n\r\n")
 
     def _expect(self, request: Request) -> None:
-        if request.headers[b"expect"].lower() != b"100-continue":
+        self.wants_continue = request.headers[b"expect"].lower() == b"100-continue"
+        if not self.wants_continue:
             self.refusal = _UNKNOWN_EXPECTATION
-            return
-        self.refusal = self._check(request)
-        self.wants_continue = self.refusal is None
 
     def _expect_raw_body(self, request: Request) -> None:
         """An offer to upgrade (JDK's HttpClient makes it) is ignored and the request served.

@@ -232,10 +232,10 @@ ANSWERED_HERE = [
     (b"POST /v1/completions HTTP/1.1", b"\xff\x00", 400),
     (b"POST /v1/completions HTTP/1.1", b"[" * 50_000, 400),
     (b"POST /v1/completions HTTP/1.1", build_body(CANARY)[:-1], 400),
-    (b"POST /v1/nowhere HTTP/1.1", build_body(CANARY), 404),
-    (b"POST /v1/models/m HTTP/1.1", build_body(CANARY), 405),
+    (b"POST /v1/nowhere HTTP/1.1", b"", 404),
+    (b"POST /v1/models/m HTTP/1.1", b"", 405),
     (b"GET /v1/models/%FF%00 HTTP/1.1", b"", 404),
-    (b"PUT /v1/completions HTTP/1.1", build_body(CANARY), 405),
+    (b"PUT /v1/completions HTTP/1.1", b"", 405),
     (b"DELETE * HTTP/1.1", b"", 404),
     (b"CONNECT x:1 HTTP/1.1", b"", 404),
     (b"GET /health HTTP/1.1", build_body(CANARY), 200),
@@ -248,6 +248,17 @@ def answered_here(draw: st.DrawFn) -> Sent:
     first, body, status = draw(st.sampled_from(ANSWERED_HERE))
     lines, raw = draw(clear_framing(body)) if body else ([], b"")
     return Sent(build([*draw(others), *lines], raw, first), None, status)
+
+
+REFUSED_BY_HEAD = [(b"POST /v1/nowhere HTTP/1.1", 404), (b"PUT /v1/completions HTTP/1.1", 405)]
+
+
+@st.composite
+def refused_by_head(draw: st.DrawFn) -> Sent:
+    """A body follows, which is not read unless it has come with the head."""
+    first, status = draw(st.sampled_from(REFUSED_BY_HEAD))
+    lines, raw = draw(clear_framing(build_body(CANARY)))
+    return Sent(build(lines, raw, first), None, status)
 
 
 ambiguous = st.sampled_from([(k, i) for k, raws in AMBIGUOUS.items() for i in range(len(raws))])
@@ -274,6 +285,15 @@ def test_clear_requests_reach_the_engine_as_they_are(world: World, sent, places)
     assert statuses == [one.status for one in sent]
     assert world.engine.prompts == [one.prompt for one in sent if one.prompt is not None]
     assert not world.engine.faults
+
+
+@settings(THOROUGH, max_examples=2 * settings.default.max_examples)
+@given(refused_by_head(), pieces_of)
+def test_a_body_that_is_not_read_is_no_request(world: World, refused, places) -> None:
+    """Either all of it was there, and the next request is answered; or the connection ends."""
+    status, *others = world.send([*cut(refused.raw + follower, places), NOISE], None)
+    assert status == refused.status
+    assert (others, world.engine.prompts) in (([], []), ([200, 400], [json.loads(BODY)["prompt"]]))
 
 
 @settings(THOROUGH, max_examples=4 * settings.default.max_examples)
