@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MODULES = {
-    "gateway": "completion config context head outbox prompt_size request",
+    "gateway": "completion config connections context head outbox prompt_size request",
     "gateway.admission": "door fairness keys lateness limits shared_limits",
     "gateway.counts": "metrics tally",
     "gateway.engines": "engine handoff health opening",

@@ -88,7 +88,7 @@ class Bench:
         self._outbox = self._context.outbox = Outbox(do_later=_leave)
         # The hand-off in the prefill engine's answer names its request: each has the first id.
         self._prefill = _write_prefill(self._context.make_id())
-        self._client = ClientConnection(self._context, Pages(self._context))
+        self._client = ClientConnection(self._context, Pages(self._context), self._context.public)
         self._wire = _connect(self._client)
         self._engines: dict[str, tuple[EngineConnection, Wire]] = {}
         for place, role in enumerate(roles):

@@ -351,6 +351,7 @@ class Stage:
         for engine in self.engines.values():
             await engine.stop()
         await asyncio.sleep(0)
+        assert not self.context.partial_bytes
 
 
 @pytest.fixture

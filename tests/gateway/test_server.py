@@ -116,6 +116,14 @@ def test_bad_usage_is_exit_code_2(tmp_path, monkeypatch) -> None:
     assert main(["--port", "0", "--agents", "", "--api-keys", str(tmp_path / "empty")]) == 2
 
 
+def test_a_body_must_fit_into_what_may_be_received(capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["--port", "0", "--agents", "", "--max-body", "65MiB"])
+    assert refused.value.code == 2
+    told = capsys.readouterr().err
+    assert "--max-partial 67108864 is below --max-body 68157440" in told
+
+
 @pytest.mark.parametrize(
     ("door", "program"),
     [(main, "python -m cleave.gateway.main"), (cleave, "cleave gateway")],

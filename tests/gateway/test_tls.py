@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
+from cleave.gateway import context as context_module
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.front import client as client_module
 from cleave.gateway.main import main, run
@@ -137,3 +138,29 @@ def test_a_certificate_needs_its_key(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--agents", "", "--tls-cert", "tls.crt"])
     assert "give both or neither" in capsys.readouterr().err
+
+
+@pytest.mark.interpreted
+async def test_only_so_many_handshakes_may_be_under_way(
+    make_stage, files: Files, monkeypatch
+) -> None:
+    monkeypatch.setattr(context_module, "MAX_HANDSHAKES", 2)
+    stage = await make_stage({"x": "mixed"}, tls_certificate=files.certificate, tls_key=files.key)
+    silent = [await stage.connect() for _ in range(2)]
+    await stage.until(lambda: len(stage.context.handshakes) == 2, "both are under way")
+    await asyncio.gather(*(stage.connect() for _ in range(50)))
+    assert [await each.is_closed() for each in silent] == [True, True]
+    client = await connect(stage, files.trust())
+    assert (await client.ask(ASK)).status == 200
+    assert len(stage.context.handshakes) <= 2
+    await stage.until(lambda: len(stage.context.clients) <= 3, "the others are closed")
+
+
+async def test_a_handshake_that_fails_leaves_nothing_behind(stage) -> None:
+    gone, garbage = await stage.connect(), await stage.connect()
+    await stage.until(lambda: len(stage.context.handshakes) == 2, "both shake hands")
+    gone.close()
+    garbage.writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    assert await garbage.is_closed()
+    await stage.until(lambda: len(stage.context.handshakes) == 0, "none is left")
+    assert not stage.context.clients

@@ -85,7 +85,7 @@ def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely(
     assert behind["command"][:own] == alone["command"]
     assert behind["command"][own:] == ["--leave-delay", str(LEAVE_S)]
     assert [port["containerPort"] for port in behind["ports"]] == [8080, 8081]
-    assert behind["livenessProbe"]["httpGet"]["port"] == 8081
+    assert behind["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 8081}
 
 
 def test_each_process_of_a_pod_has_room_of_its_own(deployment) -> None:

@@ -55,7 +55,7 @@ class GatewayConfig:
     processes: int = 1
     """That serve the port together."""
     internal_port: int = 0
-    """/fleet, /health and /metrics without keys, for the operator and scrapers; 0: off."""
+    """/fleet, /health, /metrics and /livez without keys, for the operator and scrapers; 0: off."""
     router_port: int = 0
     """gRPC Router service; 0: off."""
     endpoint_picker_port: int = 0
@@ -104,8 +104,10 @@ class GatewayConfig:
     queue_limit: int = 1_024
     """Requests that wait for the first byte of their answer; more are refused with 429."""
     max_body_bytes: int = 16 << 20
+    max_partial_bytes: int = 64 << 20
+    """Memory of requests that are not whole, of all clients; more are refused with 503."""
     max_clients: int = 16_384
-    """Open client connections."""
+    """Open client connections; for more, idle ones are closed."""
     engine_connections: int = 1_024
     """Open connections to one engine."""
     timeouts: Timeouts = Timeouts()

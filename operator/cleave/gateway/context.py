@@ -8,6 +8,7 @@ from typing import Protocol
 from cleave.gateway.admission.door import Door
 from cleave.gateway.admission.keys import Keys
 from cleave.gateway.config import GatewayConfig
+from cleave.gateway.connections import Connection, Connections
 from cleave.gateway.counts.metrics import Metrics, Slo
 from cleave.gateway.counts.summed import restore, save
 from cleave.gateway.engines.engine import EnginePool
@@ -18,6 +19,9 @@ from cleave.gateway.siblings import Siblings
 from cleave.router.instance import Target
 from cleave.router.router import Router
 
+MAX_INTERNAL_CLIENTS = 256
+MAX_HANDSHAKES = 2_048
+"""At once; each takes some 50 KiB, of which a client that says nothing uses nothing."""
 SAVE_S = 1.0
 """Between two times that a process leaves word of what it has counted."""
 
@@ -29,14 +33,11 @@ class Sweepable(Protocol):
         """Act if the deadline has passed; `now` is the context's clock."""
 
 
-class ClientSlot(Sweepable, Protocol):
-    """An open client connection."""
+class ClientSlot(Sweepable, Connection, Protocol):
+    """An open client connection, or one whose TLS handshake is under way."""
 
     def close_if_idle(self) -> None:
         """Close unless a request is being read or answered."""
-
-    def drop(self) -> None:
-        """Close at once."""
 
 
 class Context:
@@ -68,6 +69,16 @@ class Context:
         self.breaker = Breaker()
         self.outbox = Outbox()
         self.clients: set[ClientSlot] = set()
+        """Of both ports, and handshakes."""
+        self.public = Connections("clients", config.max_clients, clock)
+        self.internal = Connections("clients of the internal port", MAX_INTERNAL_CLIENTS, clock)
+        """Counted apart, so that clients cannot keep probes and the operator out."""
+        self.handshakes = Connections("TLS handshakes", MAX_HANDSHAKES, clock)
+        """Clients follow when they are done."""
+        self.partial_bytes = 0
+        """Memory of requests that are not whole, of all clients."""
+        self.swept_at = clock()
+        """When the sweeper ran last."""
         self.exchanges: set[Sweepable] = set()
         self.unanswered = 0
         """Requests that wait for the first byte of their answer."""

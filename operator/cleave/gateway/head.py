@@ -8,6 +8,7 @@ REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 TRACEPARENT = b"traceparent"
 
 JSON = b"content-type: application/json\r\n"
+TEXT = b"content-type: text/plain; charset=utf-8\r\n"
 CLOSE = b"connection: close\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

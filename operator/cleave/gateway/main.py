@@ -132,6 +132,11 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         parser.error("--endpoint-picker-cert and -key go together: give both or neither")
     if stated.endpoint_picker_plain and stated.endpoint_picker_cert is not None:
         parser.error("--endpoint-picker-plain: needs no certificate: leave out one of them")
+    if stated.max_partial < stated.max_body:
+        parser.error(
+            f"--max-partial {stated.max_partial} is below --max-body {stated.max_body}: no body of "
+            "that size could be received"
+        )
     if not 1 <= stated.processes <= MAX_PROCESSES:
         parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
     logs.set_up(stated.log_format)
@@ -169,6 +174,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             trace_share=stated.trace_share,
             queue_limit=stated.queue_limit,
             max_body_bytes=stated.max_body,
+            max_partial_bytes=stated.max_partial,
             max_clients=stated.max_clients,
             engine_connections=stated.engine_connections,
             timeouts=Timeouts(
@@ -214,7 +220,7 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         "--internal-port",
         type=int,
         default=default.internal_port,
-        help="/fleet, /health and /metrics, for the operator; 0: off",
+        help="/fleet, /health, /metrics and /livez, for the operator; 0: off",
     )
     add("--router-port", type=int, default=default.router_port, help="gRPC Router service; 0: off")
     add(
@@ -332,7 +338,19 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--min-decode", type=int, default=1, help="decode instances that keep their role")
     add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
     add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")
-    add("--max-clients", type=int, default=default.max_clients)
+    add(
+        "--max-partial",
+        type=parse_size,
+        default=default.max_partial_bytes,
+        metavar="SIZE",
+        help="of requests that are being received, all together; more get 503",
+    )
+    add(
+        "--max-clients",
+        type=int,
+        default=default.max_clients,
+        help="connections; for more, idle ones are closed",
+    )
     add("--engine-connections", type=int, default=default.engine_connections, help="to each engine")
     add("--connect-timeout", type=float, default=waits.connect_s, metavar="S")
     add("--first-byte-timeout", type=float, default=waits.first_byte_s, metavar="S")

@@ -11,13 +11,16 @@ import math
 import os
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cleave.gateway.admission.keys import KeysFile
 from cleave.gateway.config import GatewayConfig
+from cleave.gateway.connections import Connections
 from cleave.gateway.context import ClientSlot, Context
 from cleave.gateway.front.client import ClientConnection
+from cleave.gateway.front.handshake import Handshake
 from cleave.gateway.front.pages import Pages
 from cleave.gateway.picker.picker import PickerServer
 from cleave.gateway.siblings import Siblings
@@ -41,8 +44,6 @@ LET_IN_S = 0.01
 SWEEPS_OF_CLIENTS = 20
 CLIENTS_AT_ONCE = 64
 FILES_S = 5.0
-HANDSHAKE_S = 10.0
-"""Until then a connection is no client's yet, and nothing else bounds it."""
 BACKLOG = 4_096
 
 
@@ -103,9 +104,10 @@ class Gateway:
         self._watch = make_watch(config, self.context.metrics)
         await self._fleet.start()
         pages = Pages(self.context, self._watch)
-        self.port = await self._listen(config.port, pages, self._certificate)
+        self.port = await self._listen(config.port, pages, self.context.public, self._certificate)
         if config.internal_port:
-            await self._listen(config.internal_port, Pages(self.context, internal=True))
+            internal = Pages(self.context, internal=True)
+            await self._listen(config.internal_port, internal, self.context.internal)
         if config.router_port:
             await self._service.start(f"{config.host}:{config.router_port}")
         if config.endpoint_picker_port:
@@ -162,17 +164,26 @@ class Gateway:
     def _note_flip(self, flip: Flip) -> None:
         self.context.metrics.flips[flip.labels] += 1
 
-    async def _listen(self, port: int, pages: Pages, certificate: Certificate | None = None) -> int:
+    async def _listen(
+        self,
+        port: int,
+        pages: Pages,
+        connections: Connections,
+        certificate: Certificate | None = None,
+    ) -> int:
+        def make_client() -> ClientConnection:
+            return ClientConnection(self.context, pages, connections)
+
+        def make_handshake(secret: Certificate) -> Handshake:
+            return Handshake(self.context, secret.context, make_client)
+
         for host in self._config.hosts:
             server = await asyncio.get_running_loop().create_server(
-                lambda: ClientConnection(self.context, pages),
+                partial(make_handshake, certificate) if certificate else make_client,
                 host,
                 port,
                 backlog=BACKLOG,
                 reuse_port=self._siblings is not None,
-                ssl=certificate.context if certificate else None,
-                ssl_handshake_timeout=HANDSHAKE_S if certificate else None,
-                ssl_shutdown_timeout=HANDSHAKE_S if certificate else None,
             )
             self._servers.append(server)
             port = server.sockets[0].getsockname()[1]
@@ -208,7 +219,7 @@ class Gateway:
         context, rounds = self.context, Rounds(SWEEP_S)
         while True:
             await rounds.wait()
-            now = context.clock()
+            now = context.swept_at = context.clock()
             if rounds.pause_s:
                 context.excuse_engines(rounds.pause_s, now)
             if rounds.is_fair:

@@ -173,9 +173,9 @@ def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
         **alone,
         "command": [*alone["command"], *more],
         "ports": ports,
-        # Its health depends on workers; its metrics only on itself.
+        # /health depends on workers; and no load makes this page late.
         "livenessProbe": {
-            "httpGet": {"path": "/metrics", "port": INTERNAL_PORT},
+            "httpGet": {"path": "/livez", "port": INTERNAL_PORT},
             "initialDelaySeconds": 30,
             "periodSeconds": 10,
             "timeoutSeconds": 5,

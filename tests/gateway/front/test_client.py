@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from cleave.gateway.connections import LOOK_S
+
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
 DONE = b"data: [DONE]\n\n"
@@ -322,6 +324,7 @@ async def test_a_request_that_never_completes_is_dropped(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, idle_s=0.3)
     client = await stage.connect()
     client.writer.write(client.build(ASK)[:-5])
+    assert (await client.read()).status == 408
     assert await client.is_closed()
 
 
@@ -336,7 +339,7 @@ async def test_a_head_that_drips_in_too_slowly_is_dropped(make_stage) -> None:
             await asyncio.sleep(0.05)
 
     dripping = asyncio.create_task(drip())
-    assert await client.is_closed()
+    assert (await client.read()).status == 408
     dripping.cancel()
 
 
@@ -349,10 +352,13 @@ async def test_an_idle_connection_is_closed_after_a_while(make_stage) -> None:
 
 async def test_more_clients_than_allowed_are_turned_away(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, max_clients=2)
+    opened = stage.hold()
     first, second = [await stage.connect() for _ in range(2)]
-    await first.ask(ASK)
-    await second.ask(ASK)
+    first.send(ASK)
+    second.send(ASK)
+    await stage.until(lambda: len(stage.engines["x"].requests) == 2, "both run")
     assert await (await stage.connect()).is_closed()
-    first.close()
-    await stage.until(lambda: len(stage.context.clients) == 1, "the first has gone")
+    opened.set()
+    assert (await first.read()).status == (await second.read()).status == 200
+    await asyncio.sleep(2 * LOOK_S)
     assert (await stage.ask(ASK)).status == 200

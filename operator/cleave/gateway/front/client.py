@@ -2,14 +2,17 @@
 
 Made by the event loop for each connection. What is hard: HTTP/1.1 lets a client send its next
 request before the answer to the last; what has arrived is kept, and no more is read, until its turn
-comes. Reading goes on while an engine works as long as nothing comes, for only reading tells that
-the client has gone.
+comes. It comes when the last answer is complete and the client takes it. Reading goes on while an
+engine works as long as nothing comes, for only reading tells that the client has gone.
 """
 
 import asyncio
+import math
+from http import HTTPStatus
 from typing import Protocol, cast
 
 from cleave.gateway import head
+from cleave.gateway.connections import Connections
 from cleave.gateway.context import Context
 from cleave.gateway.engines.engine import set_nodelay
 from cleave.gateway.errors import ApiError, build_error_fields
@@ -18,6 +21,26 @@ from cleave.gateway.request import Request, RequestReader
 LINGER_S = 5.0
 """How long what a refused client still sends is thrown away, so that it reads the refusal."""
 WRITE_BUFFER_BYTES = 256 << 10
+JOINED_BYTES = 16 << 10
+"""A longer body is sent as it is, for a page that is kept goes to many clients at once."""
+FEED_BYTES = 16 << 10
+"""Read at once: of what one read brings, more pipelined requests than fit in it are not made."""
+LEAST_BODY_RATE = 64 << 10
+"""Bytes a second: a body may take the idle time-out, and what it takes at this rate."""
+
+_TOO_SLOW = ApiError(
+    HTTPStatus.REQUEST_TIMEOUT,
+    "the request did not come in time",
+    "invalid_request_error",
+    code="request_timeout",
+)
+_FULL = ApiError(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "too many large requests are being received at once: send it again",
+    "server_error",
+    code="receiving_too_much",
+    retry_after_s=1,
+)
 
 
 class Running(Protocol):
@@ -34,7 +57,7 @@ class Handler(Protocol):
     """What requests are given to."""
 
     def check(self, request: Request) -> ApiError | None:
-        """Look at a request whose body is still to come; an error refuses it unread."""
+        """Look at the head of a request whose body is still to come; an error refuses it."""
 
     def handle(self, client: "ClientConnection", request: Request) -> None:
         """Answer a request, now or later, through the client's methods."""
@@ -48,8 +71,10 @@ class ClientConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, context: Context, handler: Handler) -> None:
+    def __init__(self, context: Context, handler: Handler, port: Connections) -> None:
+        """`port`: where it counts."""
         self._context = context
+        self._port = port
         self._outbox = context.outbox
         self._handler = handler
         self._reader = RequestReader(
@@ -61,6 +86,11 @@ class ClientConnection(asyncio.Protocol):
         self._receiving = False
         self._running: Running | None = None
         self._deadline = 0.0
+        self._idle_since = 0.0
+        self._begun_at = 0.0
+        """When the request began that is not whole."""
+        self._kept_bytes = 0
+        """Its part of the context's partial_bytes."""
         self.keep_alive = True
         """Whether it may send another request over this connection."""
         self.chunked = True
@@ -73,18 +103,17 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         set_nodelay(self.transport)
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self._wait(self._context.config.timeouts.keep_alive_s)
+        self._rest()
         self._context.clients.add(self)
-        if len(self._context.clients) > self._context.config.max_clients:
+        if not self._port.admit(self, transport.get_extra_info("peername")):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read, or keep for later while a request is being answered."""
+        """Read, or keep for later while a request is answered or the client takes nothing."""
         if self._deaf:
             return
-        if self._busy:
-            self._backlog.append(data)
-            self.transport.pause_reading()
+        if self._busy or self.blocked or self._backlog:
+            self._set_aside(data)
             return
         self._feed(data)
 
@@ -95,7 +124,10 @@ class ClientConnection(asyncio.Protocol):
         """Closed by either side."""
         del exc
         self._context.clients.discard(self)
+        self._port.leave(self)
         self._reader.close()
+        self._backlog.clear()
+        self._account()
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
@@ -111,6 +143,8 @@ class ClientConnection(asyncio.Protocol):
         self.blocked = False
         if self._running is not None:
             self._running.hold(False)
+        elif not self._busy:
+            self._turn()
 
     def run(self, running: Running) -> None:
         """Say what works on the present request, so that it hears of the client."""
@@ -134,7 +168,13 @@ class ClientConnection(asyncio.Protocol):
         if not reusable:
             fields += head.CLOSE
         raw = head.build_head(status, fields, request_id, len(body))
-        self.write(raw + body if with_body else raw)
+        if not with_body:
+            self.write(raw)
+        elif len(body) <= JOINED_BYTES:
+            self.write(raw + body)
+        else:
+            self.write(raw)
+            self.write(body)
         self.end(reusable)
 
     def end(self, reusable: bool) -> None:
@@ -145,18 +185,27 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         self._busy = False
-        self._wait(self._context.config.timeouts.keep_alive_s)
-        reader = self._reader
-        if self._backlog or reader.ready or reader.refusal is not None or reader.wants_continue:
-            asyncio.get_running_loop().call_soon(self._go_on)
+        self._rest()
+        self._turn()
 
     def drop(self) -> None:
         """Close the connection at once."""
         self.transport.abort()
 
+    def idle_since(self) -> float:
+        """When it last had no request, or began to send one's body; infinite: it is answered."""
+        if self._busy:
+            return math.inf
+        return self._begun_at if self._reader.reading_body else self._idle_since
+
     def sweep(self, now: float) -> None:
         """Keep the deadline of an idle, sending or closing client."""
-        if now > self._deadline and (not self._busy or self.transport.is_closing()):
+        if now <= self._deadline or (self._busy and not self.transport.is_closing()):
+            return
+        if self._receiving and not (self._deaf or self.blocked or self.transport.is_closing()):
+            self._reader.refuse(_TOO_SLOW)
+            self._refuse(_TOO_SLOW)
+        else:
             self.transport.abort()
 
     def close_if_idle(self) -> None:
@@ -169,35 +218,74 @@ class ClientConnection(asyncio.Protocol):
         self.transport.close()
 
     def _feed(self, data: bytes) -> None:
-        self._reader.feed(data)
-        if self._reader.ready:
+        reader = self._reader
+        for start in range(0, len(data), FEED_BYTES):
+            if reader.ready or reader.refusal is not None:
+                self._set_aside(data[start:])
+                break
+            reader.feed(data[start : start + FEED_BYTES])
+        if reader.ready:
             self._next()
         else:
-            if self._reader.reading_body or not self._receiving:
-                # A head has one deadline, however slowly it drips in; a body goes on.
-                self._receiving = True
-                self._wait(self._context.config.timeouts.idle_s)
+            self._wait_for_rest()
+            self._account()
             self._attend()
+
+    def _wait_for_rest(self) -> None:
+        """A head has one deadline, however slowly it drips in; a body a least rate beside."""
+        now, idle_s = self._context.clock(), self._context.config.timeouts.idle_s
+        if not self._receiving:
+            self._receiving, self._begun_at = True, now
+            self._deadline = now + idle_s
+        elif self._reader.reading_body:
+            slowest_s = idle_s + self._reader.body_bytes / LEAST_BODY_RATE
+            self._deadline = min(now + idle_s, self._begun_at + slowest_s)
+
+    def _set_aside(self, data: bytes) -> None:
+        """Keep for later what has been read already, and read no more."""
+        self._backlog.append(data)
+        self.transport.pause_reading()
+        self._account()
+
+    def _account(self) -> None:
+        """Count what is kept of requests that are not whole; too much of it is let go of."""
+        context = self._context
+        kept = self._reader.kept_bytes + sum(map(len, self._backlog))
+        grown = kept - self._kept_bytes
+        if grown > 0 and context.partial_bytes + grown > context.config.max_partial_bytes:
+            self._reader.refuse(_FULL)
+            self._backlog.clear()
+            kept, grown = 0, -self._kept_bytes
+        self._kept_bytes = kept
+        context.partial_bytes += grown
+
+    def _turn(self) -> None:
+        """Turn to what has arrived, soon, if the client takes what it was sent."""
+        reader = self._reader
+        waits = self._backlog or reader.ready or reader.refusal is not None or reader.wants_continue
+        if waits and not self.blocked:
+            asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
         """Turn to what arrived while the last request was being answered."""
-        if self._busy or self._deaf or self.transport.is_closing():
+        if self._busy or self._deaf or self.blocked or self.transport.is_closing():
             # Bytes that came first have brought it further already.
             return
         if self._reader.ready:
             self._next()
             return
         self._attend()
-        if self._backlog:
+        if self._backlog and not self._deaf:
             backlog = b"".join(self._backlog)
             self._backlog.clear()
             self.transport.resume_reading()
-            if not self._deaf:
-                self._feed(backlog)
+            self._feed(backlog)
 
     def _next(self) -> None:
         request = self._reader.ready.pop(0)
         self._busy, self._receiving = True, False
+        if self._kept_bytes:
+            self._account()
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
         self._handler.handle(self, request)
@@ -213,6 +301,9 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer without reading on, then listen no more and close."""
         self._deaf = True
+        self._backlog.clear()
+        self._account()
+        self.transport.resume_reading()
         body = error.to_json()
         request_id = self._context.make_id()
         fields = build_error_fields(error) + head.CLOSE
@@ -223,6 +314,12 @@ class ClientConnection(asyncio.Protocol):
             self._outbox.flush()
             self.transport.write_eof()
         self._wait(LINGER_S)
+
+    def _rest(self) -> None:
+        """There is no request."""
+        now = self._context.clock()
+        self._idle_since = self._begun_at = now
+        self._deadline = now + self._context.config.timeouts.keep_alive_s
 
     def _wait(self, seconds: float) -> None:
         self._deadline = self._context.clock() + seconds

@@ -69,6 +69,7 @@ _MEANINGS = {
     HTTPStatus.UNAUTHORIZED: "Keys are asked for, and none of them came.",
     HTTPStatus.FORBIDDEN: "There are several tenants: metrics are on the internal port.",
     HTTPStatus.NOT_FOUND: "No instance serves this model.",
+    HTTPStatus.REQUEST_TIMEOUT: "The request did not come in time.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is larger than --max-body.",
     HTTPStatus.EXPECTATION_FAILED: "An expectation other than 100-continue.",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many wait, a limit of the tenant is reached, or it would be "
@@ -81,6 +82,7 @@ _MEANINGS = {
 }
 _ANYWHERE = (
     HTTPStatus.BAD_REQUEST,
+    HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     HTTPStatus.EXPECTATION_FAILED,
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,

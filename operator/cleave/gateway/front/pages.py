@@ -31,6 +31,7 @@ from cleave.gateway.front.routes import (
     FLEET,
     HEALTH,
     INTERNAL,
+    LIVEZ,
     METRICS,
     MODEL,
     OPENAPI,
@@ -51,8 +52,11 @@ _METHODS = {route.path: b"POST" for route in (*COMPLETIONS, *OTHERS)} | {
 }
 _OPEN = frozenset(route.path for route in OWN if not route.needs_key)
 _INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL}
-_UNLOGGED = frozenset((FLEET, HEALTH, METRICS, OPENAPI))
+_UNLOGGED = frozenset((FLEET, HEALTH, LIVEZ, METRICS, OPENAPI))
 """What probes and scrapers ask for."""
+
+ALIVE_S = 5.0
+"""The sweeper runs five times a second: one that has not for so long hangs."""
 
 _UNAUTHORIZED = ApiError(
     HTTPStatus.UNAUTHORIZED,
@@ -81,6 +85,8 @@ class Pages:
         self._methods = _INTERNAL_METHODS if internal else _METHODS
         self._internal = internal
         self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
+        self._api: dict[bool, tuple[list[str], bytes]] = {}
+        """Names of models, and the description that holds them."""
         self._registry = CollectorRegistry()
         if context.siblings is None:
             self._registry.register(Collector(context.metrics))
@@ -194,6 +200,12 @@ class Pages:
 
     def _answer(self, request: Request) -> tuple[int, bytes, bytes]:
         path = request.path
+        if path == LIVEZ:
+            late_s = self._context.clock() - self._context.swept_at
+            if late_s <= ALIVE_S:
+                return HTTPStatus.OK, head.TEXT, b"ok\n"
+            told = f"no deadline has been looked at for {late_s:.1f} s\n"
+            return HTTPStatus.SERVICE_UNAVAILABLE, head.TEXT, told.encode()
         if path == FLEET:
             page = describe_fleet(self._context)
             return HTTPStatus.OK, head.JSON, msgspec.json.encode(page)
@@ -205,7 +217,7 @@ class Pages:
         if path == OPENAPI:
             directory = self._context.router.directory
             names = sorted(directory.models) if self._may_know(request) else []
-            return HTTPStatus.OK, head.JSON, msgspec.json.encode(describe(names))
+            return HTTPStatus.OK, head.JSON, self._describe_api(names)
         if path == HEALTH:
             status, health = self._describe_health()
             if not self._may_know(request):
@@ -219,6 +231,13 @@ class Pages:
             return HTTPStatus.OK, head.JSON, msgspec.json.encode(self._describe_model(name))
         listed = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
         return HTTPStatus.OK, head.JSON, msgspec.json.encode(listed)
+
+    def _describe_api(self, names: list[str]) -> bytes:
+        """Made once for those who may know the models, once for the others, until these change."""
+        told = self._api.get(bool(names))
+        if told is None or told[0] != names:
+            told = self._api[bool(names)] = names, msgspec.json.encode(describe(names))
+        return told[1]
 
     def _describe_model(self, name: str) -> dict[str, object]:
         directory = self._context.router.directory

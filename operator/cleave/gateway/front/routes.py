@@ -37,6 +37,7 @@ HEALTH = b"/health"
 METRICS = b"/metrics"
 OPENAPI = b"/openapi.json"
 FLEET = b"/fleet"
+LIVEZ = b"/livez"
 
 _SAMPLING = (
     "stream",
@@ -97,5 +98,6 @@ INTERNAL = (
     OwnRoute(HEALTH, "Tell what can be served, and why not"),
     OwnRoute(METRICS, "Metrics, for Prometheus"),
     OwnRoute(FLEET, "Every instance, and what it carries"),
+    OwnRoute(LIVEZ, "Whether this process runs; for liveness probes, as it costs nothing"),
 )
 """Of the port that the operator and scrapers use."""
