@@ -77,6 +77,10 @@ class Context:
         """Clients follow when they are done."""
         self.partial_bytes = 0
         """Memory of requests that are not whole, of all clients."""
+        self.discarded_bytes = 0
+        """Of what refused clients still sent, since the sweeper ran last."""
+        self.large_body_at = 0.0
+        """When the next large body may be handled."""
         self.swept_at = clock()
         """When the sweeper ran last."""
         self.exchanges: set[Sweepable] = set()

@@ -220,6 +220,7 @@ class Gateway:
         while True:
             await rounds.wait()
             now = context.swept_at = context.clock()
+            context.discarded_bytes = 0
             if rounds.pause_s:
                 context.excuse_engines(rounds.pause_s, now)
             if rounds.is_fair:

@@ -29,7 +29,12 @@ PANELS = [
 ]
 """Of Grafana's dashboards."""
 GRAFANA = {"$model": ".*", "$__rate_interval": "5m"}
-SELDOM = {"pools: Not ready", "pools: Flips in an hour", "serving: What was missed"}
+SELDOM = {
+    "pools: Not ready",
+    "pools: Flips in an hour",
+    "pools: KV lost",
+    "serving: What was missed",
+}
 """Panels that have nothing to show of a fleet in which all goes well."""
 NAMES = re.compile(r"\b(?:cleave_gateway_|vllm:)\w+")
 SELECTORS = re.compile(r"\b((?:cleave_gateway_|vllm:)\w+)\{(.*?)\}")

@@ -20,11 +20,17 @@ from cleave.gateway.request import Request, RequestReader
 
 LINGER_S = 5.0
 """How long what a refused client still sends is thrown away, so that it reads the refusal."""
+DISCARD_BYTES = 1 << 20
+"""Of it, of all refused clients, between two rounds of the sweeper."""
+DISCARD_PAUSE_S = 0.1
 WRITE_BUFFER_BYTES = 256 << 10
 JOINED_BYTES = 16 << 10
 """A longer body is sent as it is, for a page that is kept goes to many clients at once."""
 FEED_BYTES = 16 << 10
 """Read at once: of what one read brings, more pipelined requests than fit in it are not made."""
+LARGE_BODY_BYTES = 256 << 10
+LARGE_BODY_SHARE = 1 / 8
+"""Of the event loop's time that larger bodies get: each holds it for as long as its JSON is read."""
 LEAST_BODY_RATE = 64 << 10
 """Bytes a second: a body may take the idle time-out, and what it takes at this rate."""
 
@@ -111,6 +117,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Read, or keep for later while a request is answered or the client takes nothing."""
         if self._deaf:
+            self._discard(len(data))
             return
         if self._busy or self.blocked or self._backlog:
             self._set_aside(data)
@@ -284,11 +291,27 @@ class ClientConnection(asyncio.Protocol):
     def _next(self) -> None:
         request = self._reader.ready.pop(0)
         self._busy, self._receiving = True, False
-        if self._kept_bytes:
-            self._account()
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
+        if len(request.body) > LARGE_BODY_BYTES:
+            self._handle_large(request)
+        else:
+            if self._kept_bytes:
+                self._account()
+            self._handler.handle(self, request)
+
+    def _handle_large(self, request: Request) -> None:
+        """Once the others have had their turn; until then the body counts as kept."""
+        context = self._context
+        began = context.clock()
+        if self.transport.is_closing():
+            return
+        if (wait_s := context.large_body_at - began) > 0:
+            asyncio.get_running_loop().call_later(wait_s, self._handle_large, request)
+            return
+        self._account()
         self._handler.handle(self, request)
+        context.large_body_at = began + (context.clock() - began) / LARGE_BODY_SHARE
 
     def _attend(self) -> None:
         """No whole request is left: refuse the next one, or ask for its body."""
@@ -314,6 +337,20 @@ class ClientConnection(asyncio.Protocol):
             self._outbox.flush()
             self.transport.write_eof()
         self._wait(LINGER_S)
+
+    def _discard(self, count: int) -> None:
+        """Throw away what a refused client sends, no faster than others can bear."""
+        context = self._context
+        context.discarded_bytes += count
+        if context.discarded_bytes > DISCARD_BYTES:
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_later(DISCARD_PAUSE_S, self._discard_on)
+
+    def _discard_on(self) -> None:
+        if self.transport.is_closing():
+            return
+        self.transport.resume_reading()
+        self._discard(0)
 
     def _rest(self) -> None:
         """There is no request."""

@@ -124,17 +124,25 @@ class Pages:
             request_id = context.make_id()
         error, tenant = self._check_path(request), self._find_tenant(request)
         if tenant is None:
-            error = error or _UNAUTHORIZED
-        elif error is None:
+            self._refuse(client, request, request_id, error or _UNAUTHORIZED)
+        elif error is not None:
+            self._refuse(client, request, request_id, error)
+        else:
             try:
                 if request.method == b"POST":
                     self._pass_on(client, request, request_id, tenant)
                 else:
                     self._tell(client, request, self._answer(request), request_id)
-                return
             except ApiError as refusal:
-                error = refusal
-        context.metrics.requests["", "refused"] += 1
+                # No other name may keep it: its traceback leads back to this frame, and the body
+                # would stay in memory until the garbage collector finds that circle.
+                self._refuse(client, request, request_id, refusal)
+
+    def _refuse(
+        self, client: ClientConnection, request: Request, request_id: bytes, error: ApiError
+    ) -> None:
+        """Answer with an error."""
+        self._context.metrics.requests["", "refused"] += 1
         refused = error.status, build_error_fields(error), error.to_json()
         self._tell(client, request, refused, request_id)
 
