@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import gc
 import json
+import time
 
 import pytest
 
 from cleave.gateway.front import client as client_module
-from cleave.gateway.front.client import FEED_BYTES, WRITE_BUFFER_BYTES
+from cleave.gateway.front.client import FEED_BYTES, LARGE_BODY_BYTES, WRITE_BUFFER_BYTES
+from cleave.gateway.request import Request
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -184,6 +187,61 @@ async def test_a_large_body_may_take_longer_than_a_pause_may(make_stage, monkeyp
         client.writer.write(raw[start : start + 1_000])
         await asyncio.sleep(0.15)
     assert (await client.read()).status == 200
+
+
+async def test_a_refused_body_is_freed_at_once(single) -> None:
+    client = await single.connect()
+    gc.collect()
+    gc.disable()
+    try:
+        for body in (ASK | {"model": "other"}, ASK | {"prompt": ["x"] * 2_000}):
+            assert (await client.ask(body)).status in (400, 404)
+        await asyncio.sleep(0)
+        assert not [each for each in gc.get_objects() if type(each) is Request]
+    finally:
+        gc.enable()
+
+
+async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(single) -> None:
+    context, waits_s = single.context, 0.6
+    large = ASK | {"prompt": "x" * (LARGE_BODY_BYTES + 1)}
+    before = context.clock()
+    assert (await single.ask(large)).status == 200
+    assert context.large_body_at > before, "it has cost something"
+    context.large_body_at = context.clock() + waits_s
+    began = time.monotonic()
+    waiting = asyncio.create_task(single.ask(large))
+    assert (await single.ask(ASK)).status == 200
+    assert not waiting.done()
+    assert context.partial_bytes > LARGE_BODY_BYTES, "it counts while it waits"
+    assert (await waiting).status == 200
+    assert time.monotonic() - began >= waits_s
+    assert context.partial_bytes == 0
+
+
+async def test_large_bodies_that_wait_share_a_limit(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_partial_bytes=1_000_000)
+    stage.context.large_body_at = stage.context.clock() + 0.6
+    large = ASK | {"prompt": "x" * 600_000}
+    first, second = [asyncio.create_task(stage.ask(large)) for _ in range(2)]
+    statuses = sorted([(await first).status, (await second).status])
+    assert statuses == [200, 503]
+    assert stage.context.partial_bytes == 0
+
+
+async def test_what_a_refused_client_still_sends_is_read_slowly(make_stage, keys) -> None:
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    client = await stage.connect()
+    client.writer.write(HEAD + b"Content-Length: 16000000\r\n\r\n")
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.5):
+            while sent < 200 << 20:
+                client.writer.write(b"x" * (1 << 20))
+                await client.writer.drain()
+                sent += 1 << 20
+    assert sent < 100 << 20
+    assert (await client.read()).status == 401
 
 
 # --- connections ---

@@ -30,7 +30,7 @@ FEED_BYTES = 16 << 10
 """Read at once: of what one read brings, more pipelined requests than fit in it are not made."""
 LARGE_BODY_BYTES = 256 << 10
 LARGE_BODY_SHARE = 1 / 8
-"""Of the event loop's time that larger bodies get: each holds it for as long as its JSON is read."""
+"""Of the event loop's time that larger bodies get: each holds it while its JSON is read."""
 LEAST_BODY_RATE = 64 << 10
 """Bytes a second: a body may take the idle time-out, and what it takes at this rate."""
 
@@ -97,6 +97,8 @@ class ClientConnection(asyncio.Protocol):
         """When the request began that is not whole."""
         self._kept_bytes = 0
         """Its part of the context's partial_bytes."""
+        self._waiting_bytes = 0
+        """Of a large body that is whole and waits for its turn."""
         self.keep_alive = True
         """Whether it may send another request over this connection."""
         self.chunked = True
@@ -254,17 +256,22 @@ class ClientConnection(asyncio.Protocol):
         self.transport.pause_reading()
         self._account()
 
-    def _account(self) -> None:
-        """Count what is kept of requests that are not whole; too much of it is let go of."""
+    def _account(self) -> bool:
+        """Count what is kept of requests that are not handled yet.
+
+        False: it is too much, and has been let go of.
+        """
         context = self._context
-        kept = self._reader.kept_bytes + sum(map(len, self._backlog))
+        kept = self._reader.kept_bytes + sum(map(len, self._backlog)) + self._waiting_bytes
+        has_room = True
         grown = kept - self._kept_bytes
         if grown > 0 and context.partial_bytes + grown > context.config.max_partial_bytes:
             self._reader.refuse(_FULL)
             self._backlog.clear()
-            kept, grown = 0, -self._kept_bytes
+            kept, grown, has_room = 0, -self._kept_bytes, False
         self._kept_bytes = kept
         context.partial_bytes += grown
+        return has_room
 
     def _turn(self) -> None:
         """Turn to what has arrived, soon, if the client takes what it was sent."""
@@ -306,10 +313,15 @@ class ClientConnection(asyncio.Protocol):
         began = context.clock()
         if self.transport.is_closing():
             return
-        if (wait_s := context.large_body_at - began) > 0:
+        wait_s = context.large_body_at - began
+        self._waiting_bytes = len(request.body) if wait_s > 0 else 0
+        if not self._account():
+            self._busy, self._waiting_bytes = False, 0
+            self._refuse(_FULL)
+            return
+        if wait_s > 0:
             asyncio.get_running_loop().call_later(wait_s, self._handle_large, request)
             return
-        self._account()
         self._handler.handle(self, request)
         context.large_body_at = began + (context.clock() - began) / LARGE_BODY_SHARE
 
