@@ -72,3 +72,28 @@ def test_no_secret_of_its_environment_is_told(padding: str) -> None:
     assert "hf_" not in words.tell()
     assert words.tell().startswith(f"OSError: {padding}")
     assert padding or words.tell() == "OSError:  401 for *** of /home/me, 1 time"
+
+
+@pytest.mark.parametrize(
+    ("env", "argv", "said"),
+    [
+        ({}, (), "cannot reach http://me:hidden99@proxy:3128/"),
+        ({"PGPASSWD": "hidden99"}, (), "no hidden99"),
+        ({"REDIS_PWD": "hidden99"}, (), "no hidden99"),
+        ({"BASIC_AUTH": "hidden99"}, (), "no hidden99"),
+        ({"A_KEY": "prefix", "B_KEY": "prefixhidden99"}, (), "no prefixhidden99"),
+        ({}, ("--api-key", "first1", "hidden99", "--port", "1"), "no hidden99"),
+        ({}, ("--hf-token=hidden99",), "no hidden99"),
+    ],
+)
+def test_no_secret_of_its_arguments_or_of_a_url_is_told(env, argv, said: str) -> None:
+    words = LastWords(env, argv)
+    words.hear(f"OSError: {said}")
+    assert "hidden99" not in words.tell()
+    assert "***" in words.tell()
+
+
+def test_folders_and_what_is_no_secret_are_told() -> None:
+    words = LastWords({"PWD": "/models"}, ("--max-num-batched-tokens", "123456"))
+    words.hear("OSError: /models/a: 123456, see https://host/a@b")
+    assert words.tell() == "OSError: /models/a: 123456, see https://host/a@b"

@@ -82,7 +82,7 @@ class EngineProcess:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-        return cls(process, stop_grace, sink, LastWords(launch.env))
+        return cls(process, stop_grace, sink, LastWords(launch.env, launch.argv))
 
     @property
     def last_words(self) -> str:
