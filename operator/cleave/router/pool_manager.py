@@ -33,7 +33,9 @@ _NUMBERS = {role: number for number, role in enumerate(ROLES)}
 """The policy's numbers."""
 
 PERIOD_S = 1.0
-ORDER_TIMEOUT_S = 2.0
+ORDER_TIMEOUT_S = 20.0
+"""As of the operator's orders: the agent may have to test the way of the KV first. Flips of other
+pools of this gateway wait meanwhile; requests do not."""
 REST_S = 10.0
 """After an order that an agent refused or did not hear, until the next one to the same fleet."""
 
@@ -210,17 +212,17 @@ class PoolManager:
                 self._note(flip)
             pools.advised = flip
         elif now >= pools.rest_until_s:
-            await self._carry_out(pools, flip, now)
+            await self._carry_out(pools, flip)
 
-    async def _carry_out(self, pools: Pools, flip: Flip, now: float) -> None:
+    async def _carry_out(self, pools: Pools, flip: Flip) -> None:
         try:
             await self._order(flip)
         except grpc.aio.AioRpcError as error:
-            pools.rest_until_s = now + REST_S
+            pools.rest_until_s = self._clock() + REST_S
             log.warning("not flipped: %s; %s", flip.describe(), error.details())
             return
         log.info("flipped %s", flip.describe())
-        pools.take(flip, now)
+        pools.take(flip, self._clock())
         self._note(flip)
 
 
