@@ -1,6 +1,7 @@
 """What values change; needs helm."""
 
 import json
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from cleave.api.manifest import load_cluster, validate
 from cleave.controller import main
 from cleave.planner.placement import plan
+from cleave.pods.labels import ENGINE_PORT
 from cleave.pods.pool import pools
 from cleave.pods.worker import worker_pod
 
@@ -197,3 +199,38 @@ def test_the_engines_that_a_pod_monitor_finds_have_the_port_that_it_names(render
 
 def test_one_operator_alone_has_no_budget_that_would_block_every_drain(render) -> None:
     assert not find(render("operator.replicas=1"), "PodDisruptionBudget")
+
+
+def test_the_guides_policy_lets_prometheus_reach_the_port_of_engines_only(render) -> None:
+    guide = (ROOT / "docs" / "observe.md").read_text()
+    (text,) = re.findall(r"```yaml\n(apiVersion: networking[^`]*)```", guide)
+    spec = yaml.safe_load(text)["spec"]
+    (engines,) = (
+        each
+        for each in find(render("metrics.podMonitor.enabled=true"), "PodMonitor")
+        if each["metadata"]["name"] == "cleave-engines"
+    )
+    assert spec["podSelector"] == engines["spec"]["selector"]
+    (rule,) = spec["ingress"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": ENGINE_PORT}]
+    assert {"namespaceSelector", "podSelector"} == set(rule["from"][0])
+
+
+@pytest.mark.parametrize("isolated", ["true", "false"])
+def test_who_turns_pod_monitors_on_is_told_that_workers_are_closed(
+    helm, chart, tmp_path, isolated: str
+) -> None:
+    told = subprocess.run(
+        [
+            *(helm, "install", "cleave", str(chart), "--dry-run=client"),
+            *("--set", f"metrics.podMonitor.enabled=true,networkPolicy.workers={isolated}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"HOME": str(tmp_path), "KUBECONFIG": "/dev/null"},
+    ).stdout
+    notes = told.partition("NOTES:")[2]
+    assert notes
+    assert ("Prometheus does not reach engines yet" in notes) is (isolated == "true")
