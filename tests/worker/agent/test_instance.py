@@ -121,7 +121,9 @@ async def test_nothing_leads_back_from_draining(instance: Instance) -> None:
     instance.answered(FACTS)
     instance.verified(PROVEN)
     instance.lost("killed")
-    assert instance.state == agent_pb2.STATE_DRAINING
+    told = instance.registration()
+    assert (told.state, told.reason) == (agent_pb2.STATE_DRAINING, "drains")
+    assert (told.restarts, told.last_failure) == (0, "")
 
 
 async def test_a_role_needs_a_newer_epoch_and_the_present_boot(instance: Instance) -> None:

@@ -187,7 +187,7 @@ class Instance:
             self._show(shown)
 
     def unverified(self, detail: str) -> None:
-        """There is nobody to test with: ready, but for whole requests only."""
+        """A test cannot show anything: ready, but for whole requests only."""
         kv_path = agent_pb2.KvPath(verified=False, detail=detail)
         if self.state == agent_pb2.STATE_READY and self._registration.kv_path == kv_path:
             return
@@ -203,7 +203,9 @@ class Instance:
             self._enter(agent_pb2.STATE_VERIFYING, reason)
 
     def lost(self, reason: str) -> None:
-        """The engine is gone and will be started again."""
+        """The engine is gone and will be started again, unless the instance drains."""
+        if self.draining:
+            return
         self._registration.restarts += 1
         self._registration.last_failure = reason
         self._enter(agent_pb2.STATE_STARTING, reason)
