@@ -35,6 +35,12 @@ async def test_a_stream_that_breaks_off_is_an_error_after_what_came(serve: Answe
     assert seen == [b"a"]
 
 
+@pytest.mark.parametrize("url", ["http://[::/metrics", "http://h:99999999/", "http://h:x/"])
+async def test_what_is_no_url_is_no_answer(url: str) -> None:
+    with pytest.raises(http.HttpError):
+        await lines_of(url)
+
+
 async def test_a_line_without_end_is_refused(serve: Answering) -> None:
     url = await serve(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", b"x" * 2_000, stay=True)
     with pytest.raises(http.HttpError, match="too long"):

@@ -116,15 +116,14 @@ async def open_response(
     `tls` for an https URL; `server_name`: what its certificate must say, if not the host.
     Raises HttpError.
     """
-    target = urlsplit(url)
-    port = target.port or (443 if tls else 80)
     writer: asyncio.StreamWriter | None = None
     try:
         with _told(seconds):
+            target = urlsplit(url)
             async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_connection(
                     target.hostname,
-                    port,
+                    target.port or (443 if tls else 80),
                     ssl=tls,
                     server_hostname=(server_name or target.hostname) if tls else None,
                     limit=_LINE_LIMIT,

@@ -6,6 +6,7 @@ import pytest
 from aiohttp import web
 
 from cleave_worker.agent import engine_api
+from cleave_worker.agent.http import HttpError
 
 PAGE = 'vllm:cache_config_info{block_size="32",x="y"} 1.0\n'
 NIXL = """
@@ -34,14 +35,14 @@ async def served():
     """An engine that lists these models; its URL."""
     runners = []
 
-    async def serve(cards: object, page: str = PAGE) -> str:
+    async def serve(cards: object, page: str = PAGE, status: int = 200) -> str:
         async def answer(request: web.Request) -> web.Response:
             pages = {
                 "/v1/models": json.dumps({"data": cards}),
                 "/version": '{"version": "1.2"}',
                 "/metrics": page,
             }
-            return web.Response(text=pages[request.path])
+            return web.Response(text=pages[request.path], status=status)
 
         app = web.Application()
         app.router.add_get("/{path:.*}", answer)
@@ -76,3 +77,9 @@ async def test_what_was_pulled_is_counted_whichever_the_connector(served, page, 
 
 async def test_an_engine_without_such_counters_counts_nothing(served) -> None:
     assert await engine_api.pulled(await served([BASE]), 5.0) is None
+
+
+async def test_a_page_of_metrics_that_fails_does_not_say_that_nothing_is_counted(served) -> None:
+    url = await served([BASE], status=503)
+    with pytest.raises(HttpError, match="answers 503"):
+        await engine_api.pulled(url, 5.0)

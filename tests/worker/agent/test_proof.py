@@ -3,15 +3,20 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cleave.metrics.load_page import LoadPage
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import EngineFacts, Flow, Instance, flow_of
 from cleave_worker.agent.peers import Sight, suits
 from cleave_worker.agent.proof import prove, prove_role, pursue
+from cleave_worker.agent.supervisor import prove_then_idle
 from cleave_worker.agent.verify import TransferError, UncountedError
+
+from doubles import Answering
 
 PROVEN = agent_pb2.KvPath(verified=True, transport="emulated")
 PEER = Sight(peer=agent_pb2.Registration(instance="w-1"))
@@ -119,6 +124,66 @@ async def test_what_a_role_needs_is_tested_before_it_is_taken_unless_it_is_prove
         await prove_role(known, instance, role)
     assert scene.tested == [Flow.IN, Flow.IN]
     assert instance.is_proven(Flow.IN)
+
+
+async def test_a_role_is_taken_where_engines_count_no_bytes(
+    config: AgentConfig, instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(instance, [PEER], [])
+
+    async def test(_: agent_pb2.Registration, __: Flow) -> agent_pb2.KvPath:
+        raise UncountedError("w-1 counts no bytes of KV")
+
+    monkeypatch.setattr("cleave_worker.agent.proof._looker", lambda *_: scene.look)
+    monkeypatch.setattr("cleave_worker.agent.proof._tester", lambda *_: test)
+    instance.unverified("w-1 counts no bytes of KV")
+    await prove_role(replace(config, peers="static:"), instance, agent_pb2.ROLE_DECODE)
+    assert not instance.is_proven(Flow.IN)
+
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+METRICS = b"vllm:nixl_bytes_transferred_sum 1\n"
+HANDED = b'{"kv_transfer_params": {"remote_engine_id": "b1"}%s}'
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(
+    ("page", "peer"),
+    [
+        (METRICS, "http://[::"),
+        (METRICS, "http://h:99999999"),
+        (METRICS, b"not JSON"),
+        (METRICS, b"[]"),
+        (METRICS, HANDED % b""),
+        (METRICS, HANDED % b', "usage": {"prompt_tokens": 0}'),
+        (METRICS, HANDED.replace(b"b1", b"\\ud800") % b""),
+        (b"vllm:nixl_bytes_transferred_sum many\n", b""),
+    ],
+)
+async def test_no_answer_of_an_engine_ends_the_agent(
+    config: AgentConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    page: bytes,
+    peer: str | bytes,
+) -> None:
+    known = replace(config, role=agent_pb2.ROLE_DECODE, peers="static:")
+    instance = Instance(known)
+    async with Answering() as serve:
+        with LoadPage(tmp_path / "load") as load:
+            instance.boot("b0", await serve(OK, page), load)
+            instance.answered(EngineFacts("emulated", 2048, 16))
+            url = peer if isinstance(peer, str) else await serve(OK, peer)
+            seen = Sight(peer=agent_pb2.Registration(instance="w-1", boot_id="b1", engine_url=url))
+            scene = Scene(instance, [seen], [])
+            monkeypatch.setattr("cleave_worker.agent.proof._looker", lambda *_: scene.look)
+            proving = asyncio.create_task(prove_then_idle(known, instance))
+            async with asyncio.timeout(20):
+                while not instance.registration().reason.startswith("KV test with w-1 failed: "):
+                    await instance.change(1.0)
+                    assert not proving.done(), proving.exception()
+            proving.cancel()
+    assert instance.state == agent_pb2.STATE_VERIFYING
 
 
 async def test_without_a_source_of_peers_a_role_needs_no_test(

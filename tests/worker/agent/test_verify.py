@@ -11,6 +11,7 @@ import pytest
 from cleave_worker.agent import http, verify
 from cleave_worker.agent.verify import (
     Endpoint,
+    InconclusiveError,
     Transfer,
     TransferError,
     UncountedError,
@@ -40,6 +41,13 @@ class Engines:
         """How many of a prompt's blocks are pulled."""
         self.others = iter(())
         """Tokens of others that are pulled beside each hand-off."""
+        self.uncounted = iter(())
+        """Tokens of others whose bytes come beside a hand-off, and which are counted later."""
+        self.lost_meanwhile = iter(())
+        """Hand-offs of others that are lost during each prefill."""
+        self.waits = iter(())
+        """How long the first prefills take, ms."""
+        self.prefilled: list[int] = []
         self.pulled_bytes = self.pulled_tokens = self.lost = 0
 
     async def request(self, method, url, payload=None, *, seconds, headers=None) -> http.Answer:
@@ -49,15 +57,18 @@ class Engines:
         right = payload["prompt"][:4]
         if url.startswith("http://d"):
             return self.decode(payload, right)
-        content = {"choices": [{"text": right}]}
+        content, prefill_ms = {"choices": [{"text": right}]}, self.prefill_ms
         if payload.get("kv_transfer_params"):
             tokens = len(payload["prompt"]) // 2
             blocks = [list(range(-(-tokens // BLOCK)))]
             content["usage"] = {"prompt_tokens": tokens}
+            self.lost += next(self.lost_meanwhile, 0)
+            prefill_ms = next(self.waits, self.prefill_ms)
+            self.prefilled.append(tokens)
             if self.hands_off:
                 params = {"remote_engine_id": self.engine_id, "remote_block_ids": blocks}
                 content["kv_transfer_params"] = params
-        return http.Answer(200, json.dumps(content).encode(), self.prefill_ms)
+        return http.Answer(200, json.dumps(content).encode(), prefill_ms)
 
     def decode(self, payload: dict, right: str) -> http.Answer:
         if self.status != 200:
@@ -65,6 +76,7 @@ class Engines:
         (blocks,) = payload["kv_transfer_params"]["remote_block_ids"]
         others = next(self.others, 0)
         self.pulled_bytes += self.moved(len(blocks)) * BLOCK * BYTES + others * BYTES
+        self.pulled_bytes += next(self.uncounted, 0) * BYTES
         self.pulled_tokens += len(payload["prompt"]) // 2 + others
         pieces = [{"choices": [{"text": piece}]} for piece in self.decoded(right)]
         lines = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces)
@@ -157,19 +169,60 @@ async def test_others_hand_offs_beside_the_test_fail_nothing(engines: Engines) -
     assert passed.num_bytes == 2560 * BYTES
 
 
+async def test_kv_that_others_lose_during_the_prefill_is_not_of_the_test(engines: Engines) -> None:
+    engines.lost_meanwhile = itertools.repeat(1)
+    engines.others = itertools.cycle([90_000, 0])
+    assert (await run()).num_bytes == 2560 * BYTES
+
+
+@pytest.mark.parametrize("later", [[90_000], [90_000, 0, 70_000, 0, 80_000, 0]])
+async def test_bytes_of_others_that_are_counted_later_show_nothing(
+    engines: Engines, later: list[int]
+) -> None:
+    engines.uncounted = iter(later)
+    if len(later) == 1:
+        assert (await run()).num_bytes == 2560 * BYTES
+    else:
+        with pytest.raises(InconclusiveError, match="unlike bytes for a block each time"):
+            await run()
+
+
 async def test_bytes_of_others_do_not_stand_for_kv_that_is_lost(engines: Engines) -> None:
     def lose(_: int) -> int:
         engines.lost += 1
         return 0
 
     engines.moved, engines.others = lose, itertools.repeat(90_000)
-    with pytest.raises(TransferError, match="d lost the KV of 2 hand-offs while one was tested"):
+    with pytest.raises(InconclusiveError, match="d counted 2 failed transfers of several"):
         await run()
+
+
+async def test_a_path_that_cuts_kv_off_unlike_a_busy_engine_fails(engines: Engines) -> None:
+    engines.moved = lambda num_blocks: min(num_blocks, 100)
+    engines.lost_meanwhile = itertools.repeat(1)
+    with pytest.raises(TransferError, match="too few beside") as caught:
+        await run()
+    assert not isinstance(caught.value, InconclusiveError)
 
 
 async def test_a_slow_engine_gets_a_prompt_that_it_computes_in_time(engines: Engines) -> None:
     engines.prefill_ms = 100.0
     assert (await run()).num_tokens == 200 * 5
+
+
+async def test_a_first_request_that_waits_makes_no_prompt_short(engines: Engines) -> None:
+    engines.waits = iter([900.0])
+    passed = await run()
+    assert len(engines.prefilled) == 3
+    assert passed.num_tokens >= 2560
+    assert not passed.note
+
+
+async def test_a_test_without_a_longer_prompt_says_so(engines: Engines) -> None:
+    engines.prefill_ms = 900.0
+    passed = await run()
+    assert passed.num_tokens in {199, 200}
+    assert passed.describe().endswith(", no longer prompt was tested")
 
 
 async def test_a_hand_off_of_an_earlier_boot_fails(engines: Engines) -> None:

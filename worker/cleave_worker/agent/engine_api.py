@@ -36,7 +36,8 @@ class Pulled:
     num_tokens: float
     """Of prompts that came with a hand-off, whether or not its KV arrived."""
     num_lost: float
-    """Hand-offs whose KV did not arrive."""
+    """Failures. NixlConnector counts failed handshakes and notifications beside transfers; with
+    either connector each rank counts its own."""
     way: str = ""
     """What carried most of it; empty: the engine does not tell."""
 
@@ -70,7 +71,10 @@ async def facts(url: str, engine: str, block_size: int, seconds: float) -> Engin
 
 async def pulled(url: str, seconds: float) -> Pulled | None:
     """What the engine has pulled so far; None where it counts no such bytes. Raises HttpError."""
-    page = (await http.request("GET", f"{url}/metrics", seconds=seconds)).body
+    answer = await http.request("GET", f"{url}/metrics", seconds=seconds)
+    if answer.status != 200:
+        raise http.HttpError(f"{url}/metrics answers {answer.status}")
+    page = answer.body
     if not _PULLED_BYTES.search(page):
         return None
     return Pulled(

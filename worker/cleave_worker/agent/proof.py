@@ -4,8 +4,8 @@ Run by the supervisor beside the health checks, once for every boot. The cases:
 - a peer is there and the test passes: ready, KV path verified;
 - a peer is there and the test fails: not ready, tried again with growing delay. A worker that is
   ready without proof already stays so: it serves whole requests, and the fault may be the peer's;
-- a peer is there and its engine does not count what it pulls: nothing can be shown, so ready
-  without proof, and tried again;
+- a peer is there and its engine does not count what it pulls, or other hand-offs hide how the test
+  went: nothing can be shown, so ready without proof, and tried again;
 - a peer is in sight but its engine still starts: wait, as long as an engine may take to start;
 - no peer is in sight: after a while ready without proof, and the search goes on.
 
@@ -25,7 +25,13 @@ from cleave_worker.agent import peers
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import Flow, Instance, flow_of
 from cleave_worker.agent.launch import has_gpu
-from cleave_worker.agent.verify import Endpoint, TransferError, UncountedError, verify_transfer
+from cleave_worker.agent.verify import (
+    Endpoint,
+    InconclusiveError,
+    TransferError,
+    UncountedError,
+    verify_transfer,
+)
 
 _log = logging.getLogger(__name__)
 _NO_PEER = "no peer yet"
@@ -72,7 +78,8 @@ async def prove_role(
 ) -> None:
     """Before a ready instance takes a role: test the way of its KV. Raises TransferError.
 
-    Any engine of the kind will do, whatever its role; when there is none, nothing is tested.
+    Any engine of the kind will do, whatever its role; when there is none, nothing is tested. Where
+    engines do not count bytes the role is taken, too, unverified: no later test would show more.
     """
     flow = flow_of(role)
     ready = instance.state == agent_pb2.STATE_READY
@@ -81,7 +88,10 @@ async def prove_role(
     look = _looker(config, instance, peers.is_akin)
     boot_id = instance.registration().boot_id
     if peer := (await look()).peer:
-        kv_path = await _tester(config, instance)(peer, flow)
+        try:
+            kv_path = await _tester(config, instance)(peer, flow)
+        except UncountedError:
+            return
         if instance.registration().boot_id == boot_id:
             instance.verified(kv_path, flow)
 
@@ -90,7 +100,7 @@ async def _attempt(instance: Instance, peer: agent_pb2.Registration, test: Test)
     flow = flow_of(instance.registration().role)
     try:
         kv_path = await test(peer, flow)
-    except UncountedError as error:
+    except InconclusiveError as error:
         instance.unverified(str(error))
         return False
     except TransferError as error:
