@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_planned_is_valid_and_comes_up_as_the_smallest_pa
     valid = cli.invoke(app, ["validate", *files])
     assert valid.exit_code == 0
     said, remedy = valid.stderr.splitlines()
-    assert said.startswith("warning: spec.model.source: it is none of the models")
+    assert said.startswith("warning: spec.model.source: it is not in Cleave's model table")
     assert "one prefill and one decode instance" in said
     assert "config.json" in remedy
     started = cli.invoke(app, ["up", *files, "--dry-run"])

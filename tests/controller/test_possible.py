@@ -101,7 +101,9 @@ def test_of_a_model_of_unknown_size_the_same_is_a_warning() -> None:
     found = find(model="somebody/something-new", placement=pools)
     assert found.faults == ()
     (said,) = found.warnings
-    assert said.startswith("spec.placement.manual[1].parallelism.tensor: it is none of the models")
+    assert said.startswith(
+        "spec.placement.manual[1].parallelism.tensor: it is not in Cleave's model table"
+    )
     assert "fewer than 8 KV heads" in said
     turned = manual(parallel("prefill", tensor=4), parallel("decode", tensor=8))
     assert find(model="somebody/something-new", placement=turned) == Findings()
@@ -113,7 +115,7 @@ def test_a_model_of_unknown_size_is_no_fault_and_what_it_gets_is_told() -> None:
         found = find(cluster, model=unknown, workload=WORKLOAD)
         assert found.faults == ()
         said, remedy = found.warnings
-        assert said.startswith("spec.model.source: it is none of the models that Cleave describes")
+        assert said.startswith("spec.model.source: it is not in Cleave's model table")
         assert "one prefill and one decode instance of one GPU each" in said
         assert remedy.startswith("spec.placement.manual: ")
     assert find(model=unknown) == Findings()
@@ -125,7 +127,9 @@ def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
     (tmp_path / "config.json").write_text("not JSON")
     found = find(A100, model=str(tmp_path), workload=WORKLOAD)
     assert found.faults == ()
-    assert found.warnings[0].startswith("spec.model.source: the operator reads no folder: ")
+    assert found.warnings[0].startswith(
+        "spec.model.source: it is a folder, which the operator does not read: "
+    )
     assert find(model=str(tmp_path), placement=manual(parallel("mixed", tensor=3))) == Findings()
 
 

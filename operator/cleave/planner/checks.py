@@ -13,8 +13,8 @@ from cleave.api.role import Role
 from cleave.perf import model
 from cleave.perf.model import ModelShape
 
-_FOLDER = "the operator reads no folder"
-_UNHEARD = "it is none of the models that Cleave describes"
+_FOLDER = "it is a folder, which the operator does not read"
+_UNHEARD = "it is not in Cleave's model table"
 
 
 def unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
