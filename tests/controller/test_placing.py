@@ -86,7 +86,7 @@ def test_of_an_unknown_model_nothing_is_advised_and_what_runs_stays() -> None:
     stated = ask(deployment(**advisory, placement=by_hand(prefill=2, decode=1)))
     assert stated.placement is not None
     assert stated.placement.replicas(Role.PREFILL) == 2
-    assert told(stated) == (False, "ModelUnknown")
+    assert told(stated) == (True, "Stated")
 
 
 def test_a_pair_that_vllm_cannot_pair_is_not_brought_up() -> None:
@@ -99,6 +99,19 @@ def test_a_pair_that_vllm_cannot_pair_is_not_brought_up() -> None:
     assert (decision.placement, decision.plan) == (None, plan("before"))
     assert told(decision) == (False, "Faulty")
     assert "spec.engine.connector Cleave" in decision.conditions[0].message
+
+
+def test_advice_hides_no_fault_of_what_is_stated() -> None:
+    # vLLM's connector pairs no such sizes, whatever the model.
+    pools = [
+        {"role": "prefill", "parallelism": {"tensor": 2}},
+        {"role": "decode", "parallelism": {"tensor": 3}},
+    ]
+    advisory = {"workload": WORKLOAD, "planning": {"mode": "Advisory"}}
+    for model in ("Qwen/Qwen3-30B-A3B", "org/new"):
+        decision = ask(deployment(model=model, placement={"manual": pools}, **advisory))
+        assert (decision.placement, decision.question) == (None, None)
+        assert told(decision) == (False, "Faulty")
 
 
 def test_the_planner_is_asked_once_and_what_runs_stays_meanwhile() -> None:

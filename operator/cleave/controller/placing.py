@@ -73,6 +73,9 @@ def decide(
         return _planned(status, question, outcome, is_limited=is_limited)
     if not is_advisory or not has_traffic:
         return decision
+    if stated and (decision.placement is None or unknown is not None):
+        # What is said of the placement that is stated counts more than that there is no advice.
+        return decision
     if unknown is not None:
         why = f"nothing is advised, as the planner does not know the model: {unknown}"
         return replace(decision, conditions=_not_ready(MODEL_UNKNOWN, why))
