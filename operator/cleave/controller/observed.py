@@ -213,7 +213,8 @@ def child(manifest: Manifest) -> ObservedChild:
         ready=status.get("readyReplicas", 0),
         # As `kubectl rollout status` decides it.
         is_updated=status.get("observedGeneration", 0) >= meta.get("generation", 0)
-        and spec.get("replicas") == status.get("updatedReplicas") == status.get("replicas"),
+        # Counts of 0 are left out.
+        and spec.get("replicas") == status.get("updatedReplicas", 0) == status.get("replicas", 0),
     )
 
 
