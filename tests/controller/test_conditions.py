@@ -61,8 +61,16 @@ def test_a_roll_out_is_no_warning_and_the_loss_of_service_is_one() -> None:
     assert reasons == [
         [("RollingOut", False)],
         [("DecodeNotReady", True)],
-        [],
+        [("Serving", False)],
         [("Ready", False), ("Settled", False)],
+    ]
+
+
+def test_the_end_of_an_outage_is_told_once() -> None:
+    lost = [Condition(kind, False, "DecodeNotReady", "0 of 2") for kind in ("Ready", "Available")]
+    back = [Condition(kind, True, "Serving", "served") for kind in ("Ready", "Available")]
+    assert list(told(CHAT, settled([], lost, 1, now_s=0), back)) == [
+        Emit(CHAT, "Serving", "served")
     ]
 
 

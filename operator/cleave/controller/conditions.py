@@ -1,6 +1,6 @@
 """Status conditions: what holds now, since when, and what to tell people when it changes. Pure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cleave.controller.actions import Emit, Reference
@@ -47,9 +47,9 @@ def told(target: Reference, before: Iterable[Manifest], now: Sequence[Condition]
     Also for one whose reason is another one where the reason is the news.
     """
     known = {each["type"]: (each["status"], each["reason"]) for each in before}
-    has_available = any(each.type == "Available" for each in now)
+    status = {each.type: each.status for each in now}
     for each in now:
-        if _is_said_by_another(each, has_available=has_available):
+        if _is_said_by_another(each, status):
             continue
         was = known.get(each.type)
         if _is_roll_out(each, was) or (each.type not in _QUIET and _is_news(each, was)):
@@ -58,12 +58,12 @@ def told(target: Reference, before: Iterable[Manifest], now: Sequence[Condition]
             yield Emit(target, each.reason, text[:_LONGEST_MESSAGE], is_warning)
 
 
-def _is_said_by_another(each: Condition, *, has_available: bool) -> bool:
+def _is_said_by_another(each: Condition, status: Mapping[str, bool | None]) -> bool:
     """Whether Available says that requests fail, Progressing that a roll-out begins, or Ready that
-    one has ended."""
+    requests are served again. `status`: of all conditions that hold now, by type."""
     if each.type == "Ready":
-        return each.status is not True and (has_available or each.reason == ROLLING_OUT)
-    return each.type == "Available" and each.status is True
+        return each.status is not True and ("Available" in status or each.reason == ROLLING_OUT)
+    return each.type == "Available" and each.status is True and status.get("Ready") is True
 
 
 def _is_roll_out(each: Condition, was: tuple[str, str] | None) -> bool:
@@ -97,6 +97,11 @@ def read(status: Manifest) -> Iterator[Condition]:
 def holds(conditions: Iterable[Manifest], kind: str) -> bool:
     """Whether the condition of this type is there and True."""
     return any(each["type"] == kind and each["status"] == "True" for each in conditions)
+
+
+def find(status: Manifest, kind: str) -> Manifest | None:
+    """The condition of this type in a status; None: there is none."""
+    return next((each for each in status.get("conditions", ()) if each["type"] == kind), None)
 
 
 def _word(status: bool | None) -> str:
