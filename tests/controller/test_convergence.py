@@ -82,8 +82,8 @@ class World:
         pytest.fail(f"still at work: {self.cluster.log[-5:]}")
 
 
-async def nobody_answers(_urls: Any) -> dict[str, Any]:
-    return {}
+async def nobody_answers(_urls: Any) -> None:
+    return None
 
 
 def world(**spec: Any) -> World:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from cleave.api.deployment import LLMDeployment
-from cleave.api.pool import InstancePool
+from cleave.api.deployment import Fallback, LLMDeployment
+from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.actions import (
     Action,
@@ -236,7 +236,9 @@ def test_it_serves_when_every_role_and_a_gateway_are_ready() -> None:
     assert both(replace(ready, children={})) == [("False", "GatewayNotReady")] * 2
     some = replace(ready, pods=ready.pods[:2])
     assert both(some) == [("True", "Serving")] * 2
-    assert condition(reconcile(some), "Degraded") == ("True", "TooFew")
+    for each in (some, replace(some, status={})):
+        # Whether or not its generation is rolled out.
+        assert condition(reconcile(each), "Degraded") == ("True", "TooFew")
     none = replace(ready, pods=ready.pods[:1])
     assert both(none) == [("False", "DecodeNotReady")] * 2
 
@@ -257,6 +259,36 @@ def test_a_pair_of_unlike_revisions_serves_nothing() -> None:
     assert condition(reconcile(here), "Available") == ("False", "NoPairReady")
     one = replace(prefill, name="x", role=Role.MIXED)
     assert condition(reconcile(replace(here, pods=(*mixed_up, one))), "Available")[0] == "True"
+
+
+def scaled(**counts: int) -> DeploymentView:
+    """A deployment that was rolled out, and whose pools somebody has scaled since."""
+    asked = deployment()
+    pools = tuple(
+        each.model_copy(
+            update={
+                "spec": each.spec.model_copy(
+                    update={"replicas": counts[each.spec.role], "owner": ReplicasOwner.MANUAL}
+                )
+            }
+        )
+        for each in made_pools(asked)
+    )
+    gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=2)
+    there = {("Deployment", "chat-gateway"): gateway}
+    status = {"rolledOutGeneration": 2}
+    return view(asked, pools=pools, pods=pods(pools), children=there, status=status)
+
+
+def test_a_role_that_is_scaled_to_zero_is_not_needed_where_the_other_may_do_both_phases() -> None:
+    for here in (scaled(prefill=0, decode=2), scaled(prefill=1, decode=0)):
+        assert both(here) == [("True", "Serving")] * 2
+    alone = scaled(prefill=0, decode=2)
+    assert both(replace(alone, pods=())) == [("False", "DecodeNotReady")] * 2
+    never = alone.deployment.spec.routing.model_copy(update={"fallback": Fallback.NEVER})
+    spec = alone.deployment.spec.model_copy(update={"routing": never})
+    strict = alone.deployment.model_copy(update={"spec": spec})
+    assert both(replace(alone, deployment=strict)) == [("False", "PrefillNotReady")] * 2
 
 
 def test_another_revision_within_a_generation_that_was_rolled_out_leaves_it_ready() -> None:

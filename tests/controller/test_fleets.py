@@ -72,8 +72,8 @@ async def test_gateways_are_asked_again_soon_until_they_send_requests_to_all(
 async def test_nobody_is_asked_where_there_is_nobody(
     fleets: Fleets[str], gateways: Gateways
 ) -> None:
-    assert await fleets.known("chat", (), READY) == {}
-    assert await fleets.known("chat", GATEWAYS, frozenset()) == {}
+    assert await fleets.known("chat", (), READY) is None
+    assert await fleets.known("chat", GATEWAYS, frozenset()) is None
     assert not gateways.asked
 
 
@@ -81,7 +81,7 @@ async def test_gateways_that_do_not_answer_have_said_nothing_new(
     fleets: Fleets[str], gateways: Gateways
 ) -> None:
     before = await fleets.known("chat", GATEWAYS, READY)
-    gateways.now_s, gateways.answer = 99, {}
+    gateways.now_s, gateways.answer = 99, None
     assert await fleets.known("chat", GATEWAYS, READY) == before
 
 

@@ -38,8 +38,8 @@ async def test_gateways_that_say_nothing_useful_are_as_good_as_none(serve: Answe
         await serve(told(page(Instance("p-0")))),
     ]
     assert list(await ask(urls, timeout_s=0.5)) == ["p-0"]
-    assert await ask(urls[:5], timeout_s=0.5) == {}
-    assert await ask([]) == {}
+    assert await ask(urls[:5], timeout_s=0.5) is None
+    assert await ask([]) is None
 
 
 async def test_fields_that_are_new_or_no_longer_sent_do_no_harm(serve: Answering) -> None:
@@ -94,8 +94,11 @@ def test_an_instance_that_has_not_been_tested_yet_says_what_it_does() -> None:
     assert told.message == "1 of 1 instances are not verified: p-0: engine starts"
 
 
-def test_an_instance_is_sent_requests_when_all_gateways_that_know_it_send_some() -> None:
+def test_a_gateway_that_has_not_connected_yet_stops_no_instance_from_serving() -> None:
     sends = Instance("d-0", contact="heard", selectable=True, report_age_s=0.1)
-    waits = Instance("d-0", contact="heard", report_age_s=0.5)
-    assert not merge(FleetPage((view,)) for view in (sends, waits))["d-0"].selectable
-    assert merge(FleetPage((view,)) for view in (sends, sends))["d-0"].selectable
+    waits = Instance("d-0", contact="silent", report_age_s=0.0)
+    assert merge(FleetPage((view,)) for view in (waits, sends))["d-0"].selectable
+
+
+async def test_a_gateway_that_knows_no_instance_has_answered(serve: Answering) -> None:
+    assert await ask([await serve(told(page()))]) == {}

@@ -18,7 +18,7 @@ from cleave.controller.observed import ObservedChild
 from cleave.controller.store import Key
 from cleave.pods.labels import Manifest
 from cleave.pods.pool import revision
-from cleave.rpc.fleet_page import Instance, KvPath
+from cleave.rpc.fleet_page import MAX_INSTANCES, Instance, KvPath
 
 from small_cluster import by_hand, chat
 
@@ -132,6 +132,47 @@ def test_more_instances_by_an_edit_are_awaited_and_those_by_scale_are_not() -> N
     look(here)
     assert state(here) == ("True", "Serving")
     assert condition(here.cluster, "Progressing")["reason"] == "Scaling"
+
+
+def autoscaled() -> World:
+    """A deployment whose autoscaler asks for more decode instances than there is room for."""
+    here = world(**PAIR)
+    here.converge()
+    here.cluster.room = 3
+    here.cluster.edit("InstancePool", "chat-decode", replicas=6, owner="Autoscaler")
+    for _ in range(6):
+        here.cluster.settle()
+        look(here, 1)
+    assert state(here) == ("True", "Serving")
+    return here
+
+
+def test_an_edit_does_not_wait_for_instances_that_an_autoscaler_asks_for() -> None:
+    here = autoscaled()
+    here.cluster.edit("LLMDeployment", "chat", rollout={"maxSurge": 3})
+    look(here)
+    assert state(here) == ("True", "Serving")
+    here.cluster.edit("LLMDeployment", "chat", model="facebook/opt-66b")
+    look(here)
+    assert state(here) == ("False", "RollingOut")
+    here.cluster.room = 9
+    here.converge()
+    assert state(here) == ("True", "Serving")
+
+
+def test_a_status_from_before_generations_were_remembered_stays_ready() -> None:
+    here = world(**PAIR)
+    here.converge()
+    here.cluster.room = 2
+    here.cluster.lose(here.cluster.pods()[0])
+    look(here)
+    found = here.cluster.get("LLMDeployment", "chat")
+    before = {name: each for name, each in found["status"].items() if name != "rolledOutGeneration"}
+    here.cluster._changed({**found, "status": before}, is_spec=False)
+    look(here)
+    assert state(here) == ("True", "Serving")
+    generation = found["metadata"]["generation"]
+    assert here.cluster.get("LLMDeployment", "chat")["status"]["rolledOutGeneration"] == generation
 
 
 def test_a_first_roll_out_is_ready_when_all_instances_are() -> None:
@@ -275,6 +316,21 @@ def test_gateways_have_to_send_requests_to_the_instances() -> None:
     assert both(replace(here, instances=unknown))[0] == ("False", "RollingOut")
     sent = {name: replace_fields(each, selectable=True) for name, each in unknown.items()}
     assert both(replace(here, instances=sent))[0] == ("True", "Serving")
+
+
+def test_a_gateway_that_answers_without_an_instance_sends_it_no_requests() -> None:
+    here = serving()
+    assert both(replace(here, instances=None))[0] == ("True", "Serving")
+    assert both(replace(here, instances={}))[0] == ("False", "RollingOut")
+    decode = {
+        pod.name: Instance(pod.name, selectable=True)
+        for pod in here.pods
+        if pod.role is Role.DECODE
+    }
+    assert both(replace(here, instances=decode))[0] == ("False", "RollingOut")
+    # A page that is full says nothing of those that it leaves out.
+    full = {f"other-{number}": Instance(f"other-{number}") for number in range(MAX_INSTANCES)}
+    assert both(replace(here, instances={**full, **decode}))[0] == ("True", "Serving")
 
 
 def test_where_requests_have_to_be_split_the_kv_path_has_to_be_verified() -> None:

@@ -197,6 +197,20 @@ def test_instances_come_at_once_and_go_when_it_has_been_calm() -> None:
     assert "ReplicasSetBack" not in reasons(here)
 
 
+def test_a_pause_of_what_traffic_would_scale_stays_ready() -> None:
+    here, gateways = planned()
+    gateways.pass_time(30, rate=4)
+    here.cluster.edit("LLMDeployment", "chat", paused=True)
+    gateways.requests += 40 * 15
+    gateways.pass_time(90, rate=12)
+    assert ready(here.cluster) == {"prefill": 1, "decode": 2}
+    told = condition(here.cluster, "Ready")
+    assert (told["status"], told["reason"]) == ("True", "Serving")
+    here.cluster.edit("LLMDeployment", "chat", paused=False)
+    gateways.pass_time(60, rate=12)
+    assert ready(here.cluster)["decode"] == 6
+
+
 def test_a_wave_as_long_as_the_calm_never_makes_instances_come_and_go() -> None:
     here, gateways = planned()
     gateways.pass_time(90, rate=12)

@@ -316,7 +316,7 @@ class LLMDeploymentStatus(Shape):
     were ready, and none of an earlier spec were left. Absent: none was yet."""
     conditions: Conditions = Field(default_factory=list)
     """Ready: requests are served, and the generation in observedGeneration is rolled out.
-    Available: requests are served, if only by instances of an earlier generation. Progressing: a
+    Available: requests are served, also by instances of an earlier generation. Progressing: a
     plan is being made, a roll-out is under way, or instances start or end. Degraded: fewer
     instances are ready than there should be, or something keeps failing. ScalingLimited: nodes have
     no room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is

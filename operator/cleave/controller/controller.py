@@ -234,7 +234,7 @@ class Controller:
             pod.name for pod in pods if pod.ready and not (pod.deleting or pod.is_follower)
         )
         known = await self._fleets.known(key, self.store.gateways(key), ready)
-        pods = _loaded(self.store.pods(key), known)
+        pods = _loaded(self.store.pods(key), known or {})
         pools = [each for each in self.store.pools(key) if isinstance(each.resource, InstancePool)]
         view = DeploymentView(
             deployment=resource,
@@ -281,11 +281,11 @@ class Controller:
 
     async def _decide_pool(self, key: Key, seen: Seen, resource: InstancePool) -> list[Action]:
         owner = _owner(key, resource)
-        known = self._fleets.last(owner)
+        known = self._fleets.last(owner) or {}
         actions = self._decide_with(key, seen, resource, known)
         if any(isinstance(action, Delete) and action.grace_s is None for action in actions):
             # The emptiest instances go, so it is worth knowing which those are now.
-            known = await self._fleets.fresh(owner, self.store.gateways(owner))
+            known = await self._fleets.fresh(owner, self.store.gateways(owner)) or {}
             actions = self._decide_with(key, seen, resource, known)
         return actions
 

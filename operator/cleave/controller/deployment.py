@@ -64,8 +64,8 @@ class DeploymentView:
     children: Children = field(default_factory=dict)
     outcome: PlanOutcome | None = None
     """The planner's last answer."""
-    instances: Mapping[str, Instance] = field(default_factory=dict)
-    """What the gateways know, by pod."""
+    instances: Mapping[str, Instance] | None = None
+    """What the gateways know, by pod; None: none has answered."""
     asked: PlanOutcome | None = None
     """The question that the planner works on."""
     traffic: Window | None = None
@@ -157,7 +157,11 @@ def _scaled(
     """The pools with as many instances as there should be now."""
     if not scaling.watches(view.deployment) or decision.plan is None:
         return list(asked)
-    counts = scaling.find_counts(view, decision.plan)
+    if view.deployment.spec.paused:
+        # What traffic asks for meanwhile is no change that waits.
+        counts: scaling.Counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
+    else:
+        counts = scaling.find_counts(view, decision.plan)
     return [
         _counted(pool, counts.get(pool.spec.role, pool.spec.replicas), pool.spec.owner)
         for pool in asked
@@ -211,7 +215,7 @@ def _moved(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator
     yield from repurposing.moved(moves, there)
     leaving = {move.pod.name for move in moves}
     staying = (pod for pod in view.pods if pod.name not in leaving)
-    yield from repurposing.corrected(staying, view.instances, there)
+    yield from repurposing.corrected(staying, view.instances or {}, there)
 
 
 def _held(

@@ -19,14 +19,16 @@ _PARTIAL_S = 1.0
 """How long an answer counts that leaves something open, at first; twice as long each time."""
 _FRESH_S = 2.0
 
-AskGateways = Callable[[Collection[str]], Awaitable[Mapping[str, Instance]]]
+Known = Mapping[str, Instance] | None
+"""Instances by pod; None: no gateway has answered yet."""
+AskGateways = Callable[[Collection[str]], Awaitable[Known]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
     at_s: float
     ready: frozenset[str]
-    instances: Mapping[str, Instance]
+    instances: Known
     tries: int
     """How many answers in a row have left something open."""
 
@@ -43,14 +45,12 @@ class Fleets(Generic[K]):
         self._clock, self._ask = clock, ask
         self._told: dict[K, _Told] = {}
 
-    def last(self, key: K) -> Mapping[str, Instance]:
+    def last(self, key: K) -> Known:
         """What was told last."""
         told = self._told.get(key)
-        return told.instances if told else {}
+        return told.instances if told else None
 
-    async def known(
-        self, key: K, gateways: Collection[str], ready: frozenset[str]
-    ) -> Mapping[str, Instance]:
+    async def known(self, key: K, gateways: Collection[str], ready: frozenset[str]) -> Known:
         """What is known; asked for when other pods are `ready` (names) than at the last answer."""
         told = self._told.get(key)
         if told and told.ready == ready and self._clock() - told.at_s < told.valid_s:
@@ -62,7 +62,7 @@ class Fleets(Generic[K]):
         told = self._told.get(key)
         return told.valid_s if told is not None and told.tries else None
 
-    async def fresh(self, key: K, gateways: Collection[str]) -> Mapping[str, Instance]:
+    async def fresh(self, key: K, gateways: Collection[str]) -> Known:
         """What is true about now."""
         told = self._told.get(key)
         if told and self._clock() - told.at_s < _FRESH_S:
@@ -73,15 +73,16 @@ class Fleets(Generic[K]):
         """The deployment is gone."""
         self._told.pop(key, None)
 
-    async def _asked(
-        self, key: K, gateways: Collection[str], ready: frozenset[str]
-    ) -> Mapping[str, Instance]:
+    async def _asked(self, key: K, gateways: Collection[str], ready: frozenset[str]) -> Known:
         if not gateways or not ready:
             return self.last(key)
-        found = await self._ask([*map(instances.base_url, gateways)]) or self.last(key)
+        answer = await self._ask([*map(instances.base_url, gateways)])
+        found = self.last(key) if answer is None else answer
         before = self._told.get(key)
         earlier = before.tries if before and before.ready == ready else 0
-        tries = 0 if all(_is_told(found.get(name)) for name in ready) else min(earlier + 1, 8)
+        tries = (
+            0 if all(_is_told((found or {}).get(name)) for name in ready) else min(earlier + 1, 8)
+        )
         self._told[key] = _Told(self._clock(), ready, found, tries)
         return found
 

@@ -51,13 +51,14 @@ def base_url(address: str) -> str:
     return f"http://{host}:{INTERNAL_PORT}"
 
 
-async def ask(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> Mapping[str, Instance]:
-    """Instances by name as the gateways at `urls` (http://HOST:PORT) see them; empty if none does.
+async def ask(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> Mapping[str, Instance] | None:
+    """Instances by name as the gateways at `urls` (http://HOST:PORT) see them; None: none answers.
 
     Never raises.
     """
     pages = await asyncio.gather(*(_ask(url, timeout_s) for url in sorted(urls)[:_MAX_GATEWAYS]))
-    return merge(page for page in pages if page is not None)
+    answers = [page for page in pages if page is not None]
+    return merge(answers) if answers else None
 
 
 def merge(pages: Iterable[FleetPage]) -> Mapping[str, Instance]:
@@ -94,11 +95,10 @@ def summarize_kv_paths(instances: Iterable[Instance]) -> KvPaths:
 
 
 def _merge_views(seen: list[Instance]) -> Instance:
-    """The freshest view; what each gateway sends there adds up, and all of them must send."""
+    """The freshest view; what each gateway sends there adds up."""
     best = min(seen, key=lambda view: (view.contact not in _HEARD, view.report_age_s))
     return msgspec.structs.replace(
         best,
-        selectable=all(view.selectable for view in seen),
         requests_in_flight=sum(view.requests_in_flight for view in seen),
         pending_tokens=max(view.pending_tokens for view in seen),
     )

@@ -7,19 +7,19 @@ instances are lost, follow traffic or are replaced because of another plan; a ne
 rolled out, however well the instances of the last one serve.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cleave.api.deployment import Fallback
 from cleave.api.planning import Mode
-from cleave.api.pool import InstancePool
+from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller import conditions
 from cleave.controller.conditions import Condition
 from cleave.controller.instances import Instance
-from cleave.controller.observed import ObservedPod
 from cleave.controller.placing import Decision
 from cleave.pods.labels import gateway_name
+from cleave.rpc.fleet_page import MAX_INSTANCES
 
 if TYPE_CHECKING:
     from cleave.controller.deployment import DeploymentView
@@ -41,9 +41,11 @@ def available(
     if gateway.status and all(each.reason == ASLEEP for each in roles):
         text = "no instance runs; the next request waits until they are back"
         return Condition("Available", True, ASLEEP, text)
-    if gateway.status and _answer(view.pods, goals):
+    if gateway.status and _answer(view, goals):
         return Condition("Available", True, "Serving", "requests are served")
-    missing = [each for each in parts if not each.status]
+    missing = [each for each in parts if not each.status] or [
+        each for each in roles if each.reason == ASLEEP and each.type != "MixedReady"
+    ]
     if not missing:
         text = "the prefill and decode instances that are ready are of different revisions"
         return Condition("Available", False, "NoPairReady", text)
@@ -96,29 +98,47 @@ def is_gateway_updated(view: "DeploymentView") -> bool:
     return child is None or child.is_updated
 
 
-def _answer(pods: Iterable[ObservedPod], goals: Goals) -> bool:
-    """Whether instances of one revision answer requests: a mixed one, or one of each other role."""
+def _answer(view: "DeploymentView", goals: Goals) -> bool:
+    """Whether instances of one revision answer requests: a mixed one, or one of each other role.
+
+    With routing.fallback Always an instance of either role does both phases while the other role is
+    scaled to 0.
+    """
     roles: dict[str, set[Role]] = {}
-    for pod in pods:
+    for pod in view.pods:
         if pod.ready and not (pod.deleting or pod.is_over):
             roles.setdefault(pod.revision, set()).add(pod.role)
     pair = {Role.DECODE} | ({Role.PREFILL} & goals.keys())
-    return any(Role.MIXED in found or pair <= found for found in roles.values())
+    if view.deployment.spec.routing.fallback is Fallback.ALWAYS:
+        pair -= {role for role, goal in goals.items() if goal.spec.replicas == 0}
+    return any(Role.MIXED in found or (pair and pair <= found) for found in roles.values())
 
 
 def _remembered(view: "DeploymentView") -> int | None:
     generation: int | None = view.status.get("rolledOutGeneration")
+    if generation is None and (ready := conditions.find(view.status, "Ready")):
+        # Written by an operator that did not know rolledOutGeneration.
+        generation = ready.get("observedGeneration") if ready["status"] == "True" else None
     return generation
 
 
 def _is_complete(view: "DeploymentView", pool: InstancePool) -> bool:
-    """Whether a pool has all its instances, ready, of its present spec and of no other."""
-    status = view.pool_status.get(pool.spec.role, {})
-    return (
-        pool.spec.rollout is None
-        and status.get("observedGeneration") == (pool.metadata.generation or 0)
-        and conditions.holds(status.get("conditions", ()), "Ready")
-    )
+    """Whether a pool has all its instances, ready, of its present spec and of no other.
+
+    One of them is enough where an autoscaler, a person or traffic sets the number: it may be more
+    than nodes have room for, and change before it is reached.
+    """
+    status, role = view.pool_status.get(pool.spec.role, {}), pool.spec.role
+    ready = conditions.find(status, "Ready")
+    is_current = status.get("observedGeneration") == (pool.metadata.generation or 0)
+    if ready is None or pool.spec.rollout is not None or not is_current:
+        return False
+    if ready["status"] == "True":
+        return True
+    follows = any(each.role is role for each in view.deployment.spec.scaling.roles)
+    is_plans = pool.spec.owner is ReplicasOwner.PLAN and not follows
+    has_old = ready["reason"] == conditions.ROLLING_OUT
+    return not (is_plans or has_old) and status["ready"] > 0
 
 
 def _is_gateway_complete(view: "DeploymentView") -> bool:
@@ -129,13 +149,19 @@ def _is_gateway_complete(view: "DeploymentView") -> bool:
 
 
 def _is_sent_requests(view: "DeploymentView", goals: Goals) -> bool:
-    """Whether gateways send requests to an instance of each role, as far as they have told."""
+    """Whether gateways send requests to an instance of each role; True while no gateway answers."""
+    if view.instances is None:
+        return True
     is_split = view.deployment.spec.routing.fallback is not Fallback.ALWAYS
-    for role in goals:
+    # A full page may leave out all instances of a role.
+    is_full = len(view.instances) >= MAX_INSTANCES
+    for role, goal in goals.items():
         names = (pod.name for pod in view.alive(role) if pod.ready)
         known = [view.instances[name] for name in names if name in view.instances]
+        if goal.spec.replicas == 0 or (is_full and not known):
+            continue
         needs_kv = is_split and role is not Role.MIXED
-        if known and not any(_takes(each, needs_kv=needs_kv) for each in known):
+        if not any(_takes(each, needs_kv=needs_kv) for each in known):
             return False
     return True
 

@@ -104,7 +104,7 @@ def _conditions(
         _kv_path(view, goals),
         limited,
         progressing,
-        _degraded(view, goals, ready),
+        _degraded(view, goals, available),
     ]
 
 
@@ -153,7 +153,7 @@ def _kv_path(view: "DeploymentView", goals: Mapping[Role, InstancePool]) -> Cond
     if Role.PREFILL not in goals:
         return Condition("KVPathVerified", True, "NotNeeded", "nothing is handed over")
     ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
-    known = [each for name, each in view.instances.items() if name in ready]
+    known = [each for name, each in (view.instances or {}).items() if name in ready]
     if not known:
         return Condition("KVPathVerified", None, "NotTold", "no gateway has told of instances yet")
     paths = summarize_kv_paths(known)
@@ -189,7 +189,7 @@ def _progressing(
             by = f"replaced by revision {goal.spec.revision}" if goal else "no longer planned"
             return Condition("Progressing", True, conditions.ROLLING_OUT, f"{role} instances: {by}")
     if not readiness.is_gateway_updated(view):
-        text = "gateways are replaced by ones of the present spec"
+        text = "gateway pods are being replaced"
         return Condition("Progressing", True, conditions.ROLLING_OUT, text)
     for role in roles:
         goal, pods = goals[role], view.alive(role)
@@ -201,7 +201,7 @@ def _progressing(
 
 
 def _degraded(
-    view: "DeploymentView", goals: Mapping[Role, InstancePool], ready: Condition
+    view: "DeploymentView", goals: Mapping[Role, InstancePool], available: Condition
 ) -> Condition:
     """Serving with less than was planned, or about to because something keeps failing."""
     if view.fault:
@@ -215,6 +215,6 @@ def _degraded(
         for role, goal in goals.items()
         if sum(pod.ready for pod in view.alive(role)) < goal.spec.replicas
     ]
-    if ready.status and missing:
+    if available.status and missing:
         return Condition("Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}")
     return Condition("Degraded", False, "Whole", "no instance is missing")

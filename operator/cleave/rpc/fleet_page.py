@@ -7,6 +7,9 @@ the same instant.
 
 import msgspec
 
+MAX_INSTANCES = 4_096
+"""In one page: about 2 MB."""
+
 
 class KvPath(msgspec.Struct, frozen=True):
     """Result of an instance's KV self-test."""

@@ -5,12 +5,10 @@ import math
 from cleave.gateway.context import Context
 from cleave.router.instance import Instance
 from cleave.rpc import fleet_page
-from cleave.rpc.fleet_page import FleetPage, KvPath
+from cleave.rpc.fleet_page import MAX_INSTANCES, FleetPage, KvPath
 from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2
 
-MAX_INSTANCES = 4_096
-"""About 2 MB."""
 _TEXT_LIMIT = 300
 """Characters of a reason or detail."""
 
