@@ -286,8 +286,20 @@ def test_a_completion_has_a_bounded_number_of_prompts(prompt: object) -> None:
     assert (refused.value.status, refused.value.param) == (400, "prompt")
 
 
-def test_token_ids_are_one_prompt_however_they_are_written() -> None:
-    body = b'{"model":"m","prompt":[' + b" " * 100 + b"1, " * 4_999 + b"1]}"
+def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
+    said = set()
+    # At some depth the body is still read and its prompt no more; the stack of the test decides.
+    for depth in range(700, 1_001):
+        try:
+            read_completion(b'{"model":"m","prompt":[%b%b]}' % (b"[" * depth, b"]" * depth))
+        except ApiError as error:
+            said.add((error.status, error.param))
+    assert said == {(400, None), (400, "prompt")}
+
+
+@pytest.mark.parametrize("first", [b"1", b"-1"])
+def test_token_ids_are_one_prompt_however_they_are_written(first: bytes) -> None:
+    body = b'{"model":"m","prompt":[' + b" " * 100 + first + b", 1" * 4_999 + b"]}"
     assert read_completion(body).prompt_tokens == 5_000
     assert read_completion(body).splittable
 

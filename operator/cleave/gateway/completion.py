@@ -29,7 +29,7 @@ _LARGE_BYTES = 64 << 10
 """What is smaller is decoded first and counted then: at most 13,000 fields, 8 ms."""
 _VALUE_BYTES = 1_024
 """No value that leaves a request what it usually is takes so many."""
-_TOKEN_IDS = re.compile(rb"\[\s*\d")
+_TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
 _decode_prompts = ListDecoder(MAX_PROMPTS).decode
@@ -299,6 +299,8 @@ def _measure_prompts(raw: msgspec.Raw) -> tuple[int, int]:
             f"prompt is a list of more than {MAX_PROMPTS} prompts: send them in several requests",
             param="prompt",
         ) from None
+    except RecursionError:
+        raise refuse("prompt is nested too deeply", param="prompt") from None
     tokens = 1
     for prompt in prompts:
         text = bytes(prompt)

@@ -1,6 +1,7 @@
 """What another engine is asked when a stream has lost its own."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,6 +43,11 @@ def see(*tokens: tuple[str, int], chat: bool = False, **last: Any) -> Transcript
     for choice in choices:
         seen.read(b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n")
     return seen
+
+
+def at_depth(frames: int, call: Callable[[], Any]) -> Any:
+    """What `call` returns with so many frames more on the stack."""
+    return at_depth(frames - 1, call) if frames else call()
 
 
 def told(choice: dict[str, Any]) -> bytes:
@@ -247,3 +253,20 @@ def test_other_answers_are_not_resumed() -> None:
 )
 def test_only_some_answers_come_twice(fields: dict[str, Any], repeatable: bool) -> None:
     assert is_repeatable(read(**fields).fields) is repeatable
+
+
+def test_messages_that_are_nested_too_deeply_are_no_text() -> None:
+    content = json.loads("[" * 400 + "]" * 400)
+    chat = read(messages=[{"role": "user", "content": [{"type": "text", "more": content}]}])
+    seen = see(("a", 1), chat=True)
+    hows = []
+    for frames in range(0, 700, 2):
+        try:
+            planned = at_depth(frames, lambda: plan(CHAT, chat, seen, PROMPT_IDS, 100))
+        except NotResumableError:
+            hows.append("refused")
+        except RecursionError:
+            break
+        else:
+            hows.append(planned.how)
+    assert set(hows) == {"continued", "refused"}

@@ -188,7 +188,7 @@ def _holds_media(fields: Fields) -> bool:
         messages = _decode_messages(fields["messages"])
         contents = [each.content for each in messages if _is_list(each.content)]
         return any(part.type != "text" for raw in contents for part in _decode_parts(raw))
-    except (KeyError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (KeyError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return True
 
 
