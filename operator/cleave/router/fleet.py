@@ -100,6 +100,7 @@ class Fleet:
                 await self._look()
             except (DiscoveryError, OSError, TimeoutError) as error:
                 log.warning("agents cannot be looked up: %s", error)
+            rounds.begin()
 
     async def _look(self) -> None:
         # Not wait_for: before Python 3.12 it may lose a cancellation, and stop() would never end.

@@ -284,16 +284,17 @@ class EnginePool:
         if len(self._open) + len(self._connecting) > self._limit:
             call.fail("has no connection left")
             return
-        connection = None
+        connection, is_last = None, False
         while connection is None:
             limit = asyncio.timeout(self._connect_s)
             try:
                 async with limit:
                     connection = await self._open_connection()
             except TimeoutError:
-                if not is_overdue(limit):
+                if is_last or not is_overdue(limit):
                     call.fail("cannot be reached: timed out")
                     return
+                is_last = True
             except OSError as error:
                 call.fail(f"cannot be reached: {error}")
                 return
