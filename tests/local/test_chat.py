@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from cleave.local import chat
 from cleave.local.chat import ask
 from cleave.local.errors import ChatError
 
@@ -50,3 +51,14 @@ async def test_an_answer_that_is_none_is_said_so(
 ) -> None:
     with pytest.raises(ChatError, match=complaint):
         await ask(await serve(answer), BODY, lambda _: None)
+
+
+async def test_a_time_out_without_words_is_named(
+    monkeypatch: pytest.MonkeyPatch, serve: Answering
+) -> None:
+    async def time_out(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(chat, "_collect", time_out)
+    with pytest.raises(ChatError, match=r"http://.*: TimeoutError"):
+        await ask(await serve(stream()), BODY, lambda _: None)

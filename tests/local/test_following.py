@@ -1,9 +1,12 @@
+import io
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from cleave.cli.screen import progress
 from cleave.local import following, instances
 from cleave.local.following import End, Outcome, Step, follow, judge
 from cleave.local.instances import Row
@@ -120,3 +123,27 @@ def test_what_happens_to_pods_that_were_ready_is_told() -> None:
         ["p was started again after exit code 137", "p is ready again"],
         [],
     ]
+
+
+async def test_an_old_failure_is_told_once_when_an_agent_misses_an_answer(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stated = agent_pb2.Registration(restarts=2, last_failure="engine ended with status 1: oh")
+    health = agent_pb2.HealthResponse(registration=stated)
+    again = agent_pb2.HealthResponse(registration=stated)
+    again.registration.restarts = 3
+    answers = iter([health, None, None, health, again])
+
+    async def rows(snapshot: Snapshot) -> list[Row]:
+        return [instances.row(pod, snapshot, next(answers)) for pod in snapshot.pods]
+
+    monkeypatch.setattr(instances, "rows", rows)
+    out, steps, found = io.StringIO(), [], []
+    with progress(Console(file=out, width=80)) as show:
+        for pod in (LOADING, LOADING, READY, READY, READY):
+            known, steps = steps, await following._steps(folder, of(pod), steps, asks_ready=True)
+            found.append(following.failures(known, steps))
+            show(steps)
+    line = "p: engine ended with status 1: oh"
+    assert found == [[line], [], [], [], [line]]
+    assert out.getvalue().count(line) == 2

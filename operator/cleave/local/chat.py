@@ -44,7 +44,7 @@ async def ask(url: str, body: Mapping[str, Any], show: Callable[[str], None]) ->
             return await _collect(_events(response), show, begin)
     # ValueError: a line that is too long, or no JSON.
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise ChatError(f"{url}: {error}") from error
+        raise ChatError(f"{url}: {str(error) or type(error).__name__}") from error
 
 
 async def _collect(

@@ -7,7 +7,7 @@ is hard: a pod that restarts may still come up, one whose arguments are refused 
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -82,7 +82,7 @@ async def follow(folder: StateFolder, show: Show, timeout_s: float) -> End:
             return End(Outcome.STOPPED)
         if not folder.is_held():
             return _supervisor_ended(folder)
-        steps = await _steps(folder, snapshot, steps)
+        steps = await _steps(folder, snapshot, steps, asks_ready=False)
         show(steps)
         if end := judge(snapshot, steps, folder):
             return end
@@ -164,7 +164,7 @@ def changes(before: Snapshot, after: Snapshot) -> list[str]:
 async def watch(folder: StateFolder, tell: Callable[[str], None]) -> None:
     """Tell what happens to a deployment's pods and engines until it is stopped."""
     before = folder.read()
-    steps: Sequence[Step] = await _ask(folder, before) if before else ()
+    steps: Sequence[Step] = await _steps(folder, before, (), asks_ready=True) if before else ()
     asked_at = time.monotonic()
     while before is not None and not before.stopping:
         await asyncio.sleep(_WATCH_PERIOD_S)
@@ -173,7 +173,8 @@ async def watch(folder: StateFolder, tell: Callable[[str], None]) -> None:
             lines = changes(before, after)
             # An engine may be back before a probe has missed it, so agents are asked as well.
             if lines or time.monotonic() - asked_at >= _ASK_PERIOD_S:
-                known, steps = steps, await _ask(folder, after)
+                known = steps
+                steps = await _steps(folder, after, known, asks_ready=True)
                 asked_at = time.monotonic()
                 lines += failures(known, steps)
             for line in lines:
@@ -191,25 +192,32 @@ def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
     return Step(pod.name, pod.role, state, elapsed_s, detail, row.restarts, row.last_failure)
 
 
-async def _ask(folder: StateFolder, snapshot: Snapshot) -> Sequence[Step]:
-    """Steps of all pods now. A pod that does not answer keeps no count of its engine's restarts."""
-    return await _steps(folder, snapshot, ())
-
-
-async def _steps(folder: StateFolder, snapshot: Snapshot, before: Sequence[Step]) -> list[Step]:
-    """Steps of all pods. A pod that stays ready is not asked again and keeps the time it took."""
-    settled = {each.pod: each for each in before if each.state == READY}
+async def _steps(
+    folder: StateFolder, snapshot: Snapshot, before: Sequence[Step], *, asks_ready: bool
+) -> list[Step]:
+    """Steps of all pods; without `asks_ready` a pod that stays ready keeps the step it had."""
+    known = {each.pod: each for each in before}
     kept = {
-        pod.name: settled[pod.name] for pod in snapshot.pods if pod.ready and pod.name in settled
+        pod.name: known[pod.name]
+        for pod in snapshot.pods
+        if not asks_ready and pod.ready and pod.name in known and known[pod.name].state == READY
     }
     rest = tuple(pod for pod in snapshot.pods if pod.name not in kept)
     rows = await instances.rows(replace(snapshot, pods=rest))
     now = time.time()
     fresh = {
-        pod.name: step(pod, row, "".join(logs.tail(folder.log(pod.name), 1)), now)
+        pod.name: step(pod, _counted(row, known), "".join(logs.tail(folder.log(pod.name), 1)), now)
         for pod, row in zip(rest, rows, strict=True)
     }
     return [(kept | fresh)[pod.name] for pod in snapshot.pods]
+
+
+def _counted(row: Row, known: Mapping[str, Step]) -> Row:
+    """With the restarts known before: only an agent that answers counts those of its engine."""
+    before = known.get(row.instance)
+    if before is None or row.epoch is not None:
+        return row
+    return replace(row, restarts=max(row.restarts, before.restarts))
 
 
 def _supervisor_ended(folder: StateFolder) -> End:
