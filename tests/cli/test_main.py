@@ -145,6 +145,13 @@ def test_a_model_that_cannot_be_planned_is_valid_and_comes_up_as_the_smallest_pa
     assert "config.json" in remedy
     started = cli.invoke(app, ["up", *files, "--dry-run"])
     assert (started.exit_code, started.stderr) == (0, valid.stderr)
+    manifest.write_text(
+        f"{UNKNOWN.partition('  workload')[0]}  workload: {{trace: {{path: gone.csv}}}}\n"
+    )
+    for command in (["validate", *files], ["up", *files, "--dry-run"]):
+        refused = cli.invoke(app, command)
+        assert (refused.exit_code, "error: spec.workload: " in refused.stderr) == (2, True)
+        assert "gone.csv" in refused.stderr
     names = [pod["metadata"]["name"] for pod in yaml.safe_load_all(started.stdout)]
     assert names == ["chat-prefill-0", "chat-decode-0", "chat-gateway"]
     cluster.write_text("nodes: [{gpu: H99}]")

@@ -2,6 +2,7 @@
 
 import typer
 
+from cleave import distribution
 from cleave.cli.faults import BAD_INPUT, fail, load_deployment
 from cleave.cli.question import ClusterFile, Overrides, ask
 from cleave.cli.up import File
@@ -19,6 +20,7 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
     from cleave.api.manifest import ManifestError, load_cluster
     from cleave.perf import inventory
     from cleave.planner.checks import unknown_model
+    from cleave.planner.placement import PlanError
 
     deployment = load_deployment(file)
     spec = deployment.spec
@@ -26,8 +28,13 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
         if cluster and unknown_model(deployment) is not None:
             # Nothing can be planned, and it comes up all the same.
             inventory.kinds(load_cluster(cluster), spec.planning.gpus)
+            if spec.workload and spec.workload.trace:
+                distribution.require("planner")
+                from cleave.planner import asking
+
+                asking.demand(deployment, file.parent)
         elif cluster or (spec.workload and not spec.placement and spec.engine.type == "Emulated"):
             ask(file, cluster, Overrides(), seed=0)
-    except ManifestError as error:
+    except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
     typer.echo(f"{file}: LLMDeployment {deployment.metadata.name} is valid")

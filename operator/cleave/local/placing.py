@@ -51,11 +51,15 @@ def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) 
         return None
     if spec.engine.type is not EngineType.EMULATED and cluster is None:
         return None
-    if unknown_model(deployment) is not None:
+    is_unknown = unknown_model(deployment) is not None
+    if is_unknown and spec.workload.trace is None:
         return None
     distribution.require("planner")
     from cleave.planner import asking, emulated
 
+    if is_unknown:
+        asking.demand(deployment, folder)
+        return None
     if spec.engine.type is EngineType.EMULATED:
         return emulated.problem(deployment, folder, cluster=cluster)
     return asking.problem(deployment, cluster, folder) if cluster else None

@@ -31,13 +31,13 @@ def problem(
     shape = _shape(deployment)
     kinds = inventory.kinds(cluster, spec.planning.gpus)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
-    demand = _demand(deployment, folder)
+    traffic = demand(deployment, folder)
     try:
         estimates = estimator.for_cluster(shape, cluster, spec.planning.gpus, folder, longest)
     except ManifestError as error:
         raise PlanError(error.faults) from error
     return Problem(
-        demand=demand.limited(longest),
+        demand=traffic.limited(longest),
         slo=spec.slo,
         supplies=supplies(cluster, kinds, spec.planning.gpus),
         shape=shape,
@@ -45,7 +45,7 @@ def problem(
         planning=spec.planning,
         policies=policies(spec.engine),
         seed=seed,
-        notes=diagnosis.remarks(demand, longest),
+        notes=diagnosis.remarks(traffic, longest),
     )
 
 
@@ -86,7 +86,8 @@ def _shape(deployment: LLMDeployment) -> ModelShape:
         raise PlanError([f"spec.model.source: {error}"]) from error
 
 
-def _demand(deployment: LLMDeployment, folder: Path) -> Demand:
+def demand(deployment: LLMDeployment, folder: Path) -> Demand:
+    """The traffic of `deployment`; a relative trace is looked for in `folder`. Raises PlanError."""
     stated = deployment.spec.workload
     if stated is None:
         raise PlanError(
