@@ -10,7 +10,7 @@ RERUN = --reruns 1 -rR
 
 # The emulated engine runs without vLLM and the tools of development. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
-EMULATED = $(filter emulated --engine=emulated,$(ARGS))
+EMULATED = $(findstring --engine emulated,$(subst =, ,$(strip $(ARGS))))
 run: $(if $(VLLM),setup,$(if $(EMULATED),setup-emulated,setup)) ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
 	@.venv/bin/cleave demo $(ARGS)
 

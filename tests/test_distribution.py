@@ -2,8 +2,10 @@
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from cleave import distribution
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EDITABLE = '{"url": "file:///a%20b", "dir_info": {"editable": true}}'
 
 
 def test_the_distribution_is_the_projects_and_its_version_too() -> None:
@@ -52,13 +55,20 @@ def test_a_module_of_no_extra_is_found_in_none(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_checkout", "command"),
-    [(True, "make setup"), (False, "pip install 'cleave-serving[gateway,worker]'")],
+    ("origin", "prefix", "command"),
+    [
+        (EDITABLE, "/a b/.venv", "make setup"),
+        (EDITABLE, "/other", "pip install -e '/a b[gateway,worker]'"),
+        ("{}", "/a b/.venv", "pip install 'cleave-serving[gateway,worker]'"),
+        (None, "/other", "pip install 'cleave-serving[gateway,worker]'"),
+    ],
 )
 def test_the_command_is_one_that_this_environment_has(
-    monkeypatch: pytest.MonkeyPatch, is_checkout: bool, command: str
+    monkeypatch: pytest.MonkeyPatch, origin: str | None, prefix: str, command: str
 ) -> None:
-    monkeypatch.setattr(distribution, "is_checkout", lambda: is_checkout)
+    installed = SimpleNamespace(read_text=lambda _: origin)
+    monkeypatch.setattr(distribution, "distribution", lambda _: installed)
+    monkeypatch.setattr(sys, "prefix", prefix)
     assert distribution.install(["gateway", "worker"]) == command
 
 
@@ -69,7 +79,7 @@ def test_every_page_and_source_names_this_distribution_and_its_extras() -> None:
     named = {
         (path, *match.groups())
         for path in files.stdout.split()
-        for match in re.finditer(r"\b(cleave[a-z-]*)\[([a-z,-]+)\]", (ROOT / path).read_text())
+        for match in re.finditer(r"\b(cleave[\w-]*)\[([a-z,-]+)\]", (ROOT / path).read_text())
     }
     assert len(named) > 3
     strange = [

@@ -6,10 +6,13 @@ missing; requirements are read from the installed metadata, so only pyproject.to
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from importlib.metadata import version as installed_version
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 NAME = "cleave-serving"
 
@@ -37,14 +40,25 @@ def version() -> str:
 
 def install(extras: Iterable[str]) -> str:
     """The command that adds `extras` to this environment."""
-    return "make setup" if is_checkout() else f"pip install '{NAME}[{','.join(extras)}]'"
+    if is_checkout():
+        return "make setup"
+    folder = _editable()
+    names = f"[{','.join(extras)}]"
+    return f"pip install -e '{folder}{names}'" if folder else f"pip install '{NAME}{names}'"
 
 
-@cache
 def is_checkout() -> bool:
-    """Whether the sources of a checkout run; its environment is uv's and has no pip."""
+    """Whether this is the environment that `make setup` makes in a checkout; it has no pip."""
+    folder = _editable()
+    return folder is not None and Path(sys.prefix).resolve() == (folder / ".venv").resolve()
+
+
+def _editable() -> Path | None:
+    """The sources of an editable installation."""
     origin = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
-    return bool(origin.get("dir_info", {}).get("editable"))
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return Path(unquote(urlsplit(origin["url"]).path))
 
 
 def require(*extras: str) -> None:

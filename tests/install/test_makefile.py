@@ -22,7 +22,7 @@ def steps(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("arguments", ["--engine emulated --once", "--once --engine=emulated"])
+@pytest.mark.parametrize("arguments", ["--engine  emulated --once", "--once --engine=emulated"])
 def test_the_emulated_engine_runs_without_vllm_being_installed(clone, arguments) -> None:
     run = steps(clone, "run", f"ARGS={arguments}")
     assert "worker-cpu" not in run
@@ -30,7 +30,7 @@ def test_the_emulated_engine_runs_without_vllm_being_installed(clone, arguments)
     assert run.endswith(f".venv/bin/cleave demo {arguments}\n")
 
 
-@pytest.mark.parametrize("arguments", ["", "--prompt 'is it-emulated'"])
+@pytest.mark.parametrize("arguments", ["", "--prompt 'is it emulated'", "--model emulated"])
 def test_everything_else_installs_vllm(clone, arguments) -> None:
     assert "--group worker-cpu" in steps(clone, "run", f"ARGS={arguments}")
     assert "--group worker-cpu" in steps(clone, "setup")

@@ -1,5 +1,6 @@
 """What must be installed before anything is started."""
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -41,7 +42,9 @@ def test_vllm_that_is_absent_is_refused_with_the_commands_that_install_it(
     monkeypatch: pytest.MonkeyPatch, is_checkout: bool, commands: list[str]
 ) -> None:
     monkeypatch.setattr(planning, "find_spec", lambda _: None)
-    monkeypatch.setattr(planning.distribution, "is_checkout", lambda: is_checkout)
+    folder = Path(sys.prefix).parent if is_checkout else None
+    monkeypatch.setattr(planning.distribution, "_editable", lambda: folder)
+    monkeypatch.setattr(sys, "prefix", f"{folder}/.venv")
     with pytest.raises(UpError, match=r"^vLLM is not installed; on CPU") as refused:
         planning.must_be_installed(EngineType.VLLM)
     assert all(command in str(refused.value) for command in commands)
