@@ -181,7 +181,7 @@ async def test_an_instance_that_states_what_no_order_can_follow_is_left_alone(
     directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     orders = await managed.run(2)
     assert orders == ([("d1", "mixed", 2)] if flipping is Flipping.AUTO else [])
-    assert caplog.text.count("a is given no other role: it states role") == 1
+    assert caplog.text.count("a is excluded from role changes: role") == 1
 
 
 async def test_what_is_known_of_an_instance_survives_the_coming_of_others(

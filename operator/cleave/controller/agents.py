@@ -34,7 +34,7 @@ async def set_home(agent: str, role: Role) -> None:
                     return
                 if stated.epoch >= epochs.LAST:
                     raise AgentError(
-                        f"agent {agent}: epoch {stated.epoch} of its role is the last there is;"
+                        f"agent {agent}: epoch exhausted ({stated.epoch});"
                         " delete the pod to give it another role"
                     )
                 order = agent_pb2.SetRoleRequest(

@@ -192,7 +192,7 @@ class PoolManager:
         if instance.name not in self._left_alone:
             self._left_alone.add(instance.name)
             log.warning(
-                "%s is given no other role: it states role %s, home %s, epoch %d",
+                "%s is excluded from role changes: role %s, home %s, epoch %d",
                 instance.name,
                 name_of(agent_pb2.Role, stated.role),
                 name_of(agent_pb2.Role, stated.home),
