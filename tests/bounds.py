@@ -5,8 +5,13 @@ compiled code or in what clears up after it; this, what hangs when all tests are
 """
 
 import faulthandler
+import signal
 
 _LEAVE_S = 120
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As under nohup. What tests start would inherit it, and end by no SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish() -> None:

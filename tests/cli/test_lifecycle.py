@@ -17,6 +17,9 @@ from cleave.local import state
 
 Cleave = Callable[..., "subprocess.CompletedProcess[str]"]
 
+EMULATOR = "cleave_worker.emulator.main"
+"""Fourth word of an engine's command line; its warden has it further back."""
+
 
 @pytest.fixture
 def cleave(state_root: Path) -> Cleave:
@@ -91,7 +94,8 @@ def test_an_engine_that_fails_is_told_at_once_by_up_and_kept_in_status(
             snapshot = state.find("chat").read()
             assert snapshot is not None
             (agent,) = (pod.pid for pod in snapshot.pods if pod.name == "chat-prefill-0")
-            engine = psutil.Process(agent or 0).children(recursive=True)[-1]
+            children = psutil.Process(agent or 0).children(recursive=True)
+            (engine,) = (each for each in children if each.cmdline()[3:4] == [EMULATOR])
             engine.kill()
             failure = "engine ended with status 137"
             assert any(line.startswith(f"chat-prefill-0: {failure}") for line in up.stdout)

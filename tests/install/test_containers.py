@@ -31,7 +31,7 @@ Started = subprocess.Popen[bytes]
 START_S = 60
 EARLY_S = 0.05
 """From the start of a process to its SIGTERM: Python takes longer to import anything of ours."""
-END_S = 2
+END_S = 10
 SANDBOX = ["sh", "-c", '"$@" & wait $!', "pause"]
 """PID 1 of a pod whose containers share their process namespace."""
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
@@ -208,6 +208,7 @@ def start_in_pod(
     for _ in range(2 if is_shared else 1):
         main = only_child(main)
     while Path(f"/proc/{main}/exe").resolve() != Path(sys.executable).resolve():
+        assert process.poll() is None, f"it ended with {process.returncode}"
         time.sleep(0.001)
     return process, main
 
