@@ -244,6 +244,32 @@ async def test_what_a_refused_client_still_sends_is_read_slowly(make_stage, keys
     assert (await client.read()).status == 401
 
 
+@pytest.mark.interpreted
+async def test_a_client_that_sends_much_has_one_read_a_turn(single, monkeypatch) -> None:
+    """The event loop would read 32 times in a row from it, while others wait."""
+    client = await single.connect()
+    connection = await find_connection(single)
+    reads, most = 0, 0
+    feed = connection._reader.feed
+
+    def count(data: bytes) -> None:
+        nonlocal reads, most
+        if not reads:
+            asyncio.get_running_loop().call_soon(end_turn)
+        reads += len(data)
+        most = max(most, reads)
+        feed(data)
+
+    def end_turn() -> None:
+        nonlocal reads
+        reads = 0
+
+    monkeypatch.setattr(connection._reader, "feed", count)
+    client.send(ASK | {"prompt": "x" * 8_000_000})
+    assert (await client.read()).status == 200
+    assert most <= 300_000
+
+
 # --- connections ---
 
 

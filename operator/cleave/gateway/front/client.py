@@ -121,6 +121,8 @@ class ClientConnection(asyncio.Protocol):
         if self._deaf:
             self._discard(len(data))
             return
+        if len(data) > FEED_BYTES:
+            self._let_others_read()
         if self._busy or self.blocked or self._backlog:
             self._set_aside(data)
             return
@@ -152,8 +154,8 @@ class ClientConnection(asyncio.Protocol):
         self.blocked = False
         if self._running is not None:
             self._running.hold(False)
-        elif not self._busy:
-            self._turn()
+        elif not (self._busy or self._deaf):
+            self._rest()
 
     def run(self, running: Running) -> None:
         """Say what works on the present request, so that it hears of the client."""
@@ -195,7 +197,6 @@ class ClientConnection(asyncio.Protocol):
             return
         self._busy = False
         self._rest()
-        self._turn()
 
     def drop(self) -> None:
         """Close the connection at once."""
@@ -250,6 +251,15 @@ class ClientConnection(asyncio.Protocol):
             slowest_s = idle_s + self._reader.body_bytes / LEAST_BODY_RATE
             self._deadline = min(now + idle_s, self._begun_at + slowest_s)
 
+    def _let_others_read(self) -> None:
+        """Read on in the next turn: the event loop reads up to 32 times in a row from a client."""
+        self.transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self._backlog:
+            self.transport.resume_reading()
+
     def _set_aside(self, data: bytes) -> None:
         """Keep for later what has been read already, and read no more."""
         self._backlog.append(data)
@@ -272,13 +282,6 @@ class ClientConnection(asyncio.Protocol):
         self._kept_bytes = kept
         context.partial_bytes += grown
         return has_room
-
-    def _turn(self) -> None:
-        """Turn to what has arrived, soon, if the client takes what it was sent."""
-        reader = self._reader
-        waits = self._backlog or reader.ready or reader.refusal is not None or reader.wants_continue
-        if waits and not self.blocked:
-            asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
         """Turn to what arrived while the last request was being answered."""
@@ -365,10 +368,13 @@ class ClientConnection(asyncio.Protocol):
         self._discard(0)
 
     def _rest(self) -> None:
-        """There is no request."""
-        now = self._context.clock()
+        """No request is answered: wait for one, or turn soon to what has arrived."""
+        now, reader = self._context.clock(), self._reader
         self._idle_since = self._begun_at = now
         self._deadline = now + self._context.config.timeouts.keep_alive_s
+        waits = self._backlog or reader.ready or reader.refusal is not None or reader.wants_continue
+        if waits and not self.blocked:
+            asyncio.get_running_loop().call_soon(self._go_on)
 
     def _wait(self, seconds: float) -> None:
         self._deadline = self._context.clock() + seconds
