@@ -20,10 +20,21 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def git(*args: str) -> str:
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 @pytest.mark.parametrize("top", ["operator", "worker"])
 def test_source_roots_hold_packages_and_no_modules(top: str) -> None:
     # A module here would make `operator` importable from the root and break Python's own.
     assert not list((ROOT / top).glob("*.py"))
+
+
+def test_no_link_is_tracked() -> None:
+    # One to a place outside the checkout, a shared .venv say, breaks every clone.
+    tracked = git("ls-files", "--stage")
+    assert not [line for line in tracked.splitlines() if line.startswith("120000")]
 
 
 def test_the_standard_operator_module_is_not_shadowed() -> None:
@@ -56,9 +67,7 @@ def test_every_documented_module_and_test_exists() -> None:
 
 
 def test_relative_links_in_documents_lead_somewhere() -> None:
-    pages = subprocess.run(
-        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
+    pages = git("ls-files", "*.md").split()
     for page in pages:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"

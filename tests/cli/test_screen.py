@@ -60,7 +60,7 @@ def test_nobody_waits_longer_than_15_s_for_a_line() -> None:
         "chat-prefill-0  loading  0 s",
         "chat-decode-0  ready  7 s",
         *(
-            f"still waiting: chat-prefill-0 loading {second} s (engine starts)"
+            f"still waiting: chat-prefill-0 loading {second} s (last log line: engine starts)"
             for second in (15, 30, 45)
         ),
     ]

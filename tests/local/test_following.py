@@ -57,7 +57,7 @@ def test_of_many_that_are_waited_for_some_are_named() -> None:
     steps = [Step(f"p-{n}", "prefill", "loading", 7.2, "x" * 200) for n in range(6)]
     steps[0] = replace(steps[0], state="ready")
     line = following.waiting(steps)
-    assert line.startswith("still waiting: p-1 loading 7 s (xxx")
+    assert line.startswith("still waiting: p-1 loading 7 s (last log line: xxx")
     assert line.endswith("x...), and 1 more")
     assert following.waiting([]) == "still waiting: no pod was started yet"
     assert following.waiting(steps[:1]) == "still waiting: for readiness probes"
@@ -73,7 +73,7 @@ def test_of_many_that_are_waited_for_some_are_named() -> None:
 )
 def test_what_is_waited_for_comes_without_the_beginnings_of_log_lines(logged: str) -> None:
     line = following.waiting([Step("p-0", "prefill", "loading", 7.2, logged)])
-    assert line == "still waiting: p-0 loading 7 s (loading weights)"
+    assert line == "still waiting: p-0 loading 7 s (last log line: loading weights)"
 
 
 def test_the_wait_ends_when_all_are_ready(folder: StateFolder) -> None:

@@ -145,7 +145,9 @@ def _describe(step: Step) -> str:
     detail = _RECORD.sub("", step.detail)
     if len(detail) > _DETAIL_WIDTH:
         detail = f"{detail[: _DETAIL_WIDTH - 3]}..."
-    return f"{step.state} {step.elapsed_s:.0f} s" + (f" ({detail})" if detail else "")
+    start = f", restart {step.restarts}" if step.restarts else ""
+    said = f" (last log line: {detail})" if detail else ""
+    return f"{step.state} {step.elapsed_s:.0f} s{start}{said}"
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:

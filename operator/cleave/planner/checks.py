@@ -70,8 +70,8 @@ def doubts(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[s
             "one GPU each serve, and whether the weights fit is not known"
         )
         yield (
-            "spec.placement.manual: states more instances or GPUs; `cleave plan` finds them with a "
-            "folder that holds the model's config.json as spec.model"
+            "spec.placement.manual: set other instances or GPUs there; to have them planned, run "
+            "`cleave plan` with a folder that holds the model's config.json as spec.model"
         )
     if spec.placement is None or spec.engine.connector is not Connector.NIXL:
         return
