@@ -219,6 +219,16 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(single) ->
     assert context.partial_bytes == 0
 
 
+async def test_a_large_body_is_forgotten_when_its_client_leaves(single) -> None:
+    context = single.context
+    context.large_body_at = context.clock() + 60
+    client = await single.connect()
+    client.send(ASK | {"prompt": "x" * 600_000})
+    await single.until(lambda: context.partial_bytes > 600_000, "it waits")
+    client.close()
+    await single.until(lambda: context.partial_bytes == 0, "it is forgotten")
+
+
 async def test_large_bodies_that_wait_share_a_limit(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, max_partial_bytes=1_000_000)
     stage.context.large_body_at = stage.context.clock() + 0.6

@@ -138,6 +138,7 @@ class ClientConnection(asyncio.Protocol):
         self._port.leave(self)
         self._reader.close()
         self._backlog.clear()
+        self._waiting_bytes = 0
         self._account()
         running, self._running = self._running, None
         if running is not None:
