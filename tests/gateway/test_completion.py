@@ -288,13 +288,15 @@ def test_a_completion_has_a_bounded_number_of_prompts(prompt: object) -> None:
 
 def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
     said = set()
-    # At some depth the body is still read and its prompt no more; the stack of the test decides.
+    # At some depth the body is still read and its prompt no more: the stack of the test decides at
+    # which, and there is none where functions are compiled.
     for depth in range(700, 1_001):
         try:
             read_completion(b'{"model":"m","prompt":[%b%b]}' % (b"[" * depth, b"]" * depth))
         except ApiError as error:
             said.add((error.status, error.param))
-    assert said == {(400, None), (400, "prompt")}
+    assert (400, None) in said
+    assert said <= {(400, None), (400, "prompt")}
 
 
 @pytest.mark.parametrize("first", [b"1", b"-1"])
