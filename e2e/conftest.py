@@ -9,9 +9,9 @@ import pytest
 
 from cleave.local.tiny_model import build
 
-from bounds import pytest_sessionfinish as pytest_sessionfinish
-from clients_environment import set_up
-from cluster.cluster import Cluster, has_addresses, opened
+from e2e.cluster.cluster import Cluster, has_addresses, opened
+from e2e.support.clients_environment import set_up
+from tests.support.run_timeout import pytest_sessionfinish as pytest_sessionfinish
 
 
 @pytest.fixture(scope="session")

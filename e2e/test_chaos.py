@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from chaos.expected import CHAT, COMPLETIONS, expect
-from chaos.faults import WORKER_KINDS, draw
-from chaos.judge import Case, Seen, judge
-from chaos.requests import Ask
-from chaos.requests import draw as draw_request
+from e2e.chaos.expected import CHAT, COMPLETIONS, expect
+from e2e.chaos.faults import WORKER_KINDS, draw
+from e2e.chaos.judge import Case, Seen, judge
+from e2e.chaos.requests import Ask
+from e2e.chaos.requests import draw as draw_request
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "chaos" / "run.py"
 SEED = 20

@@ -13,8 +13,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from clients_environment import CLIENTS, ROOT, run
-from harness import Deployment, deployed, emulated, idle, tiny_vllm, until
+from e2e.support.clients_environment import CLIENTS, ROOT, run
+from e2e.support.deployments import Deployment, deployed, emulated, idle, tiny_vllm, until
 
 MODEL = "facebook/opt-13b"
 """As the documents name it."""

@@ -14,8 +14,8 @@ from cleave.pods.discovery import role_binding, service_account, workers_service
 from cleave.pods.worker import worker_pod
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from cluster.cluster import CRDS, Cluster, CommandError, wait_until
-from cluster.nodes import gpu_node
+from e2e.cluster.cluster import CRDS, Cluster, CommandError, wait_until
+from e2e.cluster.nodes import gpu_node
 
 pytestmark = pytest.mark.timeout(180)
 

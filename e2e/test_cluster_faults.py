@@ -3,12 +3,12 @@
 import time
 
 import pytest
-from test_cluster_operator import READY_S, Chat, chat, condition, installed, message, nodes
 
-from cluster.cluster import Cluster, wait_until
-from cluster.control_plane import ControlPlane
-from cluster.load import Load
-from cluster.nodes import Nodes
+from e2e.cluster.cluster import Cluster, wait_until
+from e2e.cluster.control_plane import ControlPlane
+from e2e.cluster.load import Load
+from e2e.cluster.nodes import Nodes
+from e2e.test_cluster_operator import READY_S, Chat, chat, condition, installed, message, nodes
 
 __all__ = ["chat", "installed", "nodes"]
 

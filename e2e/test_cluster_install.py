@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.cluster import Cluster, CommandError, wait_until
-from cluster.nodes import gpu_node
-from cluster.tools import REPOSITORY
+from e2e.cluster.cluster import Cluster, CommandError, wait_until
+from e2e.cluster.nodes import gpu_node
+from e2e.cluster.tools import REPOSITORY
 
 pytestmark = pytest.mark.timeout(300)
 

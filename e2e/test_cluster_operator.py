@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 import pytest
 import yaml
 
-from cluster import tools
-from cluster.cluster import Cluster, CommandError, wait_until
-from cluster.load import Load, ask
-from cluster.nodes import Nodes, gpu_node
+from e2e.cluster import tools
+from e2e.cluster.cluster import Cluster, CommandError, wait_until
+from e2e.cluster.load import Load, ask
+from e2e.cluster.nodes import Nodes, gpu_node
 
 CHART = tools.REPOSITORY / "charts" / "cleave"
 SYSTEM = "cleave-system"

@@ -17,9 +17,9 @@ from cleave.pods.pool import pools
 from cleave.pods.spread import CLIQUE, HOSTNAME, INFINIBAND, Machines, free_cells
 from cleave.pods.worker import worker_pod
 
-from cluster.cluster import Cluster, wait_until
-from cluster.nodes import gpu_node
-from resource_cases import manifest
+from e2e.cluster.cluster import Cluster, wait_until
+from e2e.cluster.nodes import gpu_node
+from tests.support.resource_cases import manifest
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus import ROOT, Prometheus, find_programs, pod_jobs, running
-from test_cluster_operator import CHART, SYSTEM, Chat, installed
 
 from cleave.pods.labels import GATEWAY_PORT
 
-from cluster.cluster import Cluster, wait_until
-from cluster.load import Load
-from cluster.nodes import Nodes, gpu_node
+from e2e.cluster.cluster import Cluster, wait_until
+from e2e.cluster.load import Load
+from e2e.cluster.nodes import Nodes, gpu_node
+from e2e.support.prometheus import ROOT, Prometheus, find_programs, pod_jobs, running
+from e2e.test_cluster_operator import CHART, SYSTEM, Chat, installed
 
 __all__ = ["installed"]
 

@@ -10,13 +10,13 @@ import grpc
 import httpx
 import pytest
 import yaml
-from test_cluster_operator import Chat, condition, installation, told
 
 from cleave.pods.labels import AGENT_PORT
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from cluster.cluster import Cluster, wait_until
-from cluster.stream import Kind, Stream
+from e2e.cluster.cluster import Cluster, wait_until
+from e2e.cluster.stream import Kind, Stream
+from e2e.test_cluster_operator import Chat, condition, installation, told
 
 pytestmark = pytest.mark.timeout(400)
 

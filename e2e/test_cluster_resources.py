@@ -20,8 +20,8 @@ from cleave.pods.pool import pools
 from cleave.pods.spread import CLIQUE, Machines
 from cleave.pods.worker import worker_pod
 
-from cluster.cluster import CRDS, Cluster, CommandError, wait_until
-from resource_cases import REFUSED, UNUSUAL, Case, manifest, said
+from e2e.cluster.cluster import CRDS, Cluster, CommandError, wait_until
+from tests.support.resource_cases import REFUSED, UNUSUAL, Case, manifest, said
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from test_cluster_operator import (
+
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+from e2e.cluster import tools
+from e2e.cluster.cluster import Cluster, wait_until
+from e2e.cluster.load import Load
+from e2e.test_cluster_operator import (
     CHAT,
     READY_S,
     Chat,
@@ -14,12 +20,6 @@ from test_cluster_operator import (
     placement,
     told,
 )
-
-from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-
-from cluster import tools
-from cluster.cluster import Cluster, wait_until
-from cluster.load import Load
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_cluster_operator import Chat, condition, installation, message
-from test_cluster_scaling import homes, lives
 
-from cluster.cluster import Cluster, wait_until
+from e2e.cluster.cluster import Cluster, wait_until
+from e2e.test_cluster_operator import Chat, condition, installation, message
+from e2e.test_cluster_scaling import homes, lives
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

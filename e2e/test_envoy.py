@@ -14,8 +14,8 @@ import httpx
 import openai
 import pytest
 
-from envoy_stage import Envoy, proxied
-from harness import CLEAVE, Deployment, deployed, emulated, free_port, idle, until
+from e2e.support.deployments import CLEAVE, Deployment, deployed, emulated, free_port, idle, until
+from e2e.support.envoy import Envoy, proxied
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("envoy") is None,

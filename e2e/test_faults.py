@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from harness import Deployment, deployed, emulated, idle, until
+from e2e.support.deployments import Deployment, deployed, emulated, idle, until
 
 TIMEOUT_S = 30
 LEASE_S = 6

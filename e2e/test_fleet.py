@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-import azure_conversation
-from harness import Deployment, deployed, emulated, idle, until
+from e2e.support import azure_conversation
+from e2e.support.deployments import Deployment, deployed, emulated, idle, until
 
 REQUESTS = 2_000
 IN_FLIGHT = 128

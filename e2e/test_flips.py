@@ -12,7 +12,7 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from harness import Deployment, deployed, emulated, idle, until
+from e2e.support.deployments import Deployment, deployed, emulated, idle, until
 
 TIMEOUT_S = 30
 ROLES = (agent_pb2.ROLE_MIXED, agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE)

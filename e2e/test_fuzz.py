@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from clients_environment import CLIENTS, run
-from harness import deployed, emulated, idle, until
+from e2e.support.clients_environment import CLIENTS, run
+from e2e.support.deployments import deployed, emulated, idle, until
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "20"))
 """Beside what it does in any case, about 10 s."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from harness import Deployment, deployed, emulated, idle, until
+from e2e.support.deployments import Deployment, deployed, emulated, idle, until
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import aiohttp
 import psutil
 import pytest
 
-from harness import Deployment, deployed, emulated, free_port, idle, until
+from e2e.support.deployments import Deployment, deployed, emulated, free_port, idle, until
 
 PROCESSES = 4
 STREAMS = 32

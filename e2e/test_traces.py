@@ -5,8 +5,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from collector import Collector, read, serve_grpc
-from harness import deployed, until
+from e2e.support.deployments import deployed, until
+from tests.support.otel_collector import Collector, read, serve_grpc
 
 PROMPT = "MARKER-PROMPT and some more words"
 CLIENT = 0xC11E47

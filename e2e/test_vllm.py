@@ -10,8 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from harness import Deployment, deployed, tiny_vllm, until
-from vllm_cases import (
+from e2e.support.deployments import Deployment, deployed, tiny_vllm, until
+from e2e.support.vllm_prompts import (
     CASES,
     OUTPUT_TOKENS,
     TIMEOUT_S,

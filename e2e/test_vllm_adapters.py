@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from cleave.local.tiny_model import Shape
 
-from harness import deployed, tiny_vllm
+from e2e.support.deployments import deployed, tiny_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TIMEOUT_S = 60

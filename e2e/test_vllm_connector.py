@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hand_offs import (
+from e2e.support.deployments import Deployment, deployed, until
+from e2e.support.hand_offs import (
     RAN,
     decode,
     faults,
@@ -22,8 +23,7 @@ from hand_offs import (
     tiny_with_connector,
     unseen,
 )
-from harness import Deployment, deployed, until
-from vllm_cases import (
+from e2e.support.vllm_prompts import (
     CASES,
     OUTPUT_TOKENS,
     TIMEOUT_S,

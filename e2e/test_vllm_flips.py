@@ -13,8 +13,8 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from harness import Deployment, deployed, idle, tiny_vllm, until
-from vllm_cases import metric
+from e2e.support.deployments import Deployment, deployed, idle, tiny_vllm, until
+from e2e.support.vllm_prompts import metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TIMEOUT_S = 120

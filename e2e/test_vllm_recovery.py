@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from harness import Deployment, deployed, tiny_vllm, until
-from vllm_cases import TIMEOUT_S, engine_url, metric
+from e2e.support.deployments import Deployment, deployed, tiny_vllm, until
+from e2e.support.vllm_prompts import TIMEOUT_S, engine_url, metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 STREAMS, TOKENS = 3, 500

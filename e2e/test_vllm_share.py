@@ -14,7 +14,7 @@ import pytest
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent.launch import free_port
 
-from harness import until
+from e2e.support.deployments import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

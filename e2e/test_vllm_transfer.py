@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hand_offs import PREFILL_ORDER, decode, is_free, lost, post, prefill
-from harness import Deployment, deployed, tiny_vllm, until
-from vllm_cases import TIMEOUT_S, Case, ask, engine_url, metric
+from e2e.support.deployments import Deployment, deployed, tiny_vllm, until
+from e2e.support.hand_offs import PREFILL_ORDER, decode, is_free, lost, post, prefill
+from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SETTINGS = {"kv_connector_extra_config": {"checksums": True, "kv_lease_duration": 20}}

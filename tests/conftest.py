@@ -19,8 +19,8 @@ from cleave.planner.plan import (
     Verdict,
 )
 
-from bounds import pytest_sessionfinish as pytest_sessionfinish
-from doubles import Answering, Clock
+from tests.support.doubles import Answering, Clock
+from tests.support.run_timeout import pytest_sessionfinish as pytest_sessionfinish
 
 # A busy machine is slow, not wrong.
 settings.register_profile("cleave", deadline=None)

@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "e2e"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from on_vllm import hurt_vllm  # noqa: E402
 
-from chaos import faults, network  # noqa: E402
-from chaos.fleet import Shape, emulated_manifest, raised  # noqa: E402
-from chaos.load import Load  # noqa: E402
-from chaos.report import Report, Tell, print_report, run_storm  # noqa: E402
-from chaos.requests import draw  # noqa: E402
+from e2e.chaos import faults, network  # noqa: E402
+from e2e.chaos.fleet import Shape, emulated_manifest, raised  # noqa: E402
+from e2e.chaos.load import Load  # noqa: E402
+from e2e.chaos.report import Report, Tell, print_report, run_storm  # noqa: E402
+from e2e.chaos.requests import draw  # noqa: E402
 
 UP_S = 120
 NAME = "chaos"

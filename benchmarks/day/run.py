@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "e2e")]
+sys.path += [str(ROOT)]
 
 import numpy as np  # noqa: E402
 from deployment import (  # noqa: E402
@@ -43,7 +43,7 @@ from traffic import PHASES, Day, Lengths, draw_day, read_lengths  # noqa: E402
 from cleave.simulator.trace import Trace  # noqa: E402
 from cleave.traffic.history import HistoryError  # noqa: E402
 
-from cluster.cluster import has_addresses  # noqa: E402
+from e2e.cluster.cluster import has_addresses  # noqa: E402
 
 PHASE_S, QUICK_PHASE_S = 60.0, 20.0
 LEAST_INTERVAL_S, LOOKS = 10, 6

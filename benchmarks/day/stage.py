@@ -19,12 +19,12 @@ from deployment import (
     NODE_ROLE,
     WORKER_NODE,
 )
-from prometheus import Prometheus, find_programs, pod_jobs, running
 
 from cleave.pods.labels import GATEWAY_PORT
 
-from cluster.cluster import Cluster, opened, wait_until
-from cluster.nodes import Nodes, Shape
+from e2e.cluster.cluster import Cluster, opened, wait_until
+from e2e.cluster.nodes import Nodes, Shape
+from e2e.support.prometheus import Prometheus, find_programs, pod_jobs, running
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = "cleave-system"

@@ -21,9 +21,9 @@ import numpy as np
 from cleave.local.tiny_model import build
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-sys.path.append(str(Path(__file__).parents[2] / "e2e"))
+sys.path.append(str(Path(__file__).parents[2]))
 
-from harness import Deployment, deployed, emulated
+from e2e.support.deployments import Deployment, deployed, emulated
 
 TIME_SCALE = 0.02
 CLIENTS = {"idle": 0, "loaded": 8}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
-PATHS = ("benchmarks", "e2e", "tests/worker/transfer")
+PATHS = (".", "benchmarks")
 sys.path[:0] = [str(ROOT / path) for path in PATHS]
 
 import httpx  # noqa: E402
@@ -34,9 +34,9 @@ from rows import show  # noqa: E402
 from cleave.local.tiny_model import build  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
 
-import hand_offs  # noqa: E402
-from harness import Deployment, deployed, tiny_vllm, until  # noqa: E402
-from vllm_cases import TIMEOUT_S, Case, ask, engine_url, metric  # noqa: E402
+from e2e.support import hand_offs  # noqa: E402
+from e2e.support.deployments import Deployment, deployed, tiny_vllm, until  # noqa: E402
+from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric  # noqa: E402
 
 NIXL = "nixl"
 OVER_NIXL = "cleave nixl"

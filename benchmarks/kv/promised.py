@@ -14,9 +14,9 @@ from cleave.gateway.engines.handoff import ask_ahead, promise
 from cleave.router.instance import Target
 from cleave.rpc.v1.agent_pb2 import Registration
 
-import hand_offs
-from harness import Deployment
-from vllm_cases import Case, ask, engine_url
+from e2e.support import hand_offs
+from e2e.support.deployments import Deployment
+from e2e.support.vllm_prompts import Case, ask, engine_url
 
 PREFILL = "tiny-prefill-0"
 

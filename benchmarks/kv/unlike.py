@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATHS = ("benchmarks", "e2e", "tests/worker/transfer")
+PATHS = (".", "benchmarks")
 sys.path[:0] = [str(ROOT / path) for path in PATHS]
 
 import httpx  # noqa: E402
@@ -35,9 +35,9 @@ from cleave_worker.agent.config import parse  # noqa: E402
 from cleave_worker.agent.launch import Boot, free_port, launch  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
 
-import hand_offs  # noqa: E402
-from harness import until  # noqa: E402
-from vllm_cases import TIMEOUT_S, Case, ask, metric  # noqa: E402
+from e2e.support import hand_offs  # noqa: E402
+from e2e.support.deployments import until  # noqa: E402
+from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, metric  # noqa: E402
 
 PAIRS = ("tp2:tp1", "pp2:pp2", "pp2:tp2")
 HOST = "127.0.0.1"

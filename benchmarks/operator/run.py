@@ -18,16 +18,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "e2e"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from subject import Operator  # noqa: E402
 from trial import Case, Outcome, run_trial  # noqa: E402
 
-from cluster import tools  # noqa: E402
-from cluster.client import Client  # noqa: E402
-from cluster.control_plane import ControlPlane  # noqa: E402
+from e2e.cluster import tools  # noqa: E402
+from e2e.cluster.client import Client  # noqa: E402
+from e2e.cluster.control_plane import ControlPlane  # noqa: E402
 
 NODES = 100
 WIDTH = 130
@@ -65,7 +65,7 @@ def world(kubeconfig: Path, folder: Path):
     with (folder / "world.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("world.py"), kubeconfig, str(NODES)],
-            env=os.environ | {"PYTHONPATH": str(ROOT / "e2e")},
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from harness import free_port
+from e2e.support.deployments import free_port
 
 START_S = 60
 STOP_S = 20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 from subject import Operator, Reading
 
-from cluster.client import Client, Manifest
+from e2e.cluster.client import Client, Manifest
 
 DEPLOYMENTS = "/apis/cleave.dev/v1alpha1/namespaces/default/llmdeployments"
 WORKERS = "/api/v1/namespaces/default/pods?labelSelector=cleave.dev/component%3Dworker"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import aiohttp
 
-from cluster.client import ApiError, Client, Manifest
-from cluster.nodes import Shape, manifest
+from e2e.cluster.client import ApiError, Client, Manifest
+from e2e.cluster.nodes import Shape, manifest
 
 WORKERS = 48
 HEARTBEAT_S = 4.0

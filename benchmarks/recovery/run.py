@@ -29,11 +29,11 @@ import httpx
 from cleave.local import tiny_model
 
 sys.path.append(str(Path(__file__).parents[1]))
-sys.path.append(str(Path(__file__).parents[2] / "e2e"))
+sys.path.append(str(Path(__file__).parents[2]))
 
 from rows import show
 
-from harness import Deployment, deployed, tiny_vllm
+from e2e.support.deployments import Deployment, deployed, tiny_vllm
 
 SHAPE = tiny_model.Shape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
 LENGTHS = (512, 1024, 2048, 3072)

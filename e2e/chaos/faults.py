@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from chaos import network
-from chaos.gateways import Gateway
-from harness import Deployment
+from e2e.chaos import network
+from e2e.chaos.gateways import Gateway
+from e2e.support.deployments import Deployment
 
 ASK_S = 3.0
 WORKER_KINDS = {

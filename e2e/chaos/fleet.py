@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos.expected import ADAPTERS
-from chaos.gateways import Gateway
-from harness import Deployment, deployed, emulated, until
+from e2e.chaos.expected import ADAPTERS
+from e2e.chaos.gateways import Gateway
+from e2e.support.deployments import Deployment, deployed, emulated, until
 
 LEASE_S = 4
 """Short, so that leases end in the middle of faults; vLLM's are 30 s."""

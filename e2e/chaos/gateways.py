@@ -15,7 +15,7 @@ import psutil
 
 from cleave.rpc.fleet_page import FleetPage
 
-from harness import MARK, Deployment, free_port, until
+from e2e.support.deployments import MARK, Deployment, free_port, until
 
 START_S = 20
 ASK_S = 5

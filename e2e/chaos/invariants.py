@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from chaos.gateways import Gateway
-from harness import Deployment
+from e2e.chaos.gateways import Gateway
+from e2e.support.deployments import Deployment
 
 FILES_MORE = 16
 """Open files above those of the beginning: idle connections come and go."""

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos.requests import Ask
+from e2e.chaos.requests import Ask
 
 HAND_OFF = "kv_transfer_params"
 

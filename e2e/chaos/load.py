@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from chaos.gateways import Gateway
-from chaos.judge import Case, Seen, Verdict, judge
-from chaos.requests import Ask
+from e2e.chaos.gateways import Gateway
+from e2e.chaos.judge import Case, Seen, Verdict, judge
+from e2e.chaos.requests import Ask
 
 LONGEST_S = 150.0
 """Of one request, all waits for instances included."""

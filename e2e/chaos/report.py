@@ -12,12 +12,12 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from chaos.faults import Fault
-from chaos.fleet import Fleet
-from chaos.gateways import Counts, add
-from chaos.invariants import measure_baseline
-from chaos.load import Load
-from chaos.storm import Storm, ViolationError
+from e2e.chaos.faults import Fault
+from e2e.chaos.fleet import Fleet
+from e2e.chaos.gateways import Counts, add
+from e2e.chaos.invariants import measure_baseline
+from e2e.chaos.load import Load
+from e2e.chaos.storm import Storm, ViolationError
 
 Tell = Callable[[str, int, int], None]
 """What happens now, faults so far, faults in all."""

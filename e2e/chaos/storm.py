@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from chaos.faults import GATEWAY_KINDS, Fault, Worker, inflicted, inflicted_on_gateway
-from chaos.gateways import Gateway
-from chaos.invariants import Baseline, find_leftovers
-from chaos.load import Load, Record
-from harness import Deployment
+from e2e.chaos.faults import GATEWAY_KINDS, Fault, Worker, inflicted, inflicted_on_gateway
+from e2e.chaos.gateways import Gateway
+from e2e.chaos.invariants import Baseline, find_leftovers
+from e2e.chaos.load import Load, Record
+from e2e.support.deployments import Deployment
 
 LOOK_S = 0.2
 BEFORE_S = 8.0

@@ -1,4 +1,4 @@
-"""`scripts/isolated .venv/bin/python -m cluster [COMMAND...]`, run in e2e/: a cluster to play with.
+"""`scripts/isolated .venv/bin/python -m e2e.cluster [COMMAND...]`: a cluster to play with.
 
 Runs COMMAND (a shell without one) with KUBECONFIG set and kubectl and helm on PATH, on a cluster
 with two nodes of eight GPUs that ends with it.
@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cluster.cluster import opened
-from cluster.nodes import gpu_node
+from e2e.cluster.cluster import opened
+from e2e.cluster.nodes import gpu_node
 
 os.environ.pop("KUBECONFIG", None)
 with tempfile.TemporaryDirectory() as folder, opened(Path(folder)) as cluster:

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import yaml
 
-from cluster import tools
-from cluster.client import Manifest
-from cluster.control_plane import ControlPlane
-from cluster.nodes import Nodes
-from cluster.services import endpoints
+from e2e.cluster import tools
+from e2e.cluster.client import Manifest
+from e2e.cluster.control_plane import ControlPlane
+from e2e.cluster.nodes import Nodes
+from e2e.cluster.services import endpoints
 
 CRDS = tools.REPOSITORY / "crds"
 _COMMAND_TIMEOUT_S = 120

@@ -22,8 +22,8 @@ from typing import Self
 import yaml
 from cryptography.hazmat.primitives import serialization
 
-from cluster.pki import Authority, Pair, new_key, private_pem
-from harness import free_port
+from e2e.cluster.pki import Authority, Pair, new_key, private_pem
+from e2e.support.deployments import free_port
 
 SERVICE_NETWORK = "10.78.0.0/16"
 NODE_LOST_S = 20

@@ -1,4 +1,4 @@
-"""The process that nodes of a test cluster live in: `python -m cluster.kubelet KUBECONFIG FOLDER`.
+"""The process of a test cluster's nodes: `python -m e2e.cluster.kubelet KUBECONFIG FOLDER`.
 
 Orders are lines of JSON on standard input (`["add", SHAPE]`, `["lose", NODE]`, `["kill", POD]`),
 each answered with `done`; when input ends, so does everything that runs here. Stands in for
@@ -11,10 +11,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from cluster.client import Client, Manifest
-from cluster.node import Cores, Node
-from cluster.nodes import Shape
-from cluster.services import Forwarder
+from e2e.cluster.client import Client, Manifest
+from e2e.cluster.node import Cores, Node
+from e2e.cluster.nodes import Shape
+from e2e.cluster.services import Forwarder
 
 _PODS = "/api/v1/pods?fieldSelector=spec.nodeName!%3D"
 

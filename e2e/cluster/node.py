@@ -13,9 +13,9 @@ import aiohttp
 
 from cleave.local import cores, pod_spec
 
-from cluster.client import ApiError, Client, Manifest
-from cluster.nodes import Shape, manifest
-from cluster.pod import Place, Runner
+from e2e.cluster.client import ApiError, Client, Manifest
+from e2e.cluster.nodes import Shape, manifest
+from e2e.cluster.pod import Place, Runner
 
 _HEARTBEAT_S = 2.0
 _LEASE_S = 10

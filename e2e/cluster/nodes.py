@@ -1,7 +1,7 @@
 """Nodes for a test cluster: what they offer, and the handle by which a test adds and loses them.
 
-The nodes themselves live in one process (`cluster.kubelet`) that follows this one's orders on its
-standard input and ends when that closes.
+The nodes themselves live in one process (`e2e.cluster.kubelet`) that follows this one's orders on
+its standard input and ends when that closes.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cluster.client import Manifest
-from cluster.tools import REPOSITORY
+from e2e.cluster.client import Manifest
+from e2e.cluster.tools import REPOSITORY
 
 _ANSWER_TIMEOUT_S = 30
 
@@ -114,8 +114,8 @@ class Nodes:
         (self.folder / "pods").mkdir(parents=True, exist_ok=True)
         with (self.folder / "kubelet.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cluster.kubelet", self._kubeconfig, self.folder],
-                env=os.environ | {"PYTHONPATH": str(REPOSITORY / "e2e")},
+                [sys.executable, "-m", "e2e.cluster.kubelet", self._kubeconfig, self.folder],
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

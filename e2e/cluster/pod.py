@@ -23,10 +23,10 @@ from cleave.local.pod_spec import PodError, PodSpec, parse
 from cleave.local.pod_status import Facts, status, timestamp
 from cleave.pods.container import HOME, LISTEN_ON
 
-from cluster import mounts, volumes
-from cluster.client import ApiError, Client, Manifest
-from cluster.tools import REPOSITORY
-from cluster.volumes import NotYetError
+from e2e.cluster import mounts, volumes
+from e2e.cluster.client import ApiError, Client, Manifest
+from e2e.cluster.tools import REPOSITORY
+from e2e.cluster.volumes import NotYetError
 
 _AGAIN_S = 0.5
 _REACHABLE = (sys.prefix, sys.base_prefix, str(REPOSITORY))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.client import Client, Manifest
+from e2e.cluster.client import Client, Manifest
 
 _SERVICES = "/api/v1/services"
 _SLICES = "/apis/discovery.k8s.io/v1/endpointslices"

@@ -11,7 +11,7 @@ from typing import Any
 
 from cleave.local.pod_spec import PodError
 
-from cluster.client import ApiError, Client, Manifest
+from e2e.cluster.client import ApiError, Client, Manifest
 
 _TOKEN_S = 3600
 

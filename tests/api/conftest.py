@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import resource_cases
+from tests.support import resource_cases
 
 Manifest = dict[str, Any]
 

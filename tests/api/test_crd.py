@@ -17,7 +17,7 @@ from cleave.api.manifest import load
 from cleave.api.pool import InstancePool
 from cleave.api.shape import Rule, Shape
 
-from resource_cases import REFUSED, UNUSUAL, Case, said
+from tests.support.resource_cases import REFUSED, UNUSUAL, Case, said
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(

@@ -16,7 +16,7 @@ from cleave.api.manifest import ManifestError, load, load_all
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 
-from resource_cases import REFUSED, UNUSUAL, Case
+from tests.support.resource_cases import REFUSED, UNUSUAL, Case
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEPLOYMENTS = sorted(set(EXAMPLES.glob("*.yaml")) - set(EXAMPLES.glob("cluster*.yaml")))

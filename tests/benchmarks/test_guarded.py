@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import until
+from e2e.support.deployments import until
 
 BOUND_S = 60
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

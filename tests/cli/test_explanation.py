@@ -13,7 +13,7 @@ from cleave.planner.draft import planned_pools
 from cleave.planner.plan import Answer, Percentiles, Plan, Prediction, Verdict
 from cleave.planner.scaling import ScalingError
 
-from worlds import Kind, chat, nodes, of_size, problem, split
+from tests.support.worlds import Kind, chat, nodes, of_size, problem, split
 
 
 def explained(gpu: str) -> str:

@@ -18,7 +18,7 @@ from cleave.controller.settings import Settings
 from cleave.controller.store import Key
 from cleave.pods.labels import Manifest
 
-from small_cluster import SmallCluster, by_hand, chat, node
+from tests.support.fake_cluster import SmallCluster, by_hand, chat, node
 
 
 class World:

@@ -21,7 +21,7 @@ from cleave.controller.observed import ObservedChild, ObservedPod
 from cleave.pods.labels import Manifest
 from cleave.rpc.fleet_page import Instance, KvPath
 
-from small_cluster import by_hand, chat
+from tests.support.fake_cluster import by_hand, chat
 
 NOW_S = 1_000_000.0
 FIXED = ["chat-discovery", "chat-discovery", "chat-workers", "chat", "chat-gateway", "chat-gateway"]

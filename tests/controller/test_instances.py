@@ -6,7 +6,7 @@ import pytest
 from cleave.controller.instances import ask, count_requests, merge, summarize_kv_paths
 from cleave.rpc.fleet_page import FleetPage, Instance, KvPath
 
-from doubles import Answering
+from tests.support.doubles import Answering
 
 
 def page(*instances: Instance) -> bytes:

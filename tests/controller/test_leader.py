@@ -9,7 +9,7 @@ from cleave.controller.kube import ApiError
 from cleave.controller.leader import Leader
 from cleave.pods.labels import Manifest
 
-from doubles import Clock
+from tests.support.doubles import Clock
 
 
 class Leases:

@@ -16,7 +16,7 @@ from cleave.controller.settings import Settings
 from cleave.controller.store import Key
 from cleave.controller.sweep import WATCHED
 
-from small_cluster import chat
+from tests.support.fake_cluster import chat
 
 
 @pytest.fixture

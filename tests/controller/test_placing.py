@@ -12,7 +12,7 @@ from cleave.controller.observed import ObservedNode
 from cleave.controller.placing import Decision, decide, inputs
 from cleave.pods.labels import Manifest
 
-from small_cluster import by_hand, chat
+from tests.support.fake_cluster import by_hand, chat
 
 WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
 THERE = inventory([ObservedNode("n1", True, True, gpu="H100", num_gpus=8)])

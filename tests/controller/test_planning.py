@@ -13,7 +13,7 @@ from cleave.controller.actions import PlanOutcome, Review
 from cleave.controller.planning import Desk, answer
 from cleave.planner.revision import Terms
 
-from small_cluster import chat
+from tests.support.fake_cluster import chat
 
 WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
 QUESTION = PlanOutcome("digest", "numbers")

@@ -6,7 +6,7 @@ import pytest
 
 from cleave.controller.queue import LONGEST_DELAY_S, WorkQueue
 
-from doubles import Clock
+from tests.support.doubles import Clock
 
 
 @pytest.fixture

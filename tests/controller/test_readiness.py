@@ -7,8 +7,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_fields
-from test_convergence import World, condition, happen, world
-from test_deployment import both, deployment, made_pools, pods, view
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.role import Role
@@ -20,7 +18,9 @@ from cleave.pods.labels import Manifest
 from cleave.pods.pool import revision
 from cleave.rpc.fleet_page import MAX_INSTANCES, Instance, KvPath
 
-from small_cluster import by_hand, chat
+from tests.controller.test_convergence import World, condition, happen, world
+from tests.controller.test_deployment import both, deployment, made_pools, pods, view
+from tests.support.fake_cluster import by_hand, chat
 
 PAIR = {"placement": by_hand(prefill=1, decode=2)}
 TRAFFIC = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}

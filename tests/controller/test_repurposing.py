@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_convergence import World, ready, world
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
@@ -20,7 +19,8 @@ from cleave.pods.labels import Manifest
 from cleave.pods.pool import pools as make_pools
 from cleave.rpc.fleet_page import Instance
 
-from small_cluster import by_hand, chat
+from tests.controller.test_convergence import World, ready, world
+from tests.support.fake_cluster import by_hand, chat
 
 
 def pool(role: Role, replicas: int, **spec: Any) -> InstancePool:

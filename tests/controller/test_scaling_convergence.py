@@ -2,12 +2,11 @@
 
 import asyncio
 
-from test_convergence import World, condition, ready, world
-
 from cleave.controller.actions import Emit
 from cleave.pods.labels import Manifest
 
-from small_cluster import by_hand
+from tests.controller.test_convergence import World, condition, ready, world
+from tests.support.fake_cluster import by_hand
 
 
 class Gateways:

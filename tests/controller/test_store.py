@@ -5,7 +5,7 @@ from typing import Any
 from cleave.controller.store import Key, Store
 from cleave.pods.labels import Manifest
 
-from small_cluster import chat, node
+from tests.support.fake_cluster import chat, node
 
 CHAT = Key("LLMDeployment", "default", "chat")
 POOL = Key("InstancePool", "default", "chat-decode")

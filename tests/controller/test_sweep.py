@@ -9,7 +9,7 @@ from cleave.controller.store import Key
 from cleave.controller.sweep import Sweep, Watched
 from cleave.pods.labels import Manifest
 
-from small_cluster import chat
+from tests.support.fake_cluster import chat
 
 DEPLOYMENTS = Watched("LLMDeployment")
 

@@ -14,7 +14,7 @@ from cleave.gateway.front import client as client_module
 from cleave.gateway.main import main, run
 from cleave.gateway.tls import Certificate, TlsError
 
-from own_certificates import NAME, Files
+from tests.support.certificates import NAME, Files
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 

@@ -6,7 +6,7 @@ from cleave.local import chat
 from cleave.local.chat import ask
 from cleave.local.errors import ChatError
 
-from doubles import Answering
+from tests.support.doubles import Answering
 
 BODY = {"model": "m", "messages": []}
 

@@ -5,7 +5,7 @@ import pytest
 from cleave.perf.corrected import NONE, CorrectedEstimator, Correction, correct
 from cleave.perf.timing import Chunk
 
-from worlds import Fits
+from tests.support.worlds import Fits
 
 
 @pytest.fixture

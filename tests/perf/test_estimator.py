@@ -12,7 +12,7 @@ from cleave.perf.estimate import Estimate, Estimator
 from cleave.perf.estimator import ModelEstimator
 from cleave.perf.trust import Basis
 
-import made_profiles
+from tests.support import made_profiles
 
 A100, H100 = "A100-SXM-80GB", "H100-SXM-80GB"
 CLUSTER = Cluster.model_validate(

@@ -9,7 +9,7 @@ import pytest
 from cleave.perf import distserve, latency, operator_profile, profile
 from cleave.perf.timing import Chunk
 
-import made_profiles
+from tests.support import made_profiles
 
 NAME = "distserve/opt-13b/tp1"
 

@@ -10,7 +10,7 @@ from cleave.perf import measured
 from cleave.perf.profile import DecodePoint, MeasuredProfile, PrefillPoint
 from cleave.perf.trust import Basis
 
-import made_profiles
+from tests.support import made_profiles
 
 TRUTH = made_profiles.TRUTH
 

@@ -6,7 +6,7 @@ from cleave.perf import operator_profile
 from cleave.perf.profile_fields import InvalidProfileError
 from cleave.perf.timing import Chunk
 
-import made_profiles
+from tests.support import made_profiles
 
 OPERATORS = made_profiles.operators()
 

@@ -12,7 +12,7 @@ from cleave.perf import profile
 from cleave.perf.profile import DecodePoint, PrefillPoint
 from cleave.perf.profile_fields import InvalidProfileError
 
-import made_profiles
+from tests.support import made_profiles
 
 Change = Callable[[dict], object]
 

@@ -7,7 +7,7 @@ from cleave.planner.candidates import candidates
 from cleave.planner.problem import Problem
 from cleave.planner.trials import Trials
 
-import worlds
+from tests.support import worlds
 
 
 def choose(asked: Problem) -> Choice:

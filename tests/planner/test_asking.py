@@ -16,7 +16,7 @@ from cleave.planner.placement import PlanError
 from cleave.planner.problem import Policies
 from cleave.simulator.fleet import Admission, Order
 
-import worlds
+from tests.support import worlds
 
 WORKLOAD = {"rate": 4, "promptTokens": {"mean": 512}, "outputTokens": {"mean": 64}}
 

@@ -13,7 +13,7 @@ from cleave.planner.digest import digest, instance_names
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlannedPool
 
-from chats import chat
+from tests.support.emulated_chat import chat
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from cleave.planner.candidates import (
 from cleave.planner.problem import Policies
 from cleave.simulator.fleet import Batching
 
-import worlds
+from tests.support import worlds
 
 
 def test_tensor_parallel_sizes_stay_in_a_node_and_stages_cross_nodes() -> None:

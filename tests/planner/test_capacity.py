@@ -12,7 +12,7 @@ from cleave.planner.trials import CONFIRMED, Targets, Trials
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
-import worlds
+from tests.support import worlds
 
 
 def trace(prompts: list[int], outputs: list[int]) -> Trace:

@@ -10,7 +10,7 @@ from cleave.planner.trials import Trials
 from cleave.planner.tuning import NUM_BATCHED_TOKENS, NUM_SEQS
 from cleave.simulator.fleet import Batching
 
-import worlds
+from tests.support import worlds
 
 
 def test_no_parallelism_batch_or_chunk_is_much_better_than_what_is_found() -> None:

@@ -9,7 +9,7 @@ from cleave.planner.predict import Finalist, predict
 from cleave.planner.problem import Problem
 from cleave.planner.trials import CONFIRMED, Trials
 
-import worlds
+from tests.support import worlds
 
 
 def predicted(asked: Problem, n: int = 1, m: int = 2, size: tuple[int, int] = (1, 1)) -> Finalist:

@@ -9,7 +9,7 @@ from cleave.perf.link import Link, LinkKind
 from cleave.planner import draft as drafts
 from cleave.planner.draft import Draft, Group
 
-import worlds
+from tests.support import worlds
 
 
 def pair(asked, n=1, m=1, **kinds) -> Draft:

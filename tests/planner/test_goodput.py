@@ -10,7 +10,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.trials import CONFIRMED, Shares, Targets, Trials
 from cleave.simulator.fleet import Fleet
 
-import worlds
+from tests.support import worlds
 
 
 def colocated(asked: Problem) -> Fleet:

@@ -12,7 +12,7 @@ from cleave.planner.plan import Percentiles, Plan, Prediction
 from cleave.planner.problem import Policies, Problem
 from cleave.planner.scaling import ScalingError
 
-from worlds import Kind, chat, nodes, of_size, problem, split, whole
+from tests.support.worlds import Kind, chat, nodes, of_size, problem, split, whole
 
 NEVER = Percentiles(1.0, 1.0, 1.0)
 SLO = Slo(ttft_ms=1000, tpot_ms=60)

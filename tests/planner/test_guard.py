@@ -9,7 +9,7 @@ from cleave.planner.guard import FEWEST, Judgement, judge
 from cleave.policy.pooling import make_terms
 from cleave.traffic.refit import to_demand
 
-from playing import Play, ask
+from tests.support.simulated_traffic import Play, ask
 
 
 def judged(play: Play, **more) -> Judgement:

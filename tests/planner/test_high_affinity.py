@@ -11,7 +11,7 @@ from cleave.planner.candidates import candidates
 from cleave.planner.draft import cell_fleet
 from cleave.planner.trials import Targets, Trials
 
-import worlds
+from tests.support import worlds
 
 
 @pytest.mark.parametrize("slo", [(200, 100), (90, 25)])

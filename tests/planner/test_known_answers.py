@@ -19,7 +19,7 @@ from cleave.simulator.trace import Trace
 from cleave.traffic import published
 from cleave.traffic.workload import fixed
 
-import worlds
+from tests.support import worlds
 
 BLOG = fixed(512, 64, 1.0)
 BLOG_TARGETS = Targets(400.0, 40.0, 0.9)

@@ -13,7 +13,7 @@ from cleave.planner.low_affinity import ANY, Replicas
 from cleave.planner.problem import PAPER, Problem
 from cleave.planner.trials import Targets, Trials
 
-import worlds
+from tests.support import worlds
 
 
 def test_both_phases_have_as_many_stages_and_their_segments_fit_one_node() -> None:

@@ -7,7 +7,7 @@ from cleave.planner.candidates import candidates
 from cleave.planner.problem import Problem
 from cleave.planner.trials import Targets, Trials
 
-import worlds
+from tests.support import worlds
 
 
 def scale(asked: Problem, ttft_ms: float, tpot_ms: float) -> float:

@@ -8,7 +8,7 @@ from cleave.planner.neighbours import neighbours
 from cleave.planner.plan import Percentiles, Plan, PlannedPool, Prediction
 from cleave.planner.words import plan_label
 
-from chats import chat
+from tests.support.emulated_chat import chat
 
 _ZERO = Percentiles(0, 0, 0)
 _SEEN = Prediction(

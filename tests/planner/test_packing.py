@@ -10,7 +10,7 @@ from cleave.api.role import Role
 from cleave.planner import packing
 from cleave.planner.draft import Draft, Group
 
-import worlds
+from tests.support import worlds
 
 
 def draft(asked, *pieces: tuple[int, int, int]) -> Draft:

@@ -15,7 +15,7 @@ from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.traffic import workload
 
-import worlds
+from tests.support import worlds
 
 
 def mean_ttft_ms(timing: Timing, rate: float, num: int = 400_000) -> float:

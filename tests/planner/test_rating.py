@@ -10,7 +10,7 @@ from cleave.planner.draft import Draft, cell_fleet, weight_in
 from cleave.planner.problem import Problem
 from cleave.planner.trials import Targets, Trials
 
-import worlds
+from tests.support import worlds
 
 SLOS = [(200, 100), (400, 40), (120, 30)]
 

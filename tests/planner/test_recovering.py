@@ -9,7 +9,7 @@ from cleave.planner.plan import Percentiles, Plan, Prediction
 from cleave.planner.problem import Policies
 from cleave.planner.recovering import weigh_checkpoints
 
-from worlds import Kind, chat, nodes, of_size, problem, split, whole
+from tests.support.worlds import Kind, chat, nodes, of_size, problem, split, whole
 
 GPU = "A100-SXM-80GB"
 SLO = Slo(ttft_ms=1000, tpot_ms=60)

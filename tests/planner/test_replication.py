@@ -12,7 +12,7 @@ from cleave.planner.fitting import Fitting, Load, shares
 from cleave.planner.problem import Problem
 from cleave.planner.trials import CONFIRMED, Trials
 
-import worlds
+from tests.support import worlds
 
 
 def pair(asked: Problem, n: int, m: int) -> Draft:

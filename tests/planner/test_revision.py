@@ -14,7 +14,7 @@ from cleave.policy.pooling import make_terms
 from cleave.traffic.published import find
 from cleave.traffic.refit import RefitError
 
-from playing import Play, ask, count, plan
+from tests.support.simulated_traffic import Play, ask, count, plan
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from cleave.planner.placement import PlanError
 from cleave.planner.plan import Answer, Plan, Verdict
 from cleave.planner.problem import Policies, Problem
 
-import worlds
+from tests.support import worlds
 
 
 def replicas(plan: Plan) -> dict[Role, int]:

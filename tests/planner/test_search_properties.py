@@ -14,7 +14,7 @@ from cleave.planner.plan import Answer, Plan
 from cleave.planner.problem import Policies, Problem
 from cleave.planner.trials import Precision, Trials
 
-import worlds
+from tests.support import worlds
 
 KINDS = (("H100", worlds.Kind(0.5, 0.7, power_watts=700.0, price_per_hour=3.0)),)
 BOTH = (worlds.nodes(4), worlds.nodes(4, gpu="H100"))

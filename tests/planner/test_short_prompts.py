@@ -10,7 +10,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.trials import Trials
 from cleave.simulator.run import simulate
 
-from worlds import blog, of_size, split, whole
+from tests.support.worlds import blog, of_size, split, whole
 
 
 def find(asked: Problem, draft: Draft) -> int:

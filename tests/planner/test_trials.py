@@ -6,7 +6,7 @@ import pytest
 from cleave.planner.draft import cell_fleet
 from cleave.planner.trials import CONFIRMED, RANKING, Targets, Trials
 
-import worlds
+from tests.support import worlds
 
 
 def test_the_drawn_rate_is_the_rate_that_was_asked_for() -> None:

@@ -13,7 +13,7 @@ from cleave.router.errors import NoInstance
 from cleave.router.router import Phase, Router, Rules
 from cleave.rpc.v1 import agent_pb2
 
-from doubles import Clock
+from tests.support.doubles import Clock
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from cleave.router.directory import Directory
 from cleave.router.pool_manager import Flip, Flipping, PoolManager
 from cleave.rpc.v1 import agent_pb2
 
-from doubles import Clock
+from tests.support.doubles import Clock
 
 WAITING = 100_000
 """Prompt tokens that take far longer than the terms allow."""

@@ -7,7 +7,7 @@ import pytest
 
 from cleave.router.rounds import LEAST_PAUSE_S, Rounds, is_overdue
 
-from doubles import Clock
+from tests.support.doubles import Clock
 
 
 def tick(rounds: Rounds, clock: Clock, after_s: float) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from cleave.rpc import http
 
-from doubles import Answering
+from tests.support.doubles import Answering
 
 
 async def lines_of(url: str, limit: int = 1_000) -> list[bytes]:

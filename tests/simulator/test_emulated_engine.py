@@ -15,7 +15,7 @@ from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.scheduler import Limits, Scheduler, Step
 from cleave_worker.emulator.sequence import HandOff, Request, Sequence
 
-from fleets import OPT_13B, draw_trace
+from tests.support.fleets import OPT_13B, draw_trace
 
 LATENCY_MS, TOKEN_MS = 1.0, 0.03
 

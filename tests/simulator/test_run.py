@@ -17,7 +17,7 @@ from cleave.simulator.outcome import Fate
 from cleave.simulator.run import measure, prepare, simulate
 from cleave.simulator.trace import Trace
 
-from fleets import OPT_13B, draw_trace, fixed_timing
+from tests.support.fleets import OPT_13B, draw_trace, fixed_timing
 
 ENGINE = Engine(OPT_13B, 66_144)
 PREFILL = dataclasses.replace(ENGINE, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=512)

@@ -18,8 +18,8 @@ from cleave.simulator.outcome import Outcome
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
-from fleets import draw_case, fixed_timing, slow_down
-from step_by_step import Reference
+from tests.support.fleets import draw_case, fixed_timing, slow_down
+from tests.support.reference_simulator import Reference
 
 REQUESTS = {
     "prefill_start": "prefill_start_ms",
@@ -120,7 +120,7 @@ from cleave.policy.pooling import make_terms
 from cleave.simulator.fleet import Engine, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
-from fleets import fixed_timing
+from tests.support.fleets import fixed_timing
 pool = Pool(Engine(fixed_timing(), 1_000), 2)
 fleet = Fleet((pool,), (pool,), flipping=make_terms(100.0))
 for pause_ms in (1e12, 1e15, 1e17, 1e300):

@@ -13,7 +13,7 @@ from cleave.traffic.published import find
 from cleave.traffic.window import Window
 from cleave.traffic.workload import Demand
 
-from windows import PERIOD_S, draw
+from tests.support.traffic_windows import PERIOD_S, draw
 
 CALM = 120
 """Periods, half an hour."""

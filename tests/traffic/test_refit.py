@@ -10,7 +10,7 @@ from cleave.traffic.refit import FEWEST, RefitError, find_dispersion, find_margi
 from cleave.traffic.window import Window
 from cleave.traffic.workload import Drawn, fixed
 
-from windows import draw
+from tests.support.traffic_windows import draw
 
 
 def windows(name: str, rate: float, num: int, burstiness: float = 1.0) -> list[Window]:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from views import NOW_S, traffic
-
 from cleave.api.workload import Lengths, Workload
 from cleave.controller.loop.drift import (
     DOUBT_S,
@@ -17,6 +15,8 @@ from cleave.controller.loop.drift import (
 from cleave.traffic.change import Change, Quantity
 from cleave.traffic.counts import Buckets
 from cleave.traffic.window import Window
+
+from tests.support.deployment_views import NOW_S, traffic
 
 PLANNED_FOR = Workload(
     rate=4, prompt_tokens=Lengths(mean=300, p90=400), output_tokens=Lengths(mean=30, p90=40)

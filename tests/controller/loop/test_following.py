@@ -3,14 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from views import MORE, NOW_S, deployment, reviewed, status, traffic, view
-
 from cleave.api.deployment import LLMDeployment
 from cleave.controller.actions import Apply, Ask, Emit, PatchStatus, PlanOutcome
 from cleave.controller.deployment import DeploymentView, reconcile
 from cleave.controller.loop.replanning import turn
 from cleave.planner.revision import Verdict
 from cleave.pods.labels import Manifest
+
+from tests.support.deployment_views import MORE, NOW_S, deployment, reviewed, status, traffic, view
 
 CHANGED = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from views import INTERVAL_S, NOW_S, THERE, ask, deployment, plan, status, traffic, view
 
 from cleave.api.observed import LatencyCorrection
 from cleave.api.role import Role
@@ -14,7 +13,18 @@ from cleave.controller.loop.replanning import follow_course, is_urgent, turn
 from cleave.controller.loop.turn import Turn
 from cleave.controller.observed import ObservedPod, timestamp
 
-from small_cluster import by_hand
+from tests.support.deployment_views import (
+    INTERVAL_S,
+    NOW_S,
+    THERE,
+    ask,
+    deployment,
+    plan,
+    status,
+    traffic,
+    view,
+)
+from tests.support.fake_cluster import by_hand
 
 
 def said(found: Turn, kind: str = "PlanDrifted") -> tuple[bool | None, str]:

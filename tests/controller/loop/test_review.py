@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from views import ask, deployment, status, traffic, view
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.observed import LatencyCorrection
@@ -11,6 +10,8 @@ from cleave.controller.actions import PlanOutcome
 from cleave.controller.loop.replanning import turn
 from cleave.controller.planning import answer
 from cleave.planner.revision import Verdict
+
+from tests.support.deployment_views import ask, deployment, status, traffic, view
 
 
 def look(asked: LLMDeployment, rate: float) -> PlanOutcome:

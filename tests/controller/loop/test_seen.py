@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from views import NOW_S, ask, deployment, status, view
-
 from cleave.controller.deployment import DeploymentView
 from cleave.controller.loop.seen import tell_traffic
 from cleave.traffic.window import Window, join
+
+from tests.support.deployment_views import NOW_S, ask, deployment, status, view
 
 LATER_S = 61.0
 

@@ -1,13 +1,13 @@
 """Who is looked at again when gateways have counted something."""
 
-from views import NOW_S, deployment, status, traffic
-
 from cleave.api.deployment import LLMDeployment
 from cleave.controller.loop.counting import Counting
 from cleave.controller.loop.watching import Watching
 from cleave.controller.store import DEPLOYMENTS, Key, Store
 from cleave.pods.labels import Manifest
 from cleave.traffic.window import Window
+
+from tests.support.deployment_views import NOW_S, deployment, status, traffic
 
 CHAT = Key(DEPLOYMENTS, "default", "chat")
 CHANGED = traffic(4, 600, NOW_S - 90) + traffic(12, 90)

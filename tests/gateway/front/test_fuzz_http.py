@@ -25,7 +25,15 @@ from cleave.gateway.request import RequestReader
 from cleave.gateway.server import Gateway
 from cleave.rpc.v1 import agent_pb2
 
-from ambiguities import AMBIGUOUS, BODY, CANARY, LENGTH, build, build_body, chunk
+from tests.support.ambiguous_requests import (
+    AMBIGUOUS,
+    BODY,
+    CANARY,
+    LENGTH,
+    build,
+    build_body,
+    chunk,
+)
 
 PATIENCE_S = 20
 REFUSALS = {400, 413, 417, 431}

@@ -19,7 +19,7 @@ from cleave.gateway.main import main
 from cleave.gateway.picker.credentials import PickerError, make_credentials
 from cleave.gateway.tls import TlsError
 
-from own_certificates import NAME, Files
+from tests.support.certificates import NAME, Files
 
 PATIENCE_S = 60.0
 HOST = "127.0.0.1"

@@ -24,7 +24,16 @@ from cleave.router.directory import Directory
 from cleave.router.router import Router
 from cleave.rpc.v1 import external_processor_pb2 as pb
 
-from picker_proxy import ASK, BUFFERED, DUPLEX, NONE, PATIENCE_S, Placed, Proxy, headers_of
+from tests.support.ext_proc_client import (
+    ASK,
+    BUFFERED,
+    DUPLEX,
+    NONE,
+    PATIENCE_S,
+    Placed,
+    Proxy,
+    headers_of,
+)
 
 MODES = [pytest.param(DUPLEX, id="full-duplex"), pytest.param(BUFFERED, id="buffered")]
 

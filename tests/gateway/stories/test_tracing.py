@@ -15,7 +15,7 @@ from cleave.gateway.stories import tracing, watch
 from cleave.gateway.stories.story import TracingError
 from cleave.rpc.v1 import agent_pb2
 
-from collector import ERROR, read, serve_grpc, serve_http
+from tests.support.otel_collector import ERROR, read, serve_grpc, serve_http
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True, "temperature": 0}

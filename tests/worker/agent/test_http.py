@@ -4,7 +4,7 @@ import pytest
 
 from cleave_worker.agent import http
 
-from doubles import Answering
+from tests.support.doubles import Answering
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cleave_worker.agent.proof import prove, prove_role, pursue
 from cleave_worker.agent.supervisor import prove_then_idle
 from cleave_worker.agent.verify import TransferError, UncountedError
 
-from doubles import Answering
+from tests.support.doubles import Answering
 
 PROVEN = agent_pb2.KvPath(verified=True, transport="emulated")
 PEER = Sight(peer=agent_pb2.Registration(instance="w-1"))

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer.link import Way  # noqa: E402
 
-from owner_process import OwnerProcess  # noqa: E402
+from tests.support.kv_server_process import OwnerProcess  # noqa: E402
 
 
 @pytest.fixture(params=[Way.SHARED_MEMORY, Way.NIXL, Way.GLOO])

@@ -15,8 +15,8 @@ from cleave_worker.transfer.identity import HandOff, Reason  # noqa: E402
 from cleave_worker.transfer.link import Way  # noqa: E402
 from cleave_worker.transfer.progress import NOTHING, Progress  # noqa: E402
 
-from owner_process import LAYERS, OwnerProcess, caches  # noqa: E402
-from prefilling import (  # noqa: E402
+from tests.support.kv_server_process import LAYERS, OwnerProcess, caches  # noqa: E402
+from tests.support.slow_prefill import (  # noqa: E402
     BOUND_S,
     DIGEST,
     HERE,

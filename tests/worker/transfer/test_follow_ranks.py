@@ -14,7 +14,7 @@ from cleave_worker.transfer.link import Way  # noqa: E402
 from cleave_worker.transfer.progress import Progress  # noqa: E402
 from cleave_worker.transfer.shapes import Shape  # noqa: E402
 
-from prefilling import BOUND_S, WHOLE, Decode, Prefill, PrefillRank, reason  # noqa: E402
+from tests.support.slow_prefill import BOUND_S, WHOLE, Decode, Prefill, PrefillRank, reason  # noqa: E402
 
 TP_2, PP_2 = Shape(2), Shape(1, (0, 2))
 SHAPES = {

@@ -23,7 +23,7 @@ from cleave_worker.transfer.link import Way  # noqa: E402
 from cleave_worker.transfer.owner import Owner  # noqa: E402
 from cleave_worker.transfer.shapes import Part, Shape, Source  # noqa: E402
 
-from owner_process import BLOCKS, LAYERS, LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
+from tests.support.kv_server_process import BLOCKS, LAYERS, LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
 
 Start = Callable[..., OwnerProcess]
 BOUND_S = 60.0

@@ -17,7 +17,7 @@ from cleave_worker.transfer.identity import Reason, RefusedError  # noqa: E402
 from cleave_worker.transfer.link import LinkError, Way  # noqa: E402
 from cleave_worker.transfer.memory import Memory, Move, Span  # noqa: E402
 
-from owner_process import OwnerProcess, caches, kept_as  # noqa: E402
+from tests.support.kv_server_process import OwnerProcess, caches, kept_as  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("over_tcp")
 BOUND_S = 60.0

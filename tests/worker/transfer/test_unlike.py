@@ -17,7 +17,7 @@ from cleave_worker.transfer.peers import peers  # noqa: E402
 from cleave_worker.transfer.reader import Reader  # noqa: E402
 from cleave_worker.transfer.shapes import Shape  # noqa: E402
 
-from owner_process import LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
+from tests.support.kv_server_process import LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
 
 BOUND_S = 60.0
 PROMPT = [5, 6, 7, 8]

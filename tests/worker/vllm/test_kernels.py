@@ -12,7 +12,7 @@ import pytest
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import Boot, launch
 
-CHOICES = Path(__file__).parent / "cuda_choices.py"
+CHOICES = Path(__file__).parents[2] / "support" / "vllm_cuda_choices.py"
 MODULE = "vllm.entrypoints.openai.api_server"
 WITHOUT_NVCC = {**os.environ, "CUDA_HOME": "/nonexistent", "VLLM_LOGGING_LEVEL": "ERROR"}
 

@@ -15,7 +15,7 @@ from cleave_worker.transfer.link import Way  # noqa: E402
 from cleave_worker.transfer.reader import Reader  # noqa: E402
 from cleave_worker.transfer.shapes import Shape  # noqa: E402
 
-from owner_process import caches, kept_as  # noqa: E402
+from tests.support.kv_server_process import caches, kept_as  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,

@@ -1,4 +1,4 @@
-"""What vLLM would choose on NVIDIA GPUs: `python cuda_choices.py ENGINE_ARGUMENT...`.
+"""What vLLM would choose on NVIDIA GPUs: `python vllm_cuda_choices.py ENGINE_ARGUMENT...`.
 
 vLLM's own decisions run here, on the Python files that its CPU and CUDA wheels share; GPU,
 extension modules, FlashInfer and DeepGEMM are stand-ins. Prints JSON: choices by compute

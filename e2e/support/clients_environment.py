@@ -5,8 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-CLIENTS = Path(__file__).with_name("clients")
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / "e2e" / "clients"
 PATIENCE_S = 900
 
 

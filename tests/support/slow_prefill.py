@@ -16,7 +16,7 @@ from cleave_worker.transfer.progress import Progress
 from cleave_worker.transfer.shapes import Shape, sources
 from cleave_worker.transfer.shared import share
 
-from owner_process import ALONE, LAYOUT, caches, kept_as
+from tests.support.kv_server_process import ALONE, LAYOUT, caches, kept_as
 
 BOUND_S = 60.0
 DIGEST = "d"

@@ -12,8 +12,8 @@ from cleave.simulator.run import simulate
 from cleave.traffic.window import Window
 from cleave.traffic.workload import Demand
 
-from chats import chat
-from windows import observe
+from tests.support.emulated_chat import chat
+from tests.support.traffic_windows import observe
 
 NUM_REQUESTS = 3_000
 

@@ -24,8 +24,8 @@ from cleave.pods.pool import pools as make_pools
 from cleave.traffic.window import Window
 from cleave.traffic.workload import from_spec
 
-from small_cluster import chat
-from windows import PERIOD_S, count, draw
+from tests.support.fake_cluster import chat
+from tests.support.traffic_windows import PERIOD_S, count, draw
 
 NOW_S = 1_700_000_000.0
 THERE = inventory([])

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parents[1] / "api"
 _SMALLEST = {
     "LLMDeployment": ("chat", {"model": "org/model", "slo": {"ttftMs": 400, "tpotMs": 40}}),
     "InstancePool": (

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import free_port, until
+from e2e.support.deployments import free_port, until
 
 TYPES = "type.googleapis.com/envoy.extensions"
 ENDPOINT = "x-gateway-destination-endpoint"

@@ -17,9 +17,9 @@ import httpx
 
 from cleave_worker.transfer.link import Way
 
-from harness import Deployment, tiny_vllm
-from owner_process import OwnerProcess
-from vllm_cases import TIMEOUT_S, Case, ask, engine_url, metric
+from e2e.support.deployments import Deployment, tiny_vllm
+from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
+from tests.support.kv_server_process import OwnerProcess
 
 RAN = "vllm:iteration_tokens_total_sum"
 LEASE_S = 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from harness import Deployment
+from e2e.support.deployments import Deployment
 
 CHUNK_TOKENS = 2048
 """What vLLM computes of prompts in one step on CPU."""

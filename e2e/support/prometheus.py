@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from cluster.control_plane import TIED
-from harness import free_port
+from e2e.cluster.control_plane import TIED
+from e2e.support.deployments import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60
 _BUILD_TIMEOUT_S = 1800
 

@@ -13,7 +13,7 @@ from cleave.policy.dispatch import RECENCY
 from cleave.simulator.fleet import Admission, Batching, Dispatch, Fleet
 from cleave.simulator.trace import Trace
 
-from step_state import Instance, Manager, Request, Slot, find_peak
+from tests.support.reference_simulator_state import Instance, Manager, Request, Slot, find_peak
 
 LOOK, ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(6)
 

@@ -1,0 +1,1 @@
+"""Helpers that tests share: test doubles, fake clusters, reference simulators, sample inputs."""
