@@ -131,7 +131,7 @@ trace = Trace(np.arange(20.0), np.full(20, 5), np.full(20, 2))
 simulate(Fleet((slow,), (slow,), flipping=make_terms(100.0)), trace)
 """
     line = [sys.executable, "-c", script]
-    subprocess.run(line, check=True, timeout=120, cwd=Path(__file__).parent)
+    subprocess.run(line, check=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
 def sort(engine: Engine) -> Engine:
