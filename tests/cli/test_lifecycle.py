@@ -59,7 +59,7 @@ def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> 
         assert (again.returncode, again.stderr.startswith("error: chat is up already")) == (1, True)
     finally:
         down = cleave("down", "chat")
-    assert (down.returncode, down.stdout) == (0, "chat is down\n")
+    assert (down.returncode, down.stdout) == (0, "chat stopped\n")
     assert cleave("status").stdout == "nothing is up on this machine\n"
     assert cleave("logs", "chat", "chat-gateway").stdout
     with pytest.raises(httpx.ConnectError):

@@ -252,7 +252,7 @@ def test_a_deployment_whose_supervisor_was_killed_is_told_until_it_is_taken_down
     assert told.stderr.startswith("chat: its supervisor was killed")
     named = cli.invoke(app, ["status", "chat"])
     assert (named.exit_code, named.stderr.count("was killed")) == (1, 1)
-    assert cli.invoke(app, ["down", "chat"]).output == "chat is down\n"
+    assert cli.invoke(app, ["down", "chat"]).output == "chat stopped\n"
     assert cli.invoke(app, ["status"]).output == "nothing is up on this machine\n"
 
 

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, for people only: in a pipe or a log there is nothing."""
+"""A progress bar on standard error; nothing is printed where that is not a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ from importlib.util import find_spec
 import typer
 
 Tick = Callable[[int, int, str], None]
-"""Done, of how many, and what is going on."""
+"""Called with steps done, total steps, and a description of the current step."""
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Tick]:
-    """A function that moves the bar; nothing of it stays on the screen."""
+def progress_bar(description: str) -> Iterator[Tick]:
+    """Yield a function that updates the bar; the bar disappears at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -20,20 +20,20 @@ def progress_bar(what: str) -> Iterator[Tick]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(description, total=None)
 
         def tick(done: int, total: int, text: str) -> None:
-            bar.update(task, completed=done, total=total, description=text or what)
+            bar.update(task, completed=done, total=total, description=text or description)
 
         yield tick
 
 
 @contextmanager
-def simulating_bar(what: str) -> Iterator[Tick]:
-    """The same before work that simulates; says so when the simulator has to be compiled first."""
+def simulating_bar(description: str) -> Iterator[Tick]:
+    """`progress_bar` for simulations; announces when the simulator has to be compiled first."""
     if find_spec("numba") and not _is_compiled():
-        typer.echo("compiling the simulator, once for this version: about 10 seconds", err=True)
-    with progress_bar(what) as tick:
+        typer.echo("compiling the simulator for this version, which takes about 10 seconds once", err=True)
+    with progress_bar(description) as tick:
         yield tick
 
 

@@ -1,6 +1,6 @@
-"""`cleave demo` (`make run`): prefill and decode on this machine, one question, its answer.
+"""`cleave demo` (`make run`): starts prefill and decode on this machine and sends one chat request.
 
-The same path as `cleave up`, with a deployment made here instead of read from a file.
+It takes the same path as `cleave up`, with a built-in deployment instead of one from a file.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ _MAX_TOKENS = 64
 _TINY = "tiny-llama"
 _EMULATED_MODEL = "facebook/opt-13b"
 _MEMORY = {"memory": "3Gi"}
-"""Of one vLLM process with the tiny model and 1 GiB of KV cache."""
+"""Memory limit of one vLLM process with the tiny model and 1 GiB of KV cache."""
 
 
 class EngineName(StrEnum):
-    """Which engine the demo runs."""
+    """The engine that the demo runs."""
 
     VLLM = "vllm"
     EMULATED = "emulated"
@@ -40,20 +40,27 @@ class EngineName(StrEnum):
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Hugging Face id or folder; absent: a tiny random model made here."),
+        typer.Option(help="Hugging Face id or folder. Default: a tiny random model, built locally."),
     ] = None,
     engine: Annotated[
-        EngineName, typer.Option(help="vLLM, or one that emulates its timings without a model.")
+        EngineName, typer.Option(help="vLLM, or an emulator of its API and timings without a model.")
     ] = EngineName.VLLM,
     port: Port = 8080,
-    prompt: Annotated[str, typer.Option(help="What to ask.")] = PROMPT,
-    once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
+    prompt: Annotated[str, typer.Option(help="Prompt of the chat request.")] = PROMPT,
+    once: Annotated[bool, typer.Option("--once", help="Stop everything after the response.")] = False,
     timeout: Timeout = 900,
     allow_shared_cores: SharedCores = False,
 ) -> None:
-    """Start a prefill and a decode instance and a gateway here, and chat with them.
+    """Start one prefill instance, one decode instance and a gateway here, and chat with them.
 
-    Examples: cleave demo --once; cleave demo --engine emulated; cleave demo --model Qwen/Qwen3-0.6B
+    \b
+    Examples:
+      # Run a tiny random model on vLLM, chat once, and stop
+      cleave demo --once
+      # Run without vLLM and without a model
+      cleave demo --engine emulated
+      # Run a model from Hugging Face
+      cleave demo --model Qwen/Qwen3-0.6B
     """
     from rich.console import Console
 
@@ -71,9 +78,9 @@ def demo(
         )
         console = Console(highlight=False)
         _introduce(console, job, emulated=emulated, tiny=model is None)
-        answered = asyncio.run(_run(job, console, prompt, once=once, timeout_s=timeout))
-    if not answered:
-        fail(["stopped before the question was answered"], FAILED)
+        is_answered = asyncio.run(_run(job, console, prompt, once=once, timeout_s=timeout))
+    if not is_answered:
+        fail(["stopped before the chat request was answered"], FAILED)
 
 
 def emulated_deployment(model: str | None) -> "LLMDeployment":
@@ -83,12 +90,12 @@ def emulated_deployment(model: str | None) -> "LLMDeployment":
 
 
 def vllm_deployment(model: str | None) -> "LLMDeployment":
-    """One prefill and one decode instance of vLLM; the tiny model is made if none is named."""
+    """One prefill and one decode instance of vLLM; `model` None: the tiny model, built if absent."""
     from cleave.local import tiny_model
 
     if model is None:
         tiny = {"source": str(tiny_model.cached()), "servedName": _TINY}
-        # The default, meant for any model, would be too much for a laptop.
+        # The default limit fits any model and would not fit a laptop.
         return _deployment(tiny, {"template": {"resources": {"limits": _MEMORY}}})
     folder = Path(model)
     return _deployment({"source": str(folder.absolute()) if folder.is_dir() else model}, {})
@@ -117,16 +124,16 @@ def _introduce(console: "Console", job: "Job", *, emulated: bool, tiny: bool) ->
     engine = "the emulated engine (vLLM's API and timings, no model)" if emulated else "vLLM"
     console.print(f"[bold]Cleave demo[/]: one prefill and one decode instance of {engine} {where}.")
     if tiny and not emulated:
-        console.print("The model is tiny, random and made on the spot: its answers are gibberish.")
+        console.print("The model is tiny and random, built locally: its output is gibberish.")
     if emulated:
-        console.print("Its answers are made-up words; only API, hand-off and timings are real.")
+        console.print("Its output is made-up words; API, KV hand-off and timings are real.")
     console.print(f"[dim]logs: {state.folder(job.deployment).path / 'logs'}[/]\n")
 
 
 async def _run(
     job: "Job", console: "Console", prompt: str, *, once: bool, timeout_s: float
 ) -> bool:
-    """Whether the question was answered. Everything has ended when this returns."""
+    """Whether the chat request was answered. All processes have ended when this returns."""
     from cleave.cli.screen import print_line, progress
     from cleave.local import state, up
     from cleave.local.following import watch
@@ -143,7 +150,7 @@ async def _run(
         try:
             talk.result()
             if not once:
-                console.print("\nCtrl-C ends it.")
+                console.print("\nPress Ctrl-C to stop.")
                 await watch(state.folder(job.deployment), lambda line: print_line(console, line))
         finally:
             end.cancel()
@@ -162,36 +169,36 @@ async def _talk(job: "Job", console: "Console", prompt: str) -> None:
     }
     console.print(f"\n[bold]you[/]    {prompt}")
     console.print("[bold]model[/]  ", end="")
-    answer = await chat.ask(
+    response = await chat.ask(
         job.url, body, lambda text: console.print(text, end="", markup=False, style="cyan")
     )
     console.print("\n")
-    await _report(job, console, answer)
-    shown = json.dumps({**body, "stream": True}, ensure_ascii=False).replace("'", r"'\''")
-    console.print("\nAsk it yourself:")
+    await _report(job, console, response)
+    request = json.dumps({**body, "stream": True}, ensure_ascii=False).replace("'", r"'\''")
+    console.print("\nSend a request yourself:")
     typer.echo(
         f"  curl -N {job.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        f"    -d '{shown}'"
+        f"    -d '{request}'"
     )
 
 
-async def _report(job: "Job", console: "Console", answer: "Answer") -> None:
-    """Figures of the answer, and what carried it."""
+async def _report(job: "Job", console: "Console", response: "Answer") -> None:
+    """Print latencies and token counts of the response, and the state of all instances."""
     from rich.table import Table
 
     from cleave.cli.status import collect, show
     from cleave.local import gateways
 
-    found = await collect(job.deployment)
-    handed_over = await gateways.handoffs(job.url)
+    deployments = await collect(job.deployment)
+    num_handoffs = await gateways.handoffs(job.url)
     figures = Table.grid(padding=(0, 2))
-    figures.add_row("prompt", f"{answer.prompt_tokens} tokens")
-    figures.add_row("answer", f"{answer.output_tokens} tokens")
-    figures.add_row("time to first token (TTFT)", f"{answer.ttft_ms:.0f} ms")
-    figures.add_row("time per token after it (TPOT)", f"{answer.tpot_ms:.1f} ms")
-    figures.add_row("KV hand-offs used", str(handed_over))
-    for row in (row for each in found for row in each["instances"]):
+    figures.add_row("prompt", f"{response.prompt_tokens} tokens")
+    figures.add_row("output", f"{response.output_tokens} tokens")
+    figures.add_row("time to first token (TTFT)", f"{response.ttft_ms:.0f} ms")
+    figures.add_row("time per output token after it (TPOT)", f"{response.tpot_ms:.1f} ms")
+    figures.add_row("KV hand-offs used", str(num_handoffs))
+    for row in (row for each in deployments for row in each["instances"]):
         if row["kv_path"]:
             figures.add_row(f"KV path of {row['instance']}", row["kv_path"])
     console.print(figures)
-    show(console, found)
+    show(console, deployments)

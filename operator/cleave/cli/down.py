@@ -1,4 +1,4 @@
-"""`cleave down`: end a deployment on this machine."""
+"""`cleave down`: stops a deployment on this machine."""
 
 import asyncio
 from typing import Annotated
@@ -13,22 +13,27 @@ def down(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Deployment; may be left out when one is up.", autocompletion=complete_running
+            help="Name of the deployment. May be omitted when only one is running.", autocompletion=complete_running
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds for running requests; then all ends at once.")
+        float, typer.Option(min=0, help="Seconds to let running requests finish before all processes are killed.")
     ] = 45,
 ) -> None:
-    """End a deployment: the gateway drains first, then decode, then prefill workers.
+    """Stop a deployment: drain the gateway first, then the decode and the prefill workers.
 
-    Example: cleave down chat
+    \b
+    Examples:
+      # Stop the only running deployment
+      cleave down
+      # Stop the deployment chat and give its requests two minutes
+      cleave down chat --timeout 120
     """
     from cleave.local import state
     from cleave.local import up as local
 
     with told():
-        killed = {folder.name: folder for folder in state.lost()}
-        folder = killed.get(name or "") or state.find(name)
+        orphaned = {folder.name: folder for folder in state.lost()}
+        folder = orphaned.get(name or "") or state.find(name)
         asyncio.run(local.down(folder, timeout))
-    typer.echo(f"{folder.name} is down")
+    typer.echo(f"{folder.name} stopped")

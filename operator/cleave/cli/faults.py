@@ -1,6 +1,6 @@
-"""Faults as people read them: one line each on standard error, and an exit code.
+"""Errors for users: one line each on standard error, and an exit code.
 
-Used by every command. 1: it did not work; 2: what was given is wrong.
+Used by every command. Exit code 1: the command failed; 2: its input is wrong.
 """
 
 import sys
@@ -21,7 +21,7 @@ BAD_INPUT = 2
 
 
 def fail(faults: Sequence[str], code: int, log: Sequence[str] = ()) -> NoReturn:
-    """Print `faults` (after the `log` lines that explain them) and end with `code`."""
+    """Print the lines of `log`, then one line per fault, and exit with `code`."""
     for line in log:
         sys.stderr.write(f"  | {line}\n")
     for fault in faults:
@@ -31,7 +31,7 @@ def fail(faults: Sequence[str], code: int, log: Sequence[str] = ()) -> NoReturn:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Report the errors of the local package raised inside."""
+    """Print errors of `cleave.local` that are raised inside, and exit with code 1."""
     try:
         yield
     except UpError as error:
@@ -41,9 +41,9 @@ def told() -> Iterator[None]:
 
 
 def load_deployment(file: Path) -> "LLMDeployment":
-    """The LLMDeployment in `file`, with the instances that it states; doubts go to standard error.
+    """Read the LLMDeployment in `file`; prints warnings about it to standard error.
 
-    Ends with exit code 2 and one line per fault in it.
+    Exits with code 2 and one line per fault when it is invalid.
     """
     from cleave.api.manifest import ManifestError, load
     from cleave.planner.checks import doubts
@@ -54,6 +54,6 @@ def load_deployment(file: Path) -> "LLMDeployment":
         plan(deployment)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
-    for doubt in doubts(deployment):
-        sys.stderr.write(f"warning: {doubt}\n")
+    for warning in doubts(deployment):
+        sys.stderr.write(f"warning: {warning}\n")
     return deployment

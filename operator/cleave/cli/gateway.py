@@ -1,15 +1,18 @@
-"""`cleave gateway`: the OpenAI-compatible gateway by itself, as its pods run it."""
+"""`cleave gateway`: the OpenAI-compatible gateway as a process, as its pods run it."""
 
 import typer
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of a command whose program reads its own options, so that they are stated once."""
+"""Typer settings of a command that passes all arguments on to a program with its own parser."""
 
 
 def gateway(context: typer.Context) -> None:
-    """Run a gateway alone; `cleave gateway --help` lists its options.
+    """Run a gateway in front of existing workers. `cleave gateway --help` lists its options.
 
-    Example: cleave gateway --agents 10.0.0.1:9000,10.0.0.2:9000 --port 8080
+    \b
+    Examples:
+      # Serve on port 8080, with two worker agents behind
+      cleave gateway --agents 10.0.0.1:9000,10.0.0.2:9000 --port 8080
     """
     from cleave.gateway.main import main
 

@@ -1,4 +1,4 @@
-"""`cleave logs`: what pods have printed, also after they ended."""
+"""`cleave logs`: prints the logs of pods, also of pods that have ended."""
 
 import os
 import time
@@ -15,22 +15,27 @@ _LOOK_PERIOD_S = 0.2
 
 
 def logs(
-    name: Annotated[str, typer.Argument(help="Deployment.", autocompletion=complete_logged)],
-    pod: Annotated[str | None, typer.Argument(help="Pod; all when absent.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the deployment.", autocompletion=complete_logged)],
+    pod: Annotated[str | None, typer.Argument(help="Name of the pod. Default: all pods.")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is printed until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Stream new lines until Ctrl-C.")
     ] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines per pod.")] = 100,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of most recent lines per pod.")] = 100,
 ) -> None:
     """Print the logs of a deployment's pods.
 
-    Example: cleave logs chat chat-prefill-0 -f
+    \b
+    Examples:
+      # Print the last 100 lines of every pod of the deployment chat
+      cleave logs chat
+      # Stream the log of one pod
+      cleave logs chat chat-prefill-0 -f
     """
     from cleave.local import logs as local
     from cleave.local import state
 
     files = _files(state.folder(name).path / "logs", name, pod)
-    # Sizes before reading: what is printed meanwhile is shown twice rather than never.
+    # Take sizes before reading: lines written meanwhile are printed twice rather than lost.
     sizes = [file.stat().st_size for file in files]
     for file in files:
         _print(file, local.tail(file, lines), several=len(files) > 1)
@@ -39,37 +44,37 @@ def logs(
 
 
 def _files(folder: Path, name: str, pod: str | None) -> list[Path]:
-    found = sorted(folder.glob("*.log"))
-    if not found:
+    available = sorted(folder.glob("*.log"))
+    if not available:
         fail([f"{name} has no logs on this machine"], FAILED)
-    chosen = [file for file in found if pod in (None, file.stem)]
-    if not chosen:
-        pods = ", ".join(file.stem for file in found)
+    selected = [file for file in available if pod in (None, file.stem)]
+    if not selected:
+        pods = ", ".join(file.stem for file in available)
         fail([f"{name} has no pod {pod}; it has {pods}"], FAILED)
-    return chosen
+    return selected
 
 
 def _follow(files: Sequence[Path], sizes: Sequence[int]) -> None:
-    places = dict(zip(files, sizes, strict=True))
+    offsets = dict(zip(files, sizes, strict=True))
     while True:
         for file in files:
-            text, places[file] = _news(file, places[file])
+            text, offsets[file] = _news(file, offsets[file])
             _print(file, text.splitlines(), several=len(files) > 1)
         time.sleep(_LOOK_PERIOD_S)
 
 
-def _news(file: Path, place: int) -> tuple[str, int]:
-    """Whole lines written after `place`, and the place after them."""
+def _news(file: Path, offset: int) -> tuple[str, int]:
+    """Complete lines written after byte `offset`, and the offset after them."""
     try:
         with file.open("rb") as opened:
-            if os.fstat(opened.fileno()).st_size < place:
-                place = 0  # the kubelet has cut a log that grew too long
-            opened.seek(place)
+            if os.fstat(opened.fileno()).st_size < offset:
+                offset = 0  # the kubelet has truncated a log that grew too long
+            opened.seek(offset)
             text = opened.read()
     except FileNotFoundError:
-        return "", 0  # the deployment comes up again: it will be written anew
-    whole = text[: text.rfind(b"\n") + 1]
-    return whole.decode(errors="replace"), place + len(whole)
+        return "", 0  # the deployment is starting again and will write a new file
+    complete = text[: text.rfind(b"\n") + 1]
+    return complete.decode(errors="replace"), offset + len(complete)
 
 
 def _print(file: Path, lines: Sequence[str], *, several: bool) -> None:

@@ -1,11 +1,12 @@
-"""The `cleave` command: what a person types.
+"""The `cleave` command line.
 
-Each command is a module of this package. What is hard: `cleave --help` and shell completion must
-answer at once, so whatever is heavy is imported inside the command that needs it.
+Each command is a module of this package. `cleave --help` and shell completion must respond at
+once, so every slow import happens inside the command that needs it.
 """
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -37,21 +38,21 @@ _EXTRAS = {
     "operator": ("operator",),
     "lengths": ("lengths",),
 }
-"""What a command runs with; those that are not here need at most the planner."""
+"""Extras that a command needs; a command that is not listed needs at most the planner."""
 
 
 class Commands(TyperGroup):
-    """Runs a command; one that an extra is missing for ends with how to install it."""
+    """Runs a command; if an extra is missing, ends with the command that installs it."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
-        """As in the base class."""
+        """Invoke as the base class does, and report missing extras on one line."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
-            having = distribution.extras_with(error.name or "")
+            providers = distribution.extras_with(error.name or "")
             own = _EXTRAS.get(str(ctx.invoked_subcommand), ("planner",))
-            # All that the command lacks is named at once, not one extra at each try.
-            missing = distribution.missing(own if {*own} & {*having} else having[:1])
+            # Name all missing extras at once, so that users need only one installation.
+            missing = distribution.missing(own if {*own} & {*providers} else providers[:1])
             if not missing:
                 raise
             _fail(ctx, distribution.MissingExtraError(missing))
@@ -70,29 +71,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    demo,
-    plan,
-    simulate,
-    up,
-    status,
-    top,
-    logs,
-    down,
-    validate,
-    profile,
-    workload,
-    provision,
-    rollout,
-):
-    app.command()(command)
+_GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Run on this machine": (demo, up, status, top, logs, down),
+    "Plan capacity": (plan, simulate, provision, workload, profile),
+    "Check manifests": (validate, rollout),
+}
+"""Commands by the heading under which `cleave --help` lists them."""
+for heading, commands in _GROUPS.items():
+    for command in commands:
+        app.command(rich_help_panel=heading)(command)
 for forwarded in (gateway, operator):
-    app.command(context_settings=FORWARDED)(forwarded)
-app.add_typer(lengths, name="lengths")
+    app.command(context_settings=FORWARDED, rich_help_panel="Run components")(forwarded)
+app.add_typer(lengths, name="lengths", rich_help_panel="Plan capacity")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"cleave {distribution.version()}")
         raise typer.Exit
 
@@ -100,25 +94,34 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def cleave(
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log what happens; tracebacks of our own bugs.")
+        bool, typer.Option("--verbose", "-v", help="Log at debug level, and show tracebacks of internal errors.")
     ] = False,
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
     """Serve large language models from prefill, decode and mixed pools.
 
-    First steps: `cleave demo`, then `cleave up -f FILE`, `cleave status`, `cleave down`.
+    \b
+    Examples:
+      # Start one prefill and one decode instance here and send them a chat request
+      cleave demo
+      # Start a deployment on this machine, inspect it and stop it
+      cleave up -f examples/emulated.yaml -d
+      cleave status
+      cleave down
+      # Find the best placement for a workload on the machines of a cluster
+      cleave plan -f examples/planned.yaml --cluster examples/cluster.yaml
     """
     if verbose:
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
 
 
 def main() -> None:
-    """Run the command line; a bug of ours is one line unless -v asks for more."""
+    """Run the command line; an internal error prints one line, and with -v its traceback."""
     try:
         app()
     except KeyboardInterrupt:
@@ -126,7 +129,7 @@ def main() -> None:
     except Exception as error:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             raise
-        sys.exit(f"internal error: {type(error).__name__}: {error} (cleave -v shows where)")
+        sys.exit(f"internal error: {type(error).__name__}: {error} (run cleave -v for the traceback)")
 
 
 if __name__ == "__main__":

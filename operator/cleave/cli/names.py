@@ -1,15 +1,15 @@
-"""Names that the shell can complete: deployments that are up, those with logs, their pods."""
+"""Shell completion of deployment names."""
 
 
 def complete_running(incomplete: str) -> list[str]:
-    """Deployments that are up."""
+    """Names of running deployments that begin with `incomplete`."""
     from cleave.local import state
 
     return [each.name for each in state.running() if each.name.startswith(incomplete)]
 
 
 def complete_logged(incomplete: str) -> list[str]:
-    """Deployments that have logs."""
+    """Names of deployments with logs that begin with `incomplete`."""
     from cleave.local import state
 
     return sorted(

@@ -1,12 +1,15 @@
-"""`cleave operator`: the operator, as its pods run it."""
+"""`cleave operator`: the Kubernetes operator as a process, as its pods run it."""
 
 import typer
 
 
 def operator(context: typer.Context) -> None:
-    """Run the operator of a cluster; `cleave operator --help` lists its options.
+    """Run the operator of a Kubernetes cluster. `cleave operator --help` lists its options.
 
-    Example: KUBECONFIG=~/.kube/config cleave operator --own-namespace cleave
+    \b
+    Examples:
+      # Run it outside the cluster, for development
+      KUBECONFIG=~/.kube/config cleave operator --own-namespace cleave
     """
     from cleave.controller.main import main
 

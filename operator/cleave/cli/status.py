@@ -1,4 +1,4 @@
-"""`cleave status`: what runs on this machine, as the agents and the gateway say now."""
+"""`cleave status`: instances on this machine, as agents and the gateway report them now."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ _STYLES = {"ready": "green", "starting": "yellow", "verifying": "cyan", "drainin
 
 
 class Output(StrEnum):
-    """How to print."""
+    """Output format."""
 
     TABLE = "table"
     JSON = "json"
@@ -36,17 +36,24 @@ class Output(StrEnum):
 def status(
     name: Annotated[
         str | None,
-        typer.Argument(help="Deployment; all when absent.", autocompletion=complete_running),
+        typer.Argument(help="Name of the deployment. Default: all deployments.", autocompletion=complete_running),
     ] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show again every second until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Show instances, their load and the gateway.
+    """Show the instances of deployments on this machine, their load and the gateway.
 
-    RUN and WAIT are requests, KV% the used share of the KV cache, RESTARTS those of pod and engine.
-    Example: cleave status chat -o json
+    RUN and WAIT count running and waiting requests. KV% is the used share of the KV cache.
+    RESTARTS counts restarts of the pod and of its engine.
+
+    \b
+    Examples:
+      # Show all deployments on this machine
+      cleave status
+      # Print the deployment chat as JSON
+      cleave status chat -o json
     """
     with told():
         if not watch:
@@ -62,7 +69,7 @@ def status(
 
 
 async def collect(name: str | None) -> list[dict[str, Any]]:
-    """Every deployment that is up (or `name` alone) with its instances' rows."""
+    """Every running deployment (or `name` alone) with the rows of its instances."""
     from cleave.local import state
 
     folders = [state.find(name)] if name else state.running()
@@ -73,9 +80,9 @@ async def collect(name: str | None) -> list[dict[str, Any]]:
             "deployment": snapshot.deployment,
             "url": snapshot.url,
             "plan": snapshot.plan or None,
-            "instances": [asdict(row) for row in found],
+            "instances": [asdict(row) for row in instance_rows],
         }
-        for snapshot, found in zip(snapshots, rows, strict=True)
+        for snapshot, instance_rows in zip(snapshots, rows, strict=True)
     ]
 
 
@@ -92,27 +99,27 @@ async def _rows(snapshot: "Snapshot") -> list["Row"]:
     ]
 
 
-def _print(found: Sequence[dict[str, Any]], output: Output) -> None:
+def _print(deployments: Sequence[dict[str, Any]], output: Output) -> None:
     if output is Output.JSON:
         import json
 
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(deployments, indent=2))
     elif output is Output.YAML:
         import yaml
 
-        typer.echo(yaml.safe_dump(list(found), sort_keys=False), nl=False)
+        typer.echo(yaml.safe_dump(list(deployments), sort_keys=False), nl=False)
     else:
         from rich.console import Console
 
-        show(Console(), found)
+        show(Console(), deployments)
 
 
 def _tell_lost() -> None:
     from cleave.local import state
 
     for folder in state.lost():
-        line = f"{folder.name}: its supervisor was killed; `cleave logs {folder.name}` may say why"
-        typer.echo(f"{line}, `cleave down {folder.name}` forgets it", err=True)
+        line = f"{folder.name}: its supervisor was killed; see `cleave logs {folder.name}`"
+        typer.echo(f"{line}, clean up with `cleave down {folder.name}`", err=True)
 
 
 def _watch_table(name: str | None) -> None:
@@ -120,18 +127,19 @@ def _watch_table(name: str | None) -> None:
 
     with Live(auto_refresh=False, screen=False) as live:
         while True:
-            found = asyncio.run(collect(name))
-            live.update(table(found) if found else "nothing is up on this machine", refresh=True)
+            deployments = asyncio.run(collect(name))
+            drawn = table(deployments) if deployments else "no deployments running on this machine"
+            live.update(drawn, refresh=True)
             time.sleep(WATCH_PERIOD_S)
 
 
-def show(console: "Console", found: Sequence[dict[str, Any]]) -> None:
-    """Print the table in its full width."""
-    if not found:
-        console.print("nothing is up on this machine")
+def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
+    """Print the table in its full width, then failures and plans."""
+    if not deployments:
+        console.print("no deployments running on this machine")
         return
-    print_whole(console, table(found))
-    for deployment in found:
+    print_whole(console, table(deployments))
+    for deployment in deployments:
         lines = [
             f"{row['instance']}: last failure: {row['last_failure']}"
             for row in deployment["instances"]
@@ -144,15 +152,15 @@ def show(console: "Console", found: Sequence[dict[str, Any]]) -> None:
 
 
 def _in_words(plan: dict[str, Any]) -> str:
-    """Why this placement, and what it is expected to do where that was predicted."""
-    seen = plan.get("predicted")
-    if seen is None:
+    """The reason for the placement, after its predicted goodput if there is a prediction."""
+    predicted = plan.get("predicted")
+    if predicted is None:
         return str(plan["reason"])
-    expected = f"{seen['goodput']:.3g} req/s within the SLO"
+    expected = f"{predicted['goodput']:.3g} req/s within the SLO"
     return f"{plan['verdict'].lower()}, {expected} predicted. {plan['reason']}"
 
 
-def table(found: Sequence[dict[str, Any]]) -> "Table":
+def table(deployments: Sequence[dict[str, Any]]) -> "Table":
     """The rows of all deployments in one table."""
     from rich.text import Text
 
@@ -161,7 +169,7 @@ def table(found: Sequence[dict[str, Any]]) -> "Table":
         ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"),
     )
     drawn.add_column("URL", no_wrap=True)
-    for row in (row for deployment in found for row in deployment["instances"]):
+    for row in (row for deployment in deployments for row in deployment["instances"]):
         state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
         if row["reason"]:
             reason = Text(f"\n{row['reason']}", style="dim")
@@ -172,6 +180,6 @@ def table(found: Sequence[dict[str, Any]]) -> "Table":
             *(row["num_running"], row["num_waiting"], None if kv is None else f"{kv:.1%}"[:-1]),
             *(row["epoch"], row["restarts"], row["pid"]),
         )
-        shown = ("-" if figure is None else str(figure) for figure in figures)
-        drawn.add_row(row["instance"], row["role"], state, row["engine"], *shown, row["url"])
+        cells = ("-" if figure is None else str(figure) for figure in figures)
+        drawn.add_row(row["instance"], row["role"], state, row["engine"], *cells, row["url"])
     return drawn

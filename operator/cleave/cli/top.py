@@ -1,7 +1,7 @@
-"""`cleave top`: a deployment as it is this second, drawn again and again.
+"""`cleave top`: live view of a deployment, redrawn at each interval.
 
-Two pages of one gateway tell everything: `/metrics` and `/fleet`. What is hard: gateways go away
-and come back while somebody watches, and the terminal has to be left as it was found.
+All figures come from `/metrics` and `/fleet` of one gateway. What is hard: gateways disappear and
+return while the command runs, and the terminal must be restored at its end.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _PAGE_LIMIT = 16 << 20
 
 
 class Output(StrEnum):
-    """How to print."""
+    """Output format."""
 
     TABLE = "table"
     JSON = "json"
@@ -39,38 +39,42 @@ def top(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Deployment; may be left out when one is up.", autocompletion=complete_running
+            help="Name of the deployment. May be omitted when only one is running.", autocompletion=complete_running
         ),
     ] = None,
     gateway: Annotated[
         str | None,
         typer.Option(
-            help="Internal port of a gateway elsewhere, such as http://127.0.0.1:8081.",
+            help="URL of the internal port of a gateway elsewhere, such as http://127.0.0.1:8081.",
             show_default=False,
         ),
     ] = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, max=60, help="Seconds between two looks.")
+        float, typer.Option(min=0.2, max=60, help="Seconds between two refreshes.")
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look twice, an interval apart; print that and end.")
+        bool, typer.Option("--once", help="Poll twice, one interval apart, print the result and exit.")
     ] = False,
     output: Annotated[
-        Output, typer.Option("--output", "-o", help="Format; json is an object per line.")
+        Output, typer.Option("--output", "-o", help="Output format; json prints one object per line.")
     ] = Output.TABLE,
 ) -> None:
-    """Watch a deployment: traffic against its targets, and each instance's load, until Ctrl-C.
+    """Show live traffic against its SLO and the load of each instance, until Ctrl-C.
 
-    Figures are those of one gateway. RUN and WAIT are requests at the engine, PENDING tokens that
-    it is still to compute or holds KV for, HERE requests of this gateway, AGE that of the last
-    report. P50 and P90 are drawn from buckets, evenly inside each, as Prometheus does.
+    The figures are those of one gateway. RUN and WAIT count requests at the engine, PENDING tokens
+    that it still has to compute or keeps KV for, and HERE requests from this gateway. AGE is the
+    age of the last load report. P50 and P90 are interpolated from histogram buckets, as Prometheus
+    does.
 
-    Where output is no terminal, a table per interval is printed. For a gateway in a cluster, let
-    kubectl port-forward deploy/chat-gateway 8081 run meanwhile.
+    A table per interval is printed where standard output is not a terminal.
 
-    Example: cleave top chat
-
-    Example: cleave top --gateway http://127.0.0.1:8081
+    \b
+    Examples:
+      # Watch the deployment chat on this machine
+      cleave top chat
+      # Watch a gateway in a Kubernetes cluster
+      kubectl port-forward deploy/chat-gateway 8081 &
+      cleave top --gateway http://127.0.0.1:8081
     """
     with told():
         url = _find_url(name, gateway)
@@ -79,12 +83,12 @@ def top(
     try:
         asyncio.run(_watch(_Gateway(url, name or ""), interval, output, once=once))
     except HttpError as error:
-        hint = "; --gateway names its internal port, 8081 in a cluster" if gateway else ""
+        hint = "; --gateway needs its internal port, 8081 in a cluster" if gateway else ""
         fail([f"gateway at {url}: {error}{hint}"], FAILED)
 
 
 def _find_url(name: str | None, gateway: str | None) -> str:
-    """Where the gateway tells of the fleet. Raises StateError."""
+    """URL of the gateway's internal port. Raises StateError."""
     if gateway is not None:
         return _checked(gateway)
     from cleave.local import state
@@ -93,7 +97,7 @@ def _find_url(name: str | None, gateway: str | None) -> str:
     folder = state.find(name)
     snapshot = folder.read()
     if snapshot is None or not snapshot.internal_url:
-        raise StateError(f"{folder.name} has just begun to come up; try again in a second")
+        raise StateError(f"{folder.name} is starting; try again in a second")
     return snapshot.internal_url
 
 
@@ -102,16 +106,16 @@ def _checked(url: str) -> str:
 
     try:
         parts = urlsplit(url)
-        good = parts.scheme == "http" and parts.hostname and parts.port != 0
+        is_valid = parts.scheme == "http" and parts.hostname and parts.port != 0
     except ValueError:
-        good = False
-    if not good:
-        fail([f"--gateway {url}: must be like http://127.0.0.1:8081"], BAD_INPUT)
+        is_valid = False
+    if not is_valid:
+        fail([f"--gateway {url}: must be a URL such as http://127.0.0.1:8081"], BAD_INPUT)
     return url.rstrip("/")
 
 
 async def _watch(gateway: "_Gateway", interval_s: float, output: Output, *, once: bool) -> None:
-    """Look and draw until interrupted. Raises HttpError when the first look, or the one, fails."""
+    """Poll and draw until interrupted. Raises HttpError if the first poll fails, or any with `once`."""
     from cleave.rpc.http import HttpError
 
     _end_properly()
@@ -136,25 +140,25 @@ async def _watch(gateway: "_Gateway", interval_s: float, output: Output, *, once
 
 
 def _end_properly() -> None:
-    """Let SIGTERM and SIGHUP end it as Ctrl-C does, which gives the terminal back."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C, which restores the terminal."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
 
 
 class _Gateway:
-    """One gateway, asked for both its pages."""
+    """Polls `/fleet` and `/metrics` of one gateway."""
 
     def __init__(self, url: str, deployment: str) -> None:
         from cleave.cli.top_view import Watcher
 
         self._url = url
         self._deployment = deployment
-        """Empty: whatever it serves."""
+        """Deployment that the gateway must serve; empty: any."""
         self._watcher = Watcher()
 
     async def look(self) -> "View":
-        """What it says now. Raises HttpError; ends with exit code 1 where it is another's."""
+        """Poll once. Raises HttpError; exits with code 1 if it serves another deployment."""
         import msgspec
 
         from cleave.rpc.fleet_page import FleetPage
@@ -166,7 +170,7 @@ class _Gateway:
             page = msgspec.json.decode(fleet, type=FleetPage)
             counts = read_page(metrics.decode(errors="replace"), time.monotonic())
         except (msgspec.MsgspecError, CountsError) as error:
-            raise HttpError(f"answers, but not as a gateway: {error}") from error
+            raise HttpError(f"the response is not that of a gateway: {error}") from error
         view = self._watcher.take(page, counts, time.time())
         if self._deployment and page.instances and self._deployment not in view.deployments:
             served = ", ".join(view.deployments)
@@ -181,7 +185,7 @@ class _Gateway:
 
 @contextmanager
 def _drawing(output: Output, *, live: bool) -> Iterator[Draw]:
-    """How each look is shown: over the last one on a terminal, else below it."""
+    """Yield a function that draws a view: in place on a terminal, else below the last one."""
     from rich.console import Console
 
     from cleave.cli.top_table import print_plain, to_screen

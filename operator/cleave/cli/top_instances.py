@@ -1,7 +1,7 @@
-"""The lines of `cleave top` that tell of instances.
+"""The table of instances of `cleave top`.
 
-What is hard: they have to fit. Instances that are not well stay on a screen that is too low for
-all, and columns go one by one, the least telling first, from one that is too narrow.
+What is hard: it has to fit the screen. When rows do not fit, instances that need attention are
+shown first; when columns do not fit, the least important ones are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ GAP = 2
 
 _BAR_CELLS = 10
 _FULL = 0.9
-"""Share of the KV cache from which an instance is shown as full."""
+"""Used share of the KV cache from which the bar is red."""
 _HEARD = ("", "heard")
 _STYLES = {
     "ready": "green",
@@ -31,19 +31,19 @@ _STYLES = {
 
 
 def make_table() -> Table:
-    """A table without lines, as dense as can be read."""
+    """A dense table without lines."""
     return Table(box=None, pad_edge=False, padding=(0, GAP // 2), header_style="bold")
 
 
 def find_state(instance: Instance) -> str:
-    """Its own word, unless its agent is not heard."""
+    """The state that its agent reports, or the connection state if the agent does not respond."""
     return instance.state if instance.contact in _HEARD else instance.contact
 
 
 def choose(fleet: FleetPage, rows: int) -> tuple[Sequence[Instance], int]:
-    """Instances for `rows` lines, and how many are left for the last of these.
+    """The instances to show in `rows` lines, and the number of omitted ones (the last line).
 
-    By name when all fit; else first those that somebody should look at.
+    Ordered by name when all fit; else the most urgent ones first.
     """
     found, left_out = fleet.instances, fleet.left_out
     if len(found) + bool(left_out) <= rows:
@@ -53,14 +53,14 @@ def choose(fleet: FleetPage, rows: int) -> tuple[Sequence[Instance], int]:
 
 
 def draw(instances: Sequence[Instance], width: int | None = None) -> Table:
-    """A line for each; `width` None: as wide as it is."""
+    """A row per instance, at most `width` cells wide; None: as wide as needed."""
     columns = list(_COLUMNS)
     cells = {column.heading: [column.cell(each) for each in instances] for column in columns}
     while width is not None and _measure(columns, cells) > width:
-        going = [column for column in columns if column.leaves]
-        if not going:
+        optional = [column for column in columns if column.leaves]
+        if not optional:
             break
-        columns.remove(min(going, key=lambda column: column.leaves))
+        columns.remove(min(optional, key=lambda column: column.leaves))
     drawn = make_table()
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.is_figure else "left"
@@ -76,7 +76,7 @@ class _Column:
     cell: Callable[[Instance], Text]
     is_figure: bool = True
     leaves: int = 0
-    """Its turn to go where there is no room, from 1; 0: never."""
+    """Order in which columns are dropped when there is no room, from 1; 0: never."""
 
 
 def _measure(columns: Sequence[_Column], cells: dict[str, list[Text]]) -> int:
@@ -109,7 +109,7 @@ def _describe_state(instance: Instance) -> Text:
 
 def _draw_bar(instance: Instance) -> Text:
     used = min(max(instance.kv_cache_usage, 0.0), 1.0)
-    # Rounded up: a little is seen as well.
+    # Rounded up, so that any use is visible.
     filled = min(round(used * _BAR_CELLS + 0.499), _BAR_CELLS)
     bar = Text("█" * filled, style="red" if used >= _FULL else "cyan")
     return bar.append("░" * (_BAR_CELLS - filled), style="dim")

@@ -1,4 +1,4 @@
-"""What `cleave top` draws: windows of traffic above, a line per instance below."""
+"""The screen of `cleave top`: traffic per time window above, a row per instance below."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _NOTHING = "-"
 
 
 def to_screen(view: View, width: int, height: int) -> Group:
-    """All of it within `width` x `height` cells, as far as that can be done."""
+    """The view, fitted into `width` x `height` cells as far as possible."""
     notes = _describe_notes(view)
     taken = _TEXTS_ABOVE + _TRAFFIC_ROWS + len(notes) + 1  # the headings of instances
     shown, more = top_instances.choose(view.fleet, max(_LEAST_ROWS, height - taken))
@@ -37,7 +37,7 @@ def to_screen(view: View, width: int, height: int) -> Group:
 
 
 def print_plain(console: Console, view: View) -> None:
-    """All of it, as wide and long as it is."""
+    """Print the view without fitting it to the terminal."""
 
     def print_texts(texts: Sequence[Text]) -> None:
         for text in texts:
@@ -61,14 +61,14 @@ def _describe_state(view: View) -> list[Text]:
     head.append(f"  {', '.join(view.models)}", style="not bold")
     clock = time.strftime("%H:%M:%S", time.localtime(view.at))
     if view.fault:
-        return [head, Text(f"{clock}  no answer since then: {view.fault}", style="red")]
+        return [head, Text(f"{clock}  no response since then: {view.fault}", style="red")]
     fleet, counts = view.fleet, view.counts
     ready = sum(find_state(each) == "ready" for each in fleet.instances)
     now = (
         f"{clock}  in flight {counts.in_flight:.0f}  waiting {counts.waiting:.0f}"
         f"  instances ready {ready} of {len(fleet.instances) + fleet.left_out}"
     )
-    return [head, Text(f"{now}  this gateway drains" if fleet.draining else now)]
+    return [head, Text(f"{now}  this gateway is draining" if fleet.draining else now)]
 
 
 def _draw_traffic(view: View) -> Table:
@@ -115,7 +115,7 @@ def _judge(value_ms: float | None, target_ms: float | None) -> Text:
 
 
 def _describe_counts(view: View) -> Text:
-    """How often something went wrong or changed."""
+    """Counts of rejections, retries, recoveries and role flips, of the last minute and in total."""
     line = Text()
     minute, ever = view.minute, view.counts
     for name, recent, total in (
@@ -126,7 +126,7 @@ def _describe_counts(view: View) -> Text:
     ):
         shown = f"{name} {recent or 0} of {total:.0f}"
         line.append(shown, style="yellow" if recent else "").append("  ")
-    return line.append(f"({MINUTE_S:.0f} s, of all)", style="dim")
+    return line.append(f"({MINUTE_S:.0f} s, total)", style="dim")
 
 
 def _count_more(more: int) -> list[Text]:
@@ -134,7 +134,7 @@ def _count_more(more: int) -> list[Text]:
 
 
 def _describe_notes(view: View) -> list[Text]:
-    """Why instances are not ready, and which roles changed last."""
+    """Reasons why instances are not ready, and the last changes of roles."""
     reasons = [
         Text(f"{each.name}: {each.reason}", style="yellow")
         for each in view.fleet.instances

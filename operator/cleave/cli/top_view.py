@@ -1,4 +1,4 @@
-"""What `cleave top` knows after each look at a gateway, and the same for programs. Pure."""
+"""The state that `cleave top` shows after each poll of a gateway, also as JSON. Pure."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _FLIPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A role that was another one at the look before."""
+    """A change of an instance's role between two polls."""
 
     at: float
     """Unix time."""
@@ -28,36 +28,36 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One look."""
+    """The result of one poll."""
 
     at: float
     """Unix time."""
     fleet: FleetPage
     counts: Counts
     now: Traffic | None
-    """The last `NOW_S`; None until there was a second look."""
+    """Traffic of the last `NOW_S` seconds; None until the second poll."""
     minute: Traffic | None
-    """The last `MINUTE_S`, or less after the first look."""
+    """Traffic of the last `MINUTE_S` seconds, or since the first poll."""
     ever: Traffic | None
-    """Since the gateway was started; None where its clock is ahead of ours."""
+    """Traffic since the gateway started; None where its clock is ahead of this machine's."""
     changes: tuple[Change, ...]
-    """The last ones, newest first."""
+    """The last changes of roles, newest first."""
     fault: str = ""
-    """Why there was no later look; empty: this is the last one."""
+    """Why later polls failed; empty: the last poll succeeded."""
 
     @property
     def deployments(self) -> list[str]:
-        """Of the instances; in general one."""
+        """Names of the deployments that the instances belong to; usually one."""
         return sorted({each.deployment for each in self.fleet.instances})
 
     @property
     def models(self) -> list[str]:
-        """Of the instances; in general one."""
+        """Models that the instances serve; usually one."""
         return sorted({each.model for each in self.fleet.instances})
 
 
 class Watcher:
-    """Remembers what windows need, and the last changes of roles."""
+    """Builds views from polls; keeps the history for windows and the last changes of roles."""
 
     def __init__(self) -> None:
         self._history = History(MINUTE_S)
@@ -89,12 +89,12 @@ class Watcher:
 
 
 def is_away(instance: Instance) -> bool:
-    """Whether it serves something else than it was made for; old gateways do not tell its home."""
+    """Whether it serves another role than the configured one, which old gateways do not report."""
     return bool(instance.home) and instance.home != instance.role
 
 
 def to_plain(view: View) -> dict[str, Any]:
-    """For JSON. Rates are null until there was a second look; with a fault all is of `time`."""
+    """The view for JSON. Rates are null until the second poll; after a fault, data is of `time`."""
     counts = view.counts
     windows = {"now": view.now, "minute": view.minute, "ever": view.ever}
     return {
@@ -105,7 +105,7 @@ def to_plain(view: View) -> dict[str, Any]:
         "requests_in_flight": round(counts.in_flight),
         "requests_waiting": round(counts.waiting),
         "slo": {"ttft_ms": counts.ttft_target_ms, "tpot_ms": counts.tpot_target_ms},
-        **{name: asdict(found) if found else None for name, found in windows.items()},
+        **{name: asdict(traffic) if traffic else None for name, traffic in windows.items()},
         "flips": [asdict(change) for change in view.changes],
         "instances": msgspec.to_builtins(view.fleet.instances),
         "instances_left_out": view.fleet.left_out,

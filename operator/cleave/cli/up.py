@@ -1,4 +1,4 @@
-"""`cleave up`: a deployment on this machine, in the foreground or detached."""
+"""`cleave up`: starts a deployment on this machine, in the foreground or detached."""
 
 import asyncio
 from pathlib import Path
@@ -17,37 +17,43 @@ if TYPE_CHECKING:
     from cleave.planner.placement import Placement
 
 File = Annotated[
-    Path, typer.Option("--file", "-f", help="Manifest with an LLMDeployment.", show_default=False)
+    Path, typer.Option("--file", "-f", help="Manifest of an LLMDeployment.", show_default=False)
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
 SharedCores = Annotated[
-    bool, typer.Option("--allow-shared-cores", help="Let engines share cores when they run out.")
+    bool, typer.Option("--allow-shared-cores", help="Let engines share CPU cores when there are too few.")
 ]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait until everything is ready.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait until all pods are ready.")]
 
 
 def up(
     file: File,
     port: Port = 8080,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Run in the background; return when ready.")
+        bool, typer.Option("--detach", "-d", help="Run in the background and return when ready.")
     ] = False,
     timeout: Timeout = 900,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the pods as YAML and start nothing.")
+        bool, typer.Option("--dry-run", help="Print the pods as YAML without starting them.")
     ] = False,
     allow_shared_cores: SharedCores = False,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="YAML file with the machines to plan for.", show_default=False),
+        typer.Option(help="YAML file that describes the machines to plan for.", show_default=False),
     ] = None,
 ) -> None:
-    """Bring a deployment up on this machine, without a cluster.
+    """Start a deployment on this machine, without a Kubernetes cluster.
 
-    A workload without a placement is planned: vLLM for the machines of --cluster; emulated engines
-    from their latency profile, at most spec.planning.maxGPUs (16) or one per GPU of --cluster.
+    A manifest with a workload and no placement is planned first: vLLM for the machines of
+    --cluster; emulated engines from their latency profile, with at most spec.planning.maxGPUs (16)
+    instances, or one per GPU of --cluster.
 
-    Example: cleave up -f examples/emulated.yaml -d
+    \b
+    Examples:
+      # Start in the background and return when all pods are ready
+      cleave up -f examples/emulated.yaml -d
+      # Print the pods without starting them
+      cleave up -f examples/emulated.yaml --dry-run
     """
     deployment = load_deployment(file)
     placement = place(deployment, file, cluster)
@@ -69,9 +75,9 @@ def up(
 
 
 def place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
-    """Instances by role: stated by hand, else planned.
+    """Return the instances of each role: from spec.placement, else planned.
 
-    Ends with exit code 2 where something stated is wrong, 1 where no plan holds the targets.
+    Exits with code 2 when the manifest is wrong, with 1 when no plan meets the SLO.
     """
     from cleave.api.manifest import ManifestError, load_cluster
     from cleave.local import placing
@@ -97,18 +103,18 @@ async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) ->
     local.check(job)
     if detach:
         await local.detach(job, progress(console), timeout_s)
-        _say_ready(job, console, f"end it with: cleave down {job.deployment}")
+        _say_ready(job, console, f"stop it with: cleave down {job.deployment}")
         return
     async with local.running(job, progress(console), timeout_s) as supervisor:
         if supervisor.is_stopping:
             raise UpError(["stopped before it was ready"])
-        _say_ready(job, console, "end it with Ctrl-C")
+        _say_ready(job, console, "press Ctrl-C to stop")
         await watch(state.folder(job.deployment), lambda line: print_line(console, line))
-        console.print("stopping: the gateway first, then the workers; Ctrl-C again ends at once")
+        console.print("stopping the gateway, then the workers; press Ctrl-C again to kill them at once")
 
 
-def _say_ready(job: "Job", console: "Console", how_to_end: str) -> None:
-    line = f"[green]ready[/]  {job.model} at {job.url}/v1  ({how_to_end})"
+def _say_ready(job: "Job", console: "Console", how_to_stop: str) -> None:
+    line = f"[green]ready[/]  {job.model} at {job.url}/v1  ({how_to_stop})"
     console.print(line, highlight=False, soft_wrap=True)
 
 
