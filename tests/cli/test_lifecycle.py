@@ -60,7 +60,7 @@ def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> 
     finally:
         down = cleave("down", "chat")
     assert (down.returncode, down.stdout) == (0, "chat stopped\n")
-    assert cleave("status").stdout == "nothing is up on this machine\n"
+    assert cleave("status").stdout == "no deployments running on this machine\n"
     assert cleave("logs", "chat", "chat-gateway").stdout
     with pytest.raises(httpx.ConnectError):
         httpx.post(url, json=body, timeout=5)
@@ -163,4 +163,4 @@ def test_the_demo_answers_once_and_ends(cleave: Cleave, port: str) -> None:
     assert "emulated engine" in done.stdout
     assert "KV hand-offs used               1" in done.stdout
     assert "curl -N http://127.0.0.1:" in done.stdout
-    assert cleave("status").stdout == "nothing is up on this machine\n"
+    assert cleave("status").stdout == "no deployments running on this machine\n"

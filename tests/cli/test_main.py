@@ -215,12 +215,12 @@ def test_a_workload_that_no_plan_holds_is_refused_in_one_line(
 
 
 def test_what_is_not_up_is_said_in_one_line(cli: CliRunner) -> None:
-    assert cli.invoke(app, ["status"]).output == "nothing is up on this machine\n"
+    assert cli.invoke(app, ["status"]).output == "no deployments running on this machine\n"
     assert cli.invoke(app, ["status", "-o", "json"]).output == "[]\n"
     for command in (["status", "chat"], ["down", "chat"]):
         result = cli.invoke(app, command)
         assert (result.exit_code, result.stderr) == (1, "error: chat is not up on this machine\n")
-    assert cli.invoke(app, ["down"]).stderr == "error: nothing is up on this machine\n"
+    assert cli.invoke(app, ["down"]).stderr == "error: no deployments running on this machine\n"
 
 
 def test_logs_are_those_of_one_pod_or_of_all(cli: CliRunner, state_root: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_deployment_whose_supervisor_was_killed_is_told_until_it_is_taken_down
     named = cli.invoke(app, ["status", "chat"])
     assert (named.exit_code, named.stderr.count("was killed")) == (1, 1)
     assert cli.invoke(app, ["down", "chat"]).output == "chat stopped\n"
-    assert cli.invoke(app, ["status"]).output == "nothing is up on this machine\n"
+    assert cli.invoke(app, ["status"]).output == "no deployments running on this machine\n"
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])

@@ -129,11 +129,15 @@ def test_of_a_deployment_on_this_machine_the_gateway_is_known(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ([], 1, "nothing is up on this machine"),
+        ([], 1, "no deployments running on this machine"),
         (["chat"], 1, "chat is not up on this machine"),
-        (["--gateway", "127.0.0.1:8081"], 2, "--gateway 127.0.0.1:8081: must be like http://"),
-        (["--gateway", "https://g:8081"], 2, "must be like http://"),
-        (["--gateway", "http://g:port"], 2, "must be like http://"),
+        (
+            ["--gateway", "127.0.0.1:8081"],
+            2,
+            "--gateway 127.0.0.1:8081: must be a URL such as http://",
+        ),
+        (["--gateway", "https://g:8081"], 2, "must be a URL such as http://"),
+        (["--gateway", "http://g:port"], 2, "must be a URL such as http://"),
         (["--gateway", "http://127.0.0.1:9"], 1, "gateway at http://127.0.0.1:9: "),
     ],
 )
@@ -158,7 +162,7 @@ def test_another_server_and_another_deployment_are_told(cli: CliRunner, gateway:
     assert (done.exit_code, "serves chat, not llama" in done.stderr) == (1, True)
     gateway.pages["/metrics"] = lambda: b"<html>"
     done = cli.invoke(app, ["top", "--gateway", gateway.url])
-    assert (done.exit_code, "not as a gateway: no page of metrics" in done.stderr) == (1, True)
+    assert (done.exit_code, "not that of a gateway: no page of metrics" in done.stderr) == (1, True)
 
 
 def test_a_gateway_may_go_away_and_come_back(gateway: Gateway) -> None:

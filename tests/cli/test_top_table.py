@@ -138,7 +138,7 @@ def test_the_kv_bar_is_empty_full_or_between(view: View) -> None:
 
 def test_a_gateway_that_has_gone_leaves_what_it_said_last(view: View) -> None:
     lines = draw(replace(view, fault="connection refused"))
-    assert lines[1].endswith("no answer since then: connection refused")
+    assert lines[1].endswith("no response since then: connection refused")
     assert find(lines, "chat-decode-0")
     assert to_plain(replace(view, fault="gone"))["fault"] == "gone"
 

@@ -32,7 +32,7 @@ def progress_bar(description: str) -> Iterator[Tick]:
 def simulating_bar(description: str) -> Iterator[Tick]:
     """`progress_bar` for simulations; announces when the simulator has to be compiled first."""
     if find_spec("numba") and not _is_compiled():
-        typer.echo("compiling the simulator for this version, which takes about 10 seconds once", err=True)
+        typer.echo("compiling the simulator once for this version: about 10 seconds", err=True)
     with progress_bar(description) as tick:
         yield tick
 

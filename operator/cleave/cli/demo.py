@@ -40,14 +40,19 @@ class EngineName(StrEnum):
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Hugging Face id or folder. Default: a tiny random model, built locally."),
+        typer.Option(
+            help="Hugging Face id or folder. Default: a tiny random model, built locally."
+        ),
     ] = None,
     engine: Annotated[
-        EngineName, typer.Option(help="vLLM, or an emulator of its API and timings without a model.")
+        EngineName,
+        typer.Option(help="vLLM, or an emulator of its API and timings without a model."),
     ] = EngineName.VLLM,
     port: Port = 8080,
     prompt: Annotated[str, typer.Option(help="Prompt of the chat request.")] = PROMPT,
-    once: Annotated[bool, typer.Option("--once", help="Stop everything after the response.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Stop everything after the response.")
+    ] = False,
     timeout: Timeout = 900,
     allow_shared_cores: SharedCores = False,
 ) -> None:
@@ -90,7 +95,7 @@ def emulated_deployment(model: str | None) -> "LLMDeployment":
 
 
 def vllm_deployment(model: str | None) -> "LLMDeployment":
-    """One prefill and one decode instance of vLLM; `model` None: the tiny model, built if absent."""
+    """One prefill and one decode instance of vLLM; `model` None: the tiny model."""
     from cleave.local import tiny_model
 
     if model is None:

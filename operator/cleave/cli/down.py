@@ -13,11 +13,15 @@ def down(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Name of the deployment. May be omitted when only one is running.", autocompletion=complete_running
+            help="Name of the deployment. May be omitted when only one is running.",
+            autocompletion=complete_running,
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds to let running requests finish before all processes are killed.")
+        float,
+        typer.Option(
+            min=0, help="Seconds to let running requests finish before all processes are killed."
+        ),
     ] = 45,
 ) -> None:
     """Stop a deployment: drain the gateway first, then the decode and the prefill workers.

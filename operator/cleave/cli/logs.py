@@ -15,12 +15,16 @@ _LOOK_PERIOD_S = 0.2
 
 
 def logs(
-    name: Annotated[str, typer.Argument(help="Name of the deployment.", autocompletion=complete_logged)],
+    name: Annotated[
+        str, typer.Argument(help="Name of the deployment.", autocompletion=complete_logged)
+    ],
     pod: Annotated[str | None, typer.Argument(help="Name of the pod. Default: all pods.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Stream new lines until Ctrl-C.")
     ] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of most recent lines per pod.")] = 100,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of most recent lines per pod.")
+    ] = 100,
 ) -> None:
     """Print the logs of a deployment's pods.
 

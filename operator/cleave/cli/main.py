@@ -94,7 +94,10 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def cleave(
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log at debug level, and show tracebacks of internal errors.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Log at debug level, and show tracebacks of internal errors."
+        ),
     ] = False,
     _version: Annotated[
         bool,
@@ -129,7 +132,7 @@ def main() -> None:
     except Exception as error:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             raise
-        sys.exit(f"internal error: {type(error).__name__}: {error} (run cleave -v for the traceback)")
+        sys.exit(f"internal error: {type(error).__name__}: {error} (traceback: cleave -v)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`cleave plan`: from model, traffic, targets and GPUs to a placement, with what it will do."""
+"""`cleave plan`: finds a placement for model, workload, SLO and GPUs, and predicts its behavior."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Output(StrEnum):
-    """How to print."""
+    """Output format."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -37,13 +37,17 @@ class Output(StrEnum):
 def plan(
     file: File,
     cluster: ClusterFile = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
-    top: Annotated[int, typer.Option(min=1, max=100, help="Plans to show.")] = 5,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    top: Annotated[int, typer.Option(min=1, max=100, help="Number of plans to show.")] = 5,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say how it was found and what it rests on.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Explain how the plan was found and what its predictions are based on.",
+        ),
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Write a page with charts to this HTML file.")
+        Path | None, typer.Option(help="Write a report with charts to this HTML file.")
     ] = None,
     rate: Rate = None,
     trace: TraceFile = None,
@@ -51,24 +55,27 @@ def plan(
     slo_tpot: TpotTarget = None,
     seed: Seed = 0,
 ) -> None:
-    """Find the placement with the best goodput, and predict what it does.
+    """Find the placement with the best goodput per GPU, and predict its latencies.
 
-    PLAN 2P tp4 + 1D tp2 pp2 is two prefill instances of tensor parallel size 4 and one decode
-    instance of tensor 2 and pipeline 2; M is mixed.
+    The plan "2P tp4 + 1D tp2 pp2" has two prefill instances with tensor parallel size 4 and one
+    decode instance with tensor parallel size 2 and pipeline parallel size 2. M stands for mixed.
 
-    GOODPUT is the highest rate (req/s) at which the SLO holds. ATTAINED, TTFT and TPOT
-    (P50/P90/P99) are predictions at the asked rate.
+    GOODPUT is the highest rate (req/s) at which the SLO is met. ATTAINED, TTFT and TPOT
+    (P50/P90/P99) are predictions at the requested rate.
 
-    `-o yaml` is the manifest with the plan filled in, for kubectl apply or cleave up.
+    Exit codes: 0 a plan was found, 1 no plan meets the SLO, 2 the input is invalid.
 
-    Exit codes: 0 a plan, 1 infeasible, 2 bad input.
-
-    Example: cleave plan -f examples/planned.yaml --cluster examples/cluster.yaml --explain
-
-    Example: cleave plan -f chat.yaml --cluster cluster.yaml --rate 20 --report plan.html
+    \b
+    Examples:
+      # Find a plan and explain it
+      cleave plan -f examples/planned.yaml --cluster examples/cluster.yaml --explain
+      # Plan for another rate and write a report
+      cleave plan -f chat.yaml --cluster cluster.yaml --rate 20 --report plan.html
+      # Fill the plan into the manifest and apply it
+      cleave plan -f chat.yaml --cluster cluster.yaml -o yaml | kubectl apply -f -
     """
     if report is not None and not report.parent.is_dir():
-        fail([f"--report {report}: there is no folder {report.parent}"], BAD_INPUT)
+        fail([f"--report {report}: folder {report.parent} does not exist"], BAD_INPUT)
     question = ask(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
     answer = _search(question)
     _print(question, answer, output, top, explained=explain)
@@ -97,12 +104,12 @@ def _print(
 
         from cleave.planner.summary import document
 
-        told = document(answer, top - 1)
+        result = document(answer, top - 1)
         if explained and answer.selected:
             from cleave.planner import growth
 
-            told["aladdin"] = growth.document(question.problem, answer.selected)
-        typer.echo(json.dumps(told, indent=2))
+            result["aladdin"] = growth.document(question.problem, answer.selected)
+        typer.echo(json.dumps(result, indent=2))
     elif output is Output.YAML:
         import yaml
 
@@ -122,7 +129,7 @@ def _print(
 
 
 def manifest(question: Question, answer: "Answer") -> dict[str, Any]:
-    """The deployment with the selected plan as its placement, and the plan as its status."""
+    """The manifest with the selected plan as spec.placement and status.plan."""
     from cleave.planner.placement import Placement
     from cleave.planner.summary import placement
     from cleave.pods.pool import selected_plan
@@ -132,13 +139,13 @@ def manifest(question: Question, answer: "Answer") -> dict[str, Any]:
     if chosen:
         spec["placement"] = placement(chosen)
     pools = chosen.pools if chosen else ()
-    told = selected_plan(deployment, Placement(pools, answer.reason, answer))
+    status = selected_plan(deployment, Placement(pools, answer.reason, answer))
     return {
         "apiVersion": deployment.api_version,
         "kind": deployment.kind,
         "metadata": {"name": deployment.name, "namespace": deployment.namespace},
         "spec": spec,
-        "status": {"plan": told.model_dump(mode="json", exclude_none=True)},
+        "status": {"plan": status.model_dump(mode="json", exclude_none=True)},
     }
 
 
@@ -149,10 +156,10 @@ def _write_report(question: Question, answer: "Answer", path: Path) -> None:
     from cleave.report.subject import bench, subject
 
     problem, plans = question.problem, shown_plans(answer)
-    with progress_bar("simulating what the page shows"):
+    with progress_bar("simulating for the report"):
         beside = neighbours(problem, rivals(plans), plans)
-        shown = study(subject(question.deployment, problem), answer, bench(problem), beside)
-    text = page(shown)
+        result = study(subject(question.deployment, problem), answer, bench(problem), beside)
+    text = page(result)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The planner's answer on a terminal: a verdict, ranked plans, and how they were found."""
+"""The planner's result on a terminal: the verdict, ranked plans, and warnings."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -28,13 +28,13 @@ _STYLES = {
 
 
 def show(console: "Console", answer: Answer, *, top: int, wide: bool) -> None:
-    """Print verdict, table, reason, runner-up and warnings; cells are never cut."""
+    """Print verdict, reason, table, runner-up and warnings; cells are never truncated."""
     from rich.text import Text
 
     verdict = Text.assemble((VERDICTS[answer.verdict], _STYLES[answer.verdict]))
     if answer.selected:
-        told = " and ".join(pool_sentence(pool) for pool in answer.selected.pools)
-        verdict.append(f": {told}")
+        pools = " and ".join(pool_sentence(pool) for pool in answer.selected.pools)
+        verdict.append(f": {pools}")
         console.print(verdict, soft_wrap=True)
         console.print(reason_alone(answer), markup=False, highlight=False, soft_wrap=True)
     else:
@@ -48,7 +48,7 @@ def show(console: "Console", answer: Answer, *, top: int, wide: bool) -> None:
 
 
 def ranked(answer: Answer) -> tuple[Plan, ...]:
-    """All plans of the answer, best first."""
+    """All plans of the result, best first."""
     return ((answer.selected,) if answer.selected else ()) + answer.alternatives
 
 
@@ -65,24 +65,24 @@ def table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> "Table
 
 
 def _cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[str]:
-    seen = plan.prediction
+    prediction = plan.prediction
     yield f"{'*' if plan is selected else ' '} {plan_label(plan)}"
     yield str(plan.gpus)
-    yield number(seen.goodput)
+    yield number(prediction.goodput)
     yield number(plan.goodput_per_gpu)
-    yield percent(seen.attainment)
-    yield _percentiles(seen.ttft_ms)
-    yield _percentiles(seen.tpot_ms)
-    yield number(seen.cost_per_hour)
+    yield percent(prediction.attainment)
+    yield _percentiles(prediction.ttft_ms)
+    yield _percentiles(prediction.tpot_ms)
+    yield number(prediction.cost_per_hour)
     if wide:
-        yield power(seen.power_watts)
-        yield "{}-{}".format(*map(number, seen.goodput_interval))
+        yield power(prediction.power_watts)
+        yield "{}-{}".format(*map(number, prediction.goodput_interval))
         limits = [f"{p.max_num_seqs or '-'}/{p.max_num_batched_tokens or '-'}" for p in plan.pools]
         yield " ".join(limits)
         yield plan.algorithm
-        yield trust_sentence(seen.trust)
+        yield trust_sentence(prediction.trust)
     else:
-        yield f"{seen.trust.basis}"
+        yield f"{prediction.trust.basis}"
 
 
 def _percentiles(latency: Percentiles) -> str:

@@ -1,4 +1,4 @@
-"""`cleave provision`: which machines to get, and how many, for prompts and for tokens."""
+"""`cleave provision`: chooses kinds and numbers of machines for prefill and for decode."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -25,11 +25,11 @@ _OPTIONS = (
     ("max_power_watts", "--max-power"),
     ("max_machines", "--max-machines"),
 )
-"""What the question calls them, and what the user does."""
+"""Names of fields in errors of the planner, and the options that set them."""
 
 
 class Output(StrEnum):
-    """How to print."""
+    """Output format."""
 
     TABLE = "table"
     JSON = "json"
@@ -37,7 +37,7 @@ class Output(StrEnum):
 
 
 class Most(StrEnum):
-    """What is looked for."""
+    """The quantity to optimize."""
 
     THROUGHPUT = "throughput"
     COST = "cost"
@@ -48,43 +48,56 @@ def provision(
     file: File,
     cluster: Annotated[
         Path,
-        typer.Option(help="YAML file with a node of each kind to choose from.", show_default=False),
+        typer.Option(
+            help="YAML file with one node of each kind to choose from.", show_default=False
+        ),
     ],
     goal: Annotated[
-        Most, typer.Option(help="Most throughput for a budget, or least cost or power for a rate.")
+        Most,
+        typer.Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
     ] = Most.COST,
     max_cost: Annotated[
-        float | None, typer.Option(help="Budget per hour, in the prices' currency.")
+        float | None, typer.Option(help="Budget per hour, in the currency of the prices.")
     ] = None,
-    max_power: Annotated[float | None, typer.Option(help="Budget in watts, provisioned.")] = None,
+    max_power: Annotated[
+        float | None, typer.Option(help="Budget of provisioned power in watts.")
+    ] = None,
     token_cap: Annotated[
         float | None,
-        typer.Option(min=0.5, max=1, help="Also token machines held to this share of their power."),
+        typer.Option(
+            min=0.5,
+            max=1,
+            help="Also consider decode machines capped to this share of their power.",
+        ),
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="GPU whose node is slowdown 1; absent: the slowest of the cluster."),
+        typer.Option(help="GPU whose node has slowdown 1. Default: the slowest of the cluster."),
     ] = None,
     max_machines: Annotated[
-        int, typer.Option(min=1, max=1024, help="Most machines of each kind.")
+        int, typer.Option(min=1, max=1024, help="Maximum number of machines of each kind.")
     ] = 128,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
     rate: Rate = None,
     trace: TraceFile = None,
     seed: Seed = 0,
 ) -> None:
-    """Choose kinds and numbers of machines for prompts and tokens, as Splitwise does.
+    """Choose kinds and numbers of machines for prefill and decode, as Splitwise does.
 
-    A machine is a whole node. Nine slowdowns against a request alone on the reference machine have
-    to hold: P50/P90/P99 of TTFT (2, 3, 6), time between tokens and end to end (1.25, 1.5, 5 each);
-    spec.slo is not looked at. The cluster file says which kinds there are, not how many.
+    A machine is an entire node. Nine slowdowns relative to a single request on the reference
+    machine must be met: P50/P90/P99 of TTFT (2, 3, 6), and of time between tokens and end-to-end
+    latency (1.25, 1.5, 5 each). spec.slo is ignored. The cluster file lists the kinds of nodes;
+    their counts are ignored.
 
-    Exit codes: 0 found, 1 no cluster holds the slowdowns, 2 bad input.
+    Exit codes: 0 found, 1 no cluster meets the slowdowns, 2 the input is invalid.
 
-    Example: cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml --rate 40
-
-    Example: cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml
-    --goal throughput --max-power 224000 --token-cap 0.5
+    \b
+    Examples:
+      # Find the cheapest machines for 40 requests per second
+      cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml --rate 40
+      # Maximize throughput within a power budget
+      cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml \\
+        --goal throughput --max-power 224000 --token-cap 0.5
     """
     from cleave.api.manifest import ManifestError
     from cleave.planner.provisioning import Goal, ProvisioningError
@@ -108,13 +121,13 @@ def provision(
     except ManifestError as error:
         fail(error.faults, BAD_INPUT)
     if not designs:
-        line = f"no cluster of up to {max_machines} machines of each kind holds the slowdowns"
-        fail([f"{line}; state a lower rate, a larger budget or a slower --reference"], FAILED)
+        line = f"no cluster of up to {max_machines} machines of each kind meets the slowdowns"
+        fail([f"{line}; use a lower rate, a larger budget or a slower --reference"], FAILED)
     _print(designs, output)
 
 
 def _in_options(fault: str) -> str:
-    """The fault with the options' names instead of the question's."""
+    """The fault with the names of options instead of those of the request's fields."""
     for name, option in _OPTIONS:
         fault = fault.replace(name, option)
     return fault
@@ -123,21 +136,21 @@ def _in_options(fault: str) -> str:
 def _question(
     problem: "Problem", cluster: Path, token_cap: float | None, reference: str | None
 ) -> "Question":
-    """With the machines of the cluster; what is asked of them is filled in by the caller."""
+    """The request with the machines of the cluster; the caller fills in goal and budgets."""
     from cleave.api.manifest import load_cluster
     from cleave.planner import machines
     from cleave.planner.provisioning import Goal, ProvisioningError, Question
 
-    found = machines.nodes(problem)
-    tokens = found
+    nodes = machines.nodes(problem)
+    tokens = nodes
     if token_cap is not None:
-        held = machines.capped(problem, found, load_cluster(cluster), cluster.parent, token_cap)
-        tokens = (*found, *held)
-    known = {node.machine.name: node.machine for node in found}
-    if reference is not None and reference not in known:
-        raise ProvisioningError(f"--reference {reference}: there is {', '.join(known)}")
-    chosen = known[reference] if reference else machines.slowest(found, problem.demand)
-    pairs = machines.pairs(problem.shape, found, tokens)
+        capped = machines.capped(problem, nodes, load_cluster(cluster), cluster.parent, token_cap)
+        tokens = (*nodes, *capped)
+    by_name = {node.machine.name: node.machine for node in nodes}
+    if reference is not None and reference not in by_name:
+        raise ProvisioningError(f"--reference {reference}: must be one of {', '.join(by_name)}")
+    chosen = by_name[reference] if reference else machines.slowest(nodes, problem.demand)
+    pairs = machines.pairs(problem.shape, nodes, tokens)
     return Question(problem.demand, pairs, chosen.estimate.timing, Goal.COST)
 
 
@@ -145,15 +158,15 @@ def _print(designs: Sequence["Design"], output: Output) -> None:
     if output is Output.TABLE:
         _show(designs)
         return
-    found = [asdict(design) for design in designs]
+    documents = [asdict(design) for design in designs]
     if output is Output.JSON:
         import json
 
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(documents, indent=2))
     else:
         import yaml
 
-        typer.echo(yaml.safe_dump(found, sort_keys=False), nl=False)
+        typer.echo(yaml.safe_dump(documents, sort_keys=False), nl=False)
 
 
 def _show(designs: Sequence["Design"]) -> None:

@@ -1,6 +1,6 @@
-"""From options to a question for the planner: shared by `plan` and `simulate`.
+"""The input of the planner from files and options, shared by `plan`, `simulate` and `provision`.
 
-What a deployment states may be overridden for one question: rate, trace and targets.
+Options may override the rate, the trace and the SLO targets of the manifest.
 """
 
 from dataclasses import dataclass
@@ -21,30 +21,32 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option(
         "--cluster",
-        help="YAML file with the machines: nodes, network, own GPUs, measured profiles.",
+        help="YAML file that describes the machines: nodes, network, custom GPUs, measured profiles.",
         show_default=False,
     ),
 ]
 Rate = Annotated[
-    float | None, typer.Option(help="Requests per second, instead of spec.workload.rate.")
+    float | None, typer.Option(help="Requests per second. Overrides spec.workload.rate.")
 ]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", help="CSV or JSONL file of requests, instead of the stated lengths."),
+    typer.Option(
+        "--trace", help="CSV or JSONL file of requests. Overrides the lengths in spec.workload."
+    ),
 ]
 TtftTarget = Annotated[
-    float | None, typer.Option("--slo-ttft", help="TTFT target in ms, instead of spec.slo.ttftMs.")
+    float | None, typer.Option("--slo-ttft", help="TTFT target in ms. Overrides spec.slo.ttftMs.")
 ]
 TpotTarget = Annotated[
-    float | None, typer.Option("--slo-tpot", help="TPOT target in ms, instead of spec.slo.tpotMs.")
+    float | None, typer.Option("--slo-tpot", help="TPOT target in ms. Overrides spec.slo.tpotMs.")
 ]
 _EXAMPLE = "such as nodes: [{count: 4, gpu: A100-SXM-80GB}]"
-Seed = Annotated[int, typer.Option(min=0, help="Of the requests that are drawn.")]
+Seed = Annotated[int, typer.Option(min=0, help="Random seed of the generated requests.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What is asked instead of what the file states."""
+    """Values of options that override those of the manifest; None: not overridden."""
 
     rate: float | None = None
     trace: Path | None = None
@@ -54,14 +56,14 @@ class Overrides:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A deployment and what the planner makes of it."""
+    """A deployment and the planning problem built from it."""
 
     deployment: "LLMDeployment"
     problem: "Problem"
 
 
 def ask(file: Path, cluster: Path | None, overrides: Overrides, seed: int) -> Question:
-    """Read both files. Ends with exit code 2 and one line per fault."""
+    """Read both files. Exits with code 2 and one line per fault."""
     from cleave.api.manifest import ManifestError, load, load_cluster
     from cleave.planner.placement import PlanError, located
 
@@ -84,12 +86,14 @@ def _problem(
     if machines is not None:
         return asking.problem(deployment, machines, folder, seed)
     if deployment.spec.engine.type is not EngineType.EMULATED:
-        raise PlanError([f"--cluster: is needed: a YAML file with the machines, {_EXAMPLE}"])
+        raise PlanError(
+            [f"--cluster: is required: a YAML file that describes the machines, {_EXAMPLE}"]
+        )
     return emulated.problem(deployment, folder, seed)
 
 
 def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeployment":
-    """The deployment with another rate, trace or target. Raises ManifestError."""
+    """Return the deployment with `overrides` applied. Raises ManifestError."""
     from cleave.api.manifest import ManifestError, validate
 
     if overrides == Overrides():
@@ -97,10 +101,13 @@ def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeploym
     spec = deployment.spec.model_dump(mode="json", exclude_none=True)
     traffic: dict[str, Any] = spec.setdefault("workload", {})
     if overrides.trace is not None:
-        # Another trace is replayed with its own gaps, unless a rate is asked for.
+        # Another trace is replayed with its own arrival times, unless a rate is given.
         is_resampled = overrides.rate is not None and "burstiness" in traffic
-        kept = {"burstiness": traffic["burstiness"]} if is_resampled else {}
-        traffic = spec["workload"] = {**kept, "trace": {"path": str(overrides.trace.absolute())}}
+        retained = {"burstiness": traffic["burstiness"]} if is_resampled else {}
+        traffic = spec["workload"] = {
+            **retained,
+            "trace": {"path": str(overrides.trace.absolute())},
+        }
     if overrides.rate is not None:
         traffic["rate"] = overrides.rate
     for key, value in (("ttftMs", overrides.ttft_ms), ("tpotMs", overrides.tpot_ms)):
@@ -122,7 +129,7 @@ def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeploym
 
 
 def _by_option(fault: str, overrides: Overrides) -> str:
-    """A fault with the option that caused it in place of the field that the file may not have."""
+    """The fault with the name of the option that caused it instead of the manifest's field."""
     options = {
         "spec.workload.rate": ("--rate", overrides.rate),
         "spec.workload.trace.path": ("--trace", overrides.trace),

@@ -1,4 +1,4 @@
-"""`cleave simulate`: what a placement does with its workload, request by request."""
+"""`cleave simulate`: simulates a placement under its workload, request by request."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Output(StrEnum):
-    """How to print."""
+    """Output format."""
 
     TABLE = "table"
     JSON = "json"
@@ -43,13 +43,14 @@ def simulate(
     file: File,
     cluster: ClusterFile = None,
     output: Annotated[
-        Output, typer.Option("--output", "-o", help="Format; csv has a line per request.")
+        Output,
+        typer.Option("--output", "-o", help="Output format; csv prints one line per request."),
     ] = Output.TABLE,
     requests: Annotated[
-        int, typer.Option(min=1, max=5_000_000, help="Requests to simulate at each rate.")
+        int, typer.Option(min=1, max=5_000_000, help="Number of requests to simulate at each rate.")
     ] = 10_000,
     rates: Annotated[
-        str | None, typer.Option(help="Several rates with commas between: a line for each.")
+        str | None, typer.Option(help="Comma-separated rates (req/s); prints one line per rate.")
     ] = None,
     rate: Rate = None,
     trace: TraceFile = None,
@@ -59,25 +60,29 @@ def simulate(
 ) -> None:
     """Simulate the placement of a manifest under its workload.
 
-    Shows latencies, attainment, the five stages of a request's life and every instance's load.
-    Without spec.placement there is one prefill and one decode instance.
+    Prints latencies, SLO attainment, the time in each of the five stages of a request, and the
+    load of every instance. Without spec.placement, one prefill and one decode instance are
+    simulated.
 
-    Exit codes: 0 simulated, 2 bad input.
+    Exit codes: 0 simulated, 2 the input is invalid.
 
-    Example: cleave simulate -f examples/planned.yaml --rates 1,2,4,8
-
-    Example: cleave simulate -f chat.yaml --cluster cluster.yaml --requests 100000 -o csv
+    \b
+    Examples:
+      # Compare four rates
+      cleave simulate -f examples/planned.yaml --rates 1,2,4,8
+      # Write the simulated requests as CSV
+      cleave simulate -f chat.yaml --cluster cluster.yaml --requests 100000 -o csv
     """
-    asked = _rates(rates)
-    if output is Output.CSV and len(asked) > 1:
-        fail(["--rates with -o csv: state one rate, or -o json"], BAD_INPUT)
+    requested = _rates(rates)
+    if output is Output.CSV and len(requested) > 1:
+        fail(["--rates with -o csv: give a single rate, or use -o json"], BAD_INPUT)
     question = ask(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
     bench, pools = _prepare(question, requests)
-    asked = asked or [question.problem.rate]
+    requested = requested or [question.problem.rate]
     if output is Output.CSV:
-        _print_requests(bench, pools, asked[0])
+        _print_requests(bench, pools, requested[0])
     else:
-        _print_figures(bench, pools, asked, output)
+        _print_figures(bench, pools, requested, output)
 
 
 def _prepare(question: Question, num_requests: int) -> tuple["Bench", "Pools"]:
@@ -108,29 +113,29 @@ def _print_figures(bench: "Bench", pools: "Pools", rates: Sequence[float], outpu
     from cleave.planner import bench as benches
     from cleave.planner.digest import digest
 
-    problem, found = bench.problem, []
+    problem, results = bench.problem, []
     slo, fleet = problem.slo, benches.fleet(problem, pools)
     with _simulations(), simulating_bar("simulating") as tick:
         for done, rate in enumerate(rates):
             tick(done, len(rates), f"simulating {rate:g} req/s")
             outcome = bench.run(fleet, rate)
             mfu = benches.mfu(problem, pools, outcome)
-            found.append(digest(outcome, fleet, rate, slo, mfu))
+            results.append(digest(outcome, fleet, rate, slo, mfu))
     if output is Output.JSON:
-        typer.echo(json.dumps(simulate_table.document(found), indent=2))
+        typer.echo(json.dumps(simulate_table.document(results), indent=2))
         return
     from rich.console import Console
 
     console = Console()
-    if len(found) > 1:
-        simulate_table.show_many(console, found, slo)
+    if len(results) > 1:
+        simulate_table.show_many(console, results, slo)
     else:
-        simulate_table.show_one(console, found[0], slo)
+        simulate_table.show_one(console, results[0], slo)
 
 
 @contextmanager
 def _simulations() -> Iterator[None]:
-    """Tell in one line why a simulation is refused."""
+    """Report SimulationError in one line and exit with code 2."""
     from cleave.simulator.errors import SimulationError
 
     try:
@@ -145,7 +150,7 @@ def _rates(text: str | None) -> list[float]:
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
-        fail([f"--rates {text}: must be numbers with commas between, such as 1,2,4"], BAD_INPUT)
+        fail([f"--rates {text}: must be comma-separated numbers, such as 1,2,4"], BAD_INPUT)
     if any(not 0 < rate < 1e6 for rate in rates):
         fail([f"--rates {text}: every rate must be above 0 and below 1,000,000"], BAD_INPUT)
     return rates

@@ -1,4 +1,4 @@
-"""Simulations on a terminal, as JSON, and request by request as CSV."""
+"""Results of simulations as terminal tables, as JSON, and per request as CSV."""
 
 import csv
 import math
@@ -29,51 +29,51 @@ _STAGE_FIELDS = {
 }
 
 
-def show_one(console: "Console", seen: Digest, slo: "Slo") -> None:
-    """Print latencies, attainment, stages and instances of one rate."""
+def show_one(console: "Console", result: Digest, slo: "Slo") -> None:
+    """Print latencies, SLO attainment, stages and instances at one rate."""
     console.print(
-        f"{seen.num_requests:,} requests at {number(seen.rate)} req/s: "
-        f"{percent(seen.attainment)} within TTFT {milliseconds(slo.ttft_ms)} and TPOT "
-        f"{milliseconds(slo.tpot_ms)} (goal {percent(slo.attainment)}); TTFT alone "
-        f"{percent(seen.ttft_attainment)}, TPOT alone {percent(seen.tpot_attainment)}",
+        f"{result.num_requests:,} requests at {number(result.rate)} req/s: "
+        f"{percent(result.attainment)} within TTFT {milliseconds(slo.ttft_ms)} and TPOT "
+        f"{milliseconds(slo.tpot_ms)} (target {percent(slo.attainment)}); TTFT alone "
+        f"{percent(result.ttft_attainment)}, TPOT alone {percent(result.tpot_attainment)}",
         highlight=False,
         soft_wrap=True,
     )
-    for sentence in _losses(seen):
+    for sentence in _losses(result):
         console.print(sentence, style="red", highlight=False, soft_wrap=True)
-    for drawn in (_latencies(seen), _stages(seen), _instances(seen)):
+    for drawn in (_latencies(result), _stages(result), _instances(result)):
         print_whole(console, drawn)
-    if (left := len(seen.instances) - _MOST_INSTANCES) > 0:
-        console.print(f"... and {left} more instances (-o json has all)", highlight=False)
+    if (remaining := len(result.instances) - _MOST_INSTANCES) > 0:
+        console.print(f"... and {remaining} more instances (-o json has all)", highlight=False)
 
 
-def show_many(console: "Console", found: Sequence[Digest], slo: "Slo") -> None:
-    """Print a line per rate."""
+def show_many(console: "Console", results: Sequence[Digest], slo: "Slo") -> None:
+    """Print one line per rate."""
     headings = ("RATE", "ATTAINED", "TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99", "BUSIEST")
     drawn = plain_table((), headings)
-    for seen in found:
-        style = None if seen.attainment >= slo.attainment else "red"
+    for result in results:
+        style = None if result.attainment >= slo.attainment else "red"
         drawn.add_row(
-            number(seen.rate),
-            percent(seen.attainment),
-            *_three(seen.ttft_ms),
-            *_three(seen.tpot_ms),
-            percent(max(each.busy for each in seen.instances)),
+            number(result.rate),
+            percent(result.attainment),
+            *_three(result.ttft_ms),
+            *_three(result.tpot_ms),
+            percent(max(each.busy for each in result.instances)),
             style=style,
         )
     print_whole(console, drawn)
     targets = f"TTFT {milliseconds(slo.ttft_ms)}, TPOT {milliseconds(slo.tpot_ms)}"
-    goal = f"goal: {percent(slo.attainment)} within {targets}"
-    console.print(f"{goal}; rates that miss it are red", style="dim", highlight=False)
+    target = f"target: {percent(slo.attainment)} within {targets}"
+    console.print(f"{target}; rates below it are red", style="dim", highlight=False)
 
 
-def document(found: Sequence[Digest]) -> list[dict[str, Any]]:
-    """The figures of every rate, ready for JSON; what is not finite is null."""
-    return [_finite(asdict(seen)) for seen in found]
+def document(results: Sequence[Digest]) -> list[dict[str, Any]]:
+    """The figures of every rate for JSON; values that are not finite become null."""
+    return [_finite(asdict(result)) for result in results]
 
 
 def write_csv(file: TextIO, outcome: "Outcome", names: Sequence[str]) -> None:
-    """A line per request, in order of arrival; empty: never reached."""
+    """Write one line per request in order of arrival; a cell is empty if it was never reached."""
     stages = stage_ms(outcome)
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(
@@ -97,33 +97,37 @@ def write_csv(file: TextIO, outcome: "Outcome", names: Sequence[str]) -> None:
         )
 
 
-def _losses(seen: Digest) -> Iterator[str]:
-    if seen.num_too_long:
-        yield f"{seen.num_too_long:,} requests fit no instance: their KV is too long"
-    if seen.num_unfinished:
-        yield f"{seen.num_unfinished:,} requests never ended: they waited for room for ever"
+def _losses(result: Digest) -> Iterator[str]:
+    if result.num_too_long:
+        yield f"{result.num_too_long:,} requests fit no instance: their KV exceeds its memory"
+    if result.num_unfinished:
+        yield f"{result.num_unfinished:,} requests did not finish: no instance ever had room for them"
 
 
-def _latencies(seen: Digest) -> "Table":
+def _latencies(result: Digest) -> "Table":
     drawn = plain_table(("LATENCY",), ("P50", "P90", "P99"))
-    rows = (("TTFT", seen.ttft_ms), ("TPOT", seen.tpot_ms), ("arrival to end", seen.latency_ms))
+    rows = (
+        ("TTFT", result.ttft_ms),
+        ("TPOT", result.tpot_ms),
+        ("arrival to end", result.latency_ms),
+    )
     for name, latency in rows:
         drawn.add_row(name, *_three(latency))
     return drawn
 
 
-def _stages(seen: Digest) -> "Table":
+def _stages(result: Digest) -> "Table":
     drawn = plain_table(("STAGE",), ("MEAN", "SHARE"))
-    for each in seen.stages:
+    for each in result.stages:
         drawn.add_row(str(each.stage), milliseconds(each.mean_ms), f"{each.share:.1%}")
     return drawn
 
 
-def _instances(seen: Digest) -> "Table":
+def _instances(result: Digest) -> "Table":
     drawn = plain_table(
         ("INSTANCE",), ("BUSY", "MFU", "PASSES", "BATCH", "KV MEAN", "KV PEAK", "PREEMPTIONS")
     )
-    for each in seen.instances[:_MOST_INSTANCES]:
+    for each in result.instances[:_MOST_INSTANCES]:
         drawn.add_row(*_load(each))
     return drawn
 

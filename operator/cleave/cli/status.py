@@ -36,7 +36,10 @@ class Output(StrEnum):
 def status(
     name: Annotated[
         str | None,
-        typer.Argument(help="Name of the deployment. Default: all deployments.", autocompletion=complete_running),
+        typer.Argument(
+            help="Name of the deployment. Default: all deployments.",
+            autocompletion=complete_running,
+        ),
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
     watch: Annotated[

@@ -39,7 +39,8 @@ def top(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Name of the deployment. May be omitted when only one is running.", autocompletion=complete_running
+            help="Name of the deployment. May be omitted when only one is running.",
+            autocompletion=complete_running,
         ),
     ] = None,
     gateway: Annotated[
@@ -53,10 +54,12 @@ def top(
         float, typer.Option(min=0.2, max=60, help="Seconds between two refreshes.")
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Poll twice, one interval apart, print the result and exit.")
+        bool,
+        typer.Option("--once", help="Poll twice, one interval apart, print the result and exit."),
     ] = False,
     output: Annotated[
-        Output, typer.Option("--output", "-o", help="Output format; json prints one object per line.")
+        Output,
+        typer.Option("--output", "-o", help="Output format; json prints one object per line."),
     ] = Output.TABLE,
 ) -> None:
     """Show live traffic against its SLO and the load of each instance, until Ctrl-C.
@@ -115,7 +118,7 @@ def _checked(url: str) -> str:
 
 
 async def _watch(gateway: "_Gateway", interval_s: float, output: Output, *, once: bool) -> None:
-    """Poll and draw until interrupted. Raises HttpError if the first poll fails, or any with `once`."""
+    """Poll and draw until interrupted. Raises HttpError if the first poll fails."""
     from cleave.rpc.http import HttpError
 
     _end_properly()

@@ -21,7 +21,10 @@ File = Annotated[
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
 SharedCores = Annotated[
-    bool, typer.Option("--allow-shared-cores", help="Let engines share CPU cores when there are too few.")
+    bool,
+    typer.Option(
+        "--allow-shared-cores", help="Let engines share CPU cores when there are too few."
+    ),
 ]
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait until all pods are ready.")]
 
@@ -110,7 +113,7 @@ async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) ->
             raise UpError(["stopped before it was ready"])
         _say_ready(job, console, "press Ctrl-C to stop")
         await watch(state.folder(job.deployment), lambda line: print_line(console, line))
-        console.print("stopping the gateway, then the workers; press Ctrl-C again to kill them at once")
+        console.print("stopping the gateway, then the workers; Ctrl-C again kills them at once")
 
 
 def _say_ready(job: "Job", console: "Console", how_to_stop: str) -> None:
