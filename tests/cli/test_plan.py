@@ -159,7 +159,7 @@ def test_a_trace_takes_the_place_of_lengths_and_keeps_the_burstiness(file, tmp_p
     ("old", "new", "options", "fault"),
     [
         ("ttftMs: 400", "ttftMs: -1", (), "spec.slo.ttftMs: must be > 0"),
-        ("type: Emulated", "type: vLLM", (), "--cluster: is needed"),
+        ("type: Emulated", "type: vLLM", (), "--cluster: is required"),
         ("  workload:", "  # workload:", (), "spec.workload: is needed"),
         ("", "", ("--rate", "0"), "--rate: must be > 0"),
         ("", "", ("--slo-ttft", "-1"), "--slo-ttft: must be > 0"),
@@ -222,7 +222,7 @@ def test_a_page_that_cannot_be_written_is_said_before_the_search(cli, file, said
     questions = said()
     done = run(cli, file, "--report", "/absent/folder/plan.html")
     assert (done.exit_code, questions) == (2, [])
-    fault = "--report /absent/folder/plan.html: there is no folder /absent/folder"
+    fault = "--report /absent/folder/plan.html: folder /absent/folder does not exist"
     assert done.stderr == f"error: {fault}\n"
 
 

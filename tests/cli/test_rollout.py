@@ -229,4 +229,4 @@ def test_a_plan_without_machines_is_refused(cli: CliRunner, tmp_path: Path) -> N
     new.write_text(yaml.safe_dump(document))
     result = run(cli, new, "--from", old)
     assert result.exit_code == 2
-    assert "--cluster: is needed to plan it" in result.stderr
+    assert "--cluster: is required to plan it" in result.stderr

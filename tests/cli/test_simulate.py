@@ -88,9 +88,9 @@ def test_a_trace_takes_the_place_of_stated_lengths(cli, file, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        (("--rates", "1,x"), "--rates 1,x: must be numbers with commas between"),
+        (("--rates", "1,x"), "--rates 1,x: must be comma-separated numbers"),
         (("--rates", "0"), "--rates 0: every rate must be above 0"),
-        (("--rates", "1,2", "-o", "csv"), "--rates with -o csv: state one rate"),
+        (("--rates", "1,2", "-o", "csv"), "--rates with -o csv: give a single rate"),
         (("--rate", "-3"), "--rate: must be > 0"),
         (("--trace", "/absent.csv"), "spec.workload: "),
         (("--cluster", "/absent.yaml"), "/absent.yaml: No such file or directory"),
@@ -106,7 +106,7 @@ def test_bad_options_are_one_line_and_exit_code_2(cli, file, options, fault) -> 
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("type: Emulated", "type: vLLM", "--cluster: is needed"),
+        ("type: Emulated", "type: vLLM", "--cluster: is required"),
         ("{role: decode, ", "{role: decode, parallelism: {tensor: 2}, ", "spec.placement.manual:"),
         ("type: Emulated", "type: Emulated, args: [--max-num-seqs=x]", "spec.engine.args: "),
     ],

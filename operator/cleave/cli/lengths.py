@@ -1,4 +1,4 @@
-"""`cleave lengths`: trains what foretells output lengths, and judges it on other requests."""
+"""`cleave lengths`: trains a predictor of output lengths and evaluates it on other requests."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,36 +20,40 @@ _PromptError = Annotated[
     typer.Option(
         min=0,
         max=2,
-        help="Spread of prompt tokens as gateways estimate them; of no account where the trace has "
+        help="Relative error of the gateway's prompt token estimates; ignored where the trace has "
         "a column estimated_prompt_tokens.",
     ),
 ]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 
 @lengths.callback()
 def group() -> None:
-    """Train and judge a small classifier that foretells how long answers will be.
+    """Train and evaluate a small classifier that predicts output lengths.
 
-    Gateways take its file with --lengths FILE, in a cluster with spec.routing.lengthsConfigMap.
+    Gateways load its file with --lengths FILE, or spec.routing.lengthsConfigMap in a cluster.
     """
 
 
 @lengths.command()
 def train(
     trace: _Trace,
-    file: Annotated[Path, typer.Option("--output-file", "-o", help="What gateways are given.")],
+    file: Annotated[Path, typer.Option("--output-file", "-o", help="File to write, for gateways.")],
     prompt_error: _PromptError = 0.2,
     as_json: _AsJson = False,
 ) -> None:
-    """Train on the first 70 % of a trace, judge by the rest, and write both into a file.
+    """Train on the first 70 % of a trace, evaluate on the rest, and write both to a file.
 
-    It looks at prompt tokens and, where the trace has a column max_tokens, at the limit. Gateways
-    use the file only where it does better than the mean by prompt length, which they learn anyway.
+    The features are prompt tokens and, where the trace has a column max_tokens, that limit.
+    Gateways use the file only if it predicts better than the mean by prompt length, which they
+    learn from traffic.
 
-    Exit codes: 0 written, better or not; 2 the trace cannot be used.
+    Exit codes: 0 written, better or not, 2 the trace cannot be used.
 
-    Example: cleave lengths train requests.csv -o lengths.json
+    \b
+    Examples:
+      # Train on recorded requests
+      cleave lengths train requests.csv -o lengths.json
     """
     from cleave.traffic import length_file, length_training
     from cleave.traffic.history import HistoryError
@@ -60,23 +64,26 @@ def train(
     except (HistoryError, length_file.LengthsError) as error:
         fail([str(error)], BAD_INPUT)
     scores = found.scores
-    title = f"{trace}: {found.trained_on:,} requests trained it, {found.judged_by:,} judge"
-    then = "gateways use it" if scores.is_better else "gateways that are given it go on with that"
+    title = f"{trace}: trained on {found.trained_on:,} requests, evaluated on {found.judged_by:,}"
+    then = "gateways use it" if scores.is_better else "gateways keep using that"
     _print(title, scores, then, as_json)
 
 
 @lengths.command()
 def evaluate(
     trace: _Trace,
-    file: Annotated[Path, typer.Option("--with", help="Written by cleave lengths train.")],
+    file: Annotated[Path, typer.Option("--with", help="File written by cleave lengths train.")],
     prompt_error: _PromptError = 0.2,
     as_json: _AsJson = False,
 ) -> None:
-    """Judge a trained file by all requests of a trace, newer ones than it was trained on.
+    """Evaluate a trained file on a trace of newer requests than it was trained on.
 
-    Exit codes: 0 judged, better or not; 2 the trace or the file cannot be used.
+    Exit codes: 0 evaluated, better or not, 2 the trace or the file cannot be used.
 
-    Example: cleave lengths evaluate today.jsonl --with lengths.json
+    \b
+    Examples:
+      # Evaluate on the requests of today
+      cleave lengths evaluate today.jsonl --with lengths.json
     """
     from cleave.traffic import length_file, length_scores, length_training
     from cleave.traffic.history import HistoryError
@@ -87,13 +94,13 @@ def evaluate(
     except (HistoryError, length_file.LengthsError) as error:
         fail([str(error)], BAD_INPUT)
     scores = length_scores.judge(found, answers)
-    title = f"{trace}: {len(answers):,} requests judge {file}"
+    title = f"{trace}: {file} evaluated on {len(answers):,} requests"
     then = "keep it" if scores.is_better else "train another from newer traffic, or use none"
     _print(title, scores, then, as_json)
 
 
 def _print(title: str, scores: "Scores", then: str, as_json: bool) -> None:
-    """`then`: what follows."""
+    """Print the scores; `then` says what follows from them."""
     import msgspec
 
     if as_json:
@@ -105,7 +112,7 @@ def _print(title: str, scores: "Scores", then: str, as_json: bool) -> None:
     from cleave.traffic.length_file import GRANULARITIES
 
     ranges = (f"RANGE OF {width}" for width in GRANULARITIES)
-    drawn = plain_table(["FORETOLD BY"], [*ranges, "TOKENS OFF", "SUM OFF"])
+    drawn = plain_table(["PREDICTOR"], [*ranges, "TOKENS OFF", "SUM OFF"])
     for name, score in (
         ("classifier", scores.classifier),
         ("mean by prompt length", scores.conditional_mean),

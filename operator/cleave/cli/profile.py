@@ -1,4 +1,4 @@
-"""`cleave profile`: how fast a running engine is, as a file that planner and emulator read."""
+"""`cleave profile`: measures a running engine and writes a profile for planner and emulator."""
 
 import asyncio
 import datetime
@@ -24,50 +24,61 @@ _LOCAL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])([:/]|$)")
 
 
 class Output(StrEnum):
-    """How to print."""
+    """Output format."""
 
     TABLE = "table"
     JSON = "json"
 
 
 def profile(
-    url: Annotated[str, typer.Argument(help="The engine, such as http://127.0.0.1:8000.")],
+    url: Annotated[str, typer.Argument(help="URL of the engine, such as http://127.0.0.1:8000.")],
     model: Annotated[
-        str | None, typer.Option(help="As it is served; needed where there are several.")
+        str | None, typer.Option(help="Served model name. Required if the engine serves several.")
     ] = None,
     file: Annotated[
-        Path, typer.Option("--output-file", "-O", help="Where to write it: YAML, or .json.")
+        Path, typer.Option("--output-file", "-O", help="Profile to write, YAML or .json.")
     ] = Path("profile.yaml"),
     device: Annotated[
-        str | None, typer.Option(help="What it runs on; absent: this machine's GPU or CPU.")
+        str | None, typer.Option(help="Device of the engine. Default: this machine's GPU or CPU.")
     ] = None,
     tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", min=1, max=64, help="Of the engine.")
+        int,
+        typer.Option(
+            "--tensor-parallel-size", min=1, max=64, help="Tensor parallel size of the engine."
+        ),
     ] = 1,
     pipeline_parallel_size: Annotated[
-        int, typer.Option("--pipeline-parallel-size", min=1, max=64, help="Of the engine.")
+        int,
+        typer.Option(
+            "--pipeline-parallel-size", min=1, max=64, help="Pipeline parallel size of the engine."
+        ),
     ] = 1,
     longest_prompt: Annotated[
-        int | None, typer.Option(min=32, help="Measure no longer prompts than this.")
+        int | None, typer.Option(min=32, help="Maximum prompt length to measure, in tokens.")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Measurements of each point.")
+        int | None, typer.Option(min=1, max=100, help="Number of measurements of each point.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few points: a look, not a basis.")
+        bool, typer.Option("--quick", help="Measure few points, for a first estimate only.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the profile even where points scatter.")
+        bool, typer.Option("--force", help="Write the profile even if measurements scatter.")
     ] = False,
     api_key: Annotated[
-        str | None, typer.Option(envvar="CLEAVE_API_KEY", help="If the engine wants one.")
+        str | None, typer.Option(envvar="CLEAVE_API_KEY", help="API key of the engine.")
     ] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
 ) -> None:
-    """Measure a running engine and write a profile of its speed.
+    """Measure the latencies of a running engine and write them to a profile.
 
-    The engine must have no other traffic, and its --max-num-batched-tokens limits what is seen.
-    Example: cleave profile http://127.0.0.1:8000 -O llama-h100.yaml
+    The engine must have no other traffic. Its --max-num-batched-tokens limits the prompt lengths
+    that can be measured.
+
+    \b
+    Examples:
+      # Measure an engine on this machine
+      cleave profile http://127.0.0.1:8000 -O llama-h100.yaml
     """
     from dataclasses import replace
 
@@ -82,7 +93,7 @@ def profile(
     if longest_prompt is not None:
         settings = replace(settings, longest_prompt=longest_prompt)
     if not file.absolute().parent.is_dir():
-        fail([f"--output-file: {file.parent} is no folder; make it first"], BAD_INPUT)
+        fail([f"--output-file: {file.parent} is not an existing folder"], BAD_INPUT)
     if device is None:
         device = _own_device(url)
     sizes = tensor_parallel_size, pipeline_parallel_size
@@ -94,7 +105,7 @@ def profile(
     scattered = find_scattered(taken, settings.max_spread)
     if scattered and not force:
         faults = [f"scatters: {line}" for line in scattered]
-        fail([*faults, "quieten the machine and measure again, or write it with --force"], FAILED)
+        fail([*faults, "stop other load on the machine and measure again, or use --force"], FAILED)
     try:
         write(measured, file)
     except OSError as error:
@@ -103,7 +114,7 @@ def profile(
 
 
 def _own_device(url: str) -> str:
-    """This machine's GPU or CPU by name; an engine elsewhere has to be told of."""
+    """Name of this machine's GPU or CPU; exits with code 2 if the engine runs elsewhere."""
     from cleave.local import node
 
     if not _LOCAL.match(url):
@@ -129,7 +140,7 @@ async def _measure(
 
     client = Client(url, api_key=api_key)
     facts = await inspect(client, model)
-    with progress_bar("a look") as show:
+    with progress_bar("probing") as show:
         return facts, await measure(replace(client, model=facts.model), facts, settings, show)
 
 
@@ -163,7 +174,7 @@ def _print(measured: "MeasuredProfile", file: Path, num_scattered: int, output: 
     console.print(_table(measured))
     if num_scattered:
         console.print(
-            f"{num_scattered} points scatter too much: measure again before you plan on it"
+            f"{num_scattered} points scatter too much: measure again before planning with it"
         )
     console.print(f"written to {file}", soft_wrap=True)
 

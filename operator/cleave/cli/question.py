@@ -21,7 +21,7 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option(
         "--cluster",
-        help="YAML file that describes the machines: nodes, network, custom GPUs, measured profiles.",
+        help="YAML file of the machines: nodes, network, custom GPUs, measured profiles.",
         show_default=False,
     ),
 ]

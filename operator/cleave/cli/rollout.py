@@ -1,4 +1,4 @@
-"""`cleave rollout`: in which order a change would replace the instances, before it is applied."""
+"""`cleave rollout`: previews the steps of a rollout before a change is applied."""
 
 import sys
 from enum import StrEnum
@@ -21,7 +21,7 @@ _STDIN = Path("-")
 
 
 class Output(StrEnum):
-    """How to print."""
+    """Output format."""
 
     TABLE = "table"
     JSON = "json"
@@ -33,38 +33,41 @@ def rollout(
         Path | None,
         typer.Option(
             "--from",
-            help="Manifest of what runs: its status, else its placement; - is standard input. "
-            "Absent: the status in FILE.",
+            help="Current manifest (its status, else its placement); - reads standard input. "
+            "Default: the status in FILE.",
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the steps and change nothing; has to be stated.")
+        bool, typer.Option("--dry-run", help="Only show the steps. Required.")
     ] = False,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
     cluster: ClusterFile = None,
     max_surge: Annotated[
-        int | None, typer.Option(min=0, help="Instead of spec.rollout.maxSurge.")
+        int | None, typer.Option(min=0, help="Overrides spec.rollout.maxSurge.")
     ] = None,
     max_unavailable: Annotated[
-        int | None, typer.Option(min=0, help="Instead of spec.rollout.maxUnavailable.")
+        int | None, typer.Option(min=0, help="Overrides spec.rollout.maxUnavailable.")
     ] = None,
 ) -> None:
-    """Show in which order a change replaces instances on a cluster, before it is applied.
+    """Preview the steps in which the operator rolls out a change to a cluster.
 
-    The operator takes these steps; the next begins when the instances of one are ready. 1+2 is one
-    new instance and two older ones. CAPACITY is the share of the plan that can serve meanwhile:
-    instances of unlike revisions never work together, so only whole pairs count.
+    The operator starts a step when the instances of the previous one are ready. 1+2 means one new
+    and two old instances. CAPACITY is the share of the planned capacity that serves during the
+    step: instances of different revisions never work together, so only complete pairs count.
 
-    Exit codes: 0 the steps, 1 no plan to roll out, 2 bad input.
+    Exit codes: 0 steps were printed, 1 there is no plan to roll out, 2 the input is invalid.
 
-    Example: cleave rollout -f new.yaml --from old.yaml --dry-run
-
-    Example: kubectl get llmd chat -o yaml | cleave rollout -f new.yaml --from - --dry-run
+    \b
+    Examples:
+      # Compare two manifests
+      cleave rollout -f new.yaml --from old.yaml --dry-run
+      # Compare with what runs in the cluster
+      kubectl get llmd chat -o yaml | cleave rollout -f new.yaml --from - --dry-run
     """
     if not dry_run:
-        why = "the roll-out itself is the operator's, after kubectl apply"
-        fail([f"--dry-run: has to be stated; {why}"], BAD_INPUT)
+        why = "the operator performs the rollout itself after kubectl apply"
+        fail([f"--dry-run: is required; {why}"], BAD_INPUT)
     from cleave.cli.rollout_table import print_json, show
     from cleave.controller.preview import stages, states
     from cleave.pods.pool import revision
@@ -73,29 +76,29 @@ def rollout(
     limits = _limits(after, max_surge, max_unavailable)
     running = _running(after, file, before, cluster)
     target = revision(after)
-    found = stages(states(running, _placement(after, file, cluster), target), limits)
+    steps = stages(states(running, _placement(after, file, cluster), target), limits)
     if output is Output.JSON:
-        print_json(after.name, running.revision, target, limits, found)
+        print_json(after.name, running.revision, target, limits, steps)
     else:
-        show(after.name, running.revision, target, limits, found)
+        show(after.name, running.revision, target, limits, steps)
 
 
 def _running(
     after: "LLMDeployment", file: Path, before: Path | None, cluster: Path | None
 ) -> "Running":
-    """What runs, by the manifest `before`, else by the status in the new one."""
+    """The running instances, from the manifest `before`, else from the status in the new one."""
     from cleave.controller import preview
     from cleave.pods.pool import revision
 
-    found = after if before is None else _load(before)
-    if found.name != after.name:
-        fail([f"--from: is of {found.name}, and {file} of {after.name}"], BAD_INPUT)
-    if found.status is not None:
-        return preview.observed(found.status)
+    current = after if before is None else _load(before)
+    if current.name != after.name:
+        fail([f"--from: is for {current.name}, but {file} is for {after.name}"], BAD_INPUT)
+    if current.status is not None:
+        return preview.observed(current.status)
     if before is None:
-        how = f"state the manifest that runs, or kubectl get llmd {after.name} -o yaml > now.yaml"
-        fail([f"--from: is needed, because {file} has no status; {how}"], BAD_INPUT)
-    return preview.placed(_placement(found, before, cluster), revision(found))
+        how = f"give the current manifest, or run kubectl get llmd {after.name} -o yaml > now.yaml"
+        fail([f"--from: is required, because {file} has no status; {how}"], BAD_INPUT)
+    return preview.placed(_placement(current, before, cluster), revision(current))
 
 
 def _load(file: Path) -> "LLMDeployment":
@@ -108,15 +111,15 @@ def _load(file: Path) -> "LLMDeployment":
 
 
 def _placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
-    """Instances by role: stated by hand, else planned."""
+    """Instances of each role: from spec.placement, else planned."""
     from cleave.api.engine import EngineType
     from cleave.planner.placement import located
 
     spec = deployment.spec
     is_planned = spec.placement is None and spec.workload is not None
     if is_planned and spec.engine.type is not EngineType.EMULATED and cluster is None:
-        why = "--cluster: is needed to plan it: a YAML file with the machines"
-        fail([f"{file} has no placement; {why}, or fill it in: cleave plan -o yaml"], BAD_INPUT)
+        why = "--cluster: is required to plan it: a YAML file of the machines"
+        fail([f"{file} has no placement; {why}, or add one with cleave plan -o yaml"], BAD_INPUT)
     return place(located(deployment, file.parent), file, cluster)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a roll-out on a terminal, and as JSON."""
+"""The steps of a rollout as a terminal table and as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from cleave.controller.rollout import RolloutLimits
 from cleave.planner.words import percent
 
 _MOVES = (
-    "Instances whose pools differ in the role only take the other role instead, at once and "
+    "Instances whose pools differ only in the role change their role instead, at once and "
     "without a restart."
 )
 
@@ -20,7 +20,7 @@ _MOVES = (
 def show(
     name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[Stage]
 ) -> None:
-    """Print what changes, then a line per step; cells are never cut."""
+    """Print a summary, then a line per step; cells are never truncated."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -40,7 +40,7 @@ def show(
 
 
 def _swaps(stages: Sequence[Stage]) -> bool:
-    """Whether one role loses instances and another one gets some."""
+    """Whether one role loses instances and another role gains some."""
     changes = [
         stages[-1].roles[role].new - each.new - each.old for role, each in stages[0].roles.items()
     ]
@@ -50,8 +50,8 @@ def _swaps(stages: Sequence[Stage]) -> bool:
 def print_json(
     name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[Stage]
 ) -> None:
-    """Print the same for programs; step 0 is what is there now."""
-    told = {
+    """Print the steps as JSON; step 0 is the current state."""
+    document = {
         "deployment": name,
         "revision": {"from": before, "to": after},
         "limits": {"max_surge": limits.max_surge, "max_unavailable": limits.max_unavailable},
@@ -72,7 +72,7 @@ def print_json(
             for number, stage in enumerate(stages)
         ],
     }
-    typer.echo(json.dumps(told, indent=2))
+    typer.echo(json.dumps(document, indent=2))
 
 
 def _summary(limits: RolloutLimits, stages: Sequence[Stage]) -> str:

@@ -1,8 +1,8 @@
-"""Progress on the screen while a deployment comes up: a table that redraws itself.
+"""Start-up progress of a deployment as a live table on a terminal.
 
-Used by `up` and `demo`. Where output is no terminal (a log, a pipe), one line per change instead,
-and one that says what is waited for whenever there was none for a while. A failure is a line of its
-own in both cases.
+Used by `up` and `demo`. Where standard output is not a terminal (a log, a pipe), each change is one
+line, and a line that names the pods still awaited follows after `_SILENCE_S` without changes.
+Failures are separate lines in both cases.
 """
 
 import time
@@ -18,7 +18,7 @@ from cleave.local.following import READY, Show, Step, failures, waiting
 
 _ROWS = 16
 _SILENCE_S = 15.0
-"""The longest."""
+"""Maximum time without a line, in seconds."""
 _TIME_WIDTH = len("900 s")
 _GAP = 2
 _STYLES = {
@@ -32,7 +32,7 @@ _STYLES = {
 
 @contextmanager
 def progress(console: Console) -> Iterator[Show]:
-    """A function that shows steps; what it drew stays on the screen afterwards."""
+    """Yield a function that shows steps; the last table stays on the screen."""
     if not console.is_terminal:
         yield Lines(console).show
         return
@@ -50,19 +50,19 @@ def progress(console: Console) -> Iterator[Show]:
 
 
 def print_line(console: Console, line: str) -> None:
-    """As it is: engines print brackets, and their words are for copying."""
+    """Print without markup, as engines print brackets, and without wrapping."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def table(steps: Sequence[Step], width: int) -> Table:
-    """Steps as a table `width` wide; of many pods, those that are not ready come first."""
+    """Steps as a table of `width` cells; if there are too many, pods that are not ready come first."""
     shown = list(steps)
     if len(shown) > _ROWS:
         shown.sort(key=lambda step: step.state == READY)
     shown = shown[:_ROWS]
     names = max((len(step.pod) for step in shown), default=0)
     states = max((len(step.state) for step in shown), default=0)
-    # Cut here: Rich would shrink every column for the sake of a long log line.
+    # Truncate here: Rich would shrink every column for a long log line.
     room = max(0, width - names - states - _TIME_WIDTH - 4 * _GAP)
     grid = Table.grid(padding=(0, _GAP))
     for _ in range(4):
@@ -80,7 +80,7 @@ def table(steps: Sequence[Step], width: int) -> Table:
 
 
 class Lines:
-    """Prints a line when a pod's state changes or its engine fails, and when nothing did so."""
+    """Prints a line when a pod's state changes or its engine fails, and during long waits."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -89,7 +89,7 @@ class Lines:
         self._printed_at = clock()
 
     def show(self, steps: Sequence[Step]) -> None:
-        """Compare with the steps before."""
+        """Print the changes since the previous call."""
         states = {step.pod: step.state for step in self._before}
         lines = [
             f"{step.pod}  {step.state}  {step.elapsed_s:.0f} s"

@@ -101,7 +101,7 @@ def _losses(result: Digest) -> Iterator[str]:
     if result.num_too_long:
         yield f"{result.num_too_long:,} requests fit no instance: their KV exceeds its memory"
     if result.num_unfinished:
-        yield f"{result.num_unfinished:,} requests did not finish: no instance ever had room for them"
+        yield f"{result.num_unfinished:,} requests did not finish: no instance had room for them"
 
 
 def _latencies(result: Digest) -> "Table":

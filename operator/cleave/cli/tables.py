@@ -1,4 +1,4 @@
-"""Tables on a terminal, in their full width: a narrow one wraps lines, cells stay whole."""
+"""Tables on a terminal in their full width; on a narrow one, lines wrap and cells stay complete."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ def plain_table(texts: Sequence[str], figures: Sequence[str]) -> "Table":
 
 
 def print_whole(console: "Console", drawn: "Table") -> None:
-    """Print a table as wide as it is."""
+    """Print a table in its full width."""
     unbounded = console.options.update(max_width=_UNBOUNDED)
     needed = console.measure(drawn, options=unbounded).maximum
     width = console.width

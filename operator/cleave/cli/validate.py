@@ -1,4 +1,4 @@
-"""`cleave validate`: check a manifest without running anything."""
+"""`cleave validate`: checks a manifest without starting anything."""
 
 import typer
 
@@ -9,13 +9,20 @@ from cleave.cli.up import File
 
 
 def validate(file: File, cluster: ClusterFile = None) -> None:
-    """Check a manifest: fields, values, the rules between them, and that it can be planned.
+    """Check the fields and values of a manifest, and that it can be planned.
 
-    With --cluster also that its GPUs are known there and its trace can be read; emulated engines
-    need none for that. What is valid and probably not meant, such as targets in seconds or a model
-    that cannot be planned, is a warning. Ends with exit code 2 and one line per fault.
+    With --cluster, its GPUs and its trace file are checked as well; emulated engines need no
+    cluster file for that. Valid values that are probably mistakes, such as targets in seconds or a
+    model that cannot be planned, are warnings.
 
-    Example: cleave validate -f examples/smallest.yaml
+    Exit codes: 0 valid, 2 invalid, with one line per error.
+
+    \b
+    Examples:
+      # Check a manifest
+      cleave validate -f examples/smallest.yaml
+      # Check it against the machines of a cluster
+      cleave validate -f examples/planned.yaml --cluster examples/cluster.yaml
     """
     from cleave.api.manifest import ManifestError, load_cluster
     from cleave.perf import inventory
@@ -26,7 +33,7 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
     spec = deployment.spec
     try:
         if cluster and unknown_model(deployment) is not None:
-            # Nothing can be planned, and it comes up all the same.
+            # The model cannot be planned, but the deployment can be started.
             inventory.kinds(load_cluster(cluster), spec.planning.gpus)
             if spec.workload and spec.workload.trace:
                 distribution.require("planner")

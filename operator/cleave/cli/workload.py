@@ -1,4 +1,4 @@
-"""`cleave workload`: what traffic is like, as a block for `spec.workload` or more such requests."""
+"""`cleave workload`: describes traffic as `spec.workload`, or generates similar requests."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
 _SURVEY = 20_000
-"""Requests drawn from distributions to describe them."""
+"""Number of requests generated from distributions to describe them."""
 
 
 class Output(StrEnum):
-    """How to print."""
+    """Output format."""
 
     TABLE = "table"
     JSON = "json"
@@ -32,17 +32,17 @@ class Output(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Traffic, whatever it came from."""
+    """Traffic from a recording, a published workload or Prometheus."""
 
     title: str
     trace: "Trace"
-    """Its requests, or some that were drawn."""
+    """Recorded or generated requests."""
     demand: "Demand"
-    """What `--sample` draws from."""
+    """The distribution that `--sample` generates requests from."""
     recording: Path | None
-    """The file of `trace`; None: it was drawn."""
+    """The file of `trace`; None: generated."""
     notes: tuple[str, ...] = ()
-    """Where it comes from and what is assumed, a sentence each."""
+    """Source and assumptions, one sentence each."""
 
 
 def workload(
@@ -57,52 +57,61 @@ def workload(
         str | None, typer.Option(help="Read from this Prometheus server, http://host:9090.")
     ] = None,
     window: Annotated[
-        str, typer.Option(help="How far back to look there: 30m, 6h, 7d, ...")
+        str, typer.Option(help="Time range to read from Prometheus, such as 30m, 6h or 7d.")
     ] = "1d",
     model: Annotated[
-        str | None, typer.Option(help="Only requests for this model_name there.")
+        str | None, typer.Option(help="Read only requests with this label model_name.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second, instead of its own.")
+        float | None, typer.Option(help="Requests per second. Overrides the recorded rate.")
     ] = None,
     burstiness: Annotated[
         float | None,
-        typer.Option(min=0, max=20, help="Variation of the gaps, instead of its own; 1: Poisson."),
+        typer.Option(
+            min=0, max=20, help="Coefficient of variation of interarrival times; 1: Poisson."
+        ),
     ] = None,
     fitted: Annotated[
-        bool, typer.Option("--fit", help="State distributions even where a replay is better.")
+        bool,
+        typer.Option(
+            "--fit", help="Print distributions even where replaying the trace is more accurate."
+        ),
     ] = False,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
     sample: Annotated[
-        int | None, typer.Option(min=1, max=5_000_000, help="Draw so many requests into -O.")
+        int | None,
+        typer.Option(min=1, max=5_000_000, help="Generate this many requests into --output-file."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of generated requests.")] = 0,
     file: Annotated[
         Path | None, typer.Option("--output-file", "-O", help="CSV file for --sample.")
     ] = None,
 ) -> None:
-    """Describe traffic, say whether distributions stand for it, and print it as spec.workload.
+    """Describe recorded traffic and print it as spec.workload of an LLMDeployment.
 
-    `-o yaml` is ready to paste. A recording is replayed where distributions do not stand for it.
-    With --prometheus, lengths come from vLLM's histograms.
+    Where fitted distributions do not represent a recording, spec.workload refers to the file and
+    the trace is replayed. With --prometheus, lengths come from vLLM's histograms.
 
-    Exit codes: 0 described or drawn, 2 the source cannot be used.
+    Exit codes: 0 described or generated, 2 the source cannot be used.
 
-    Example: cleave workload requests.csv
-
-    Example: cleave workload chat-1m --rate 20 -o yaml
-
-    Example: cleave workload --prometheus http://prometheus:9090 --window 7d
-
-    Example: cleave workload requests.csv --sample 5000 --rate 12 -O more.csv
+    \b
+    Examples:
+      # Describe recorded requests
+      cleave workload requests.csv
+      # Print a published workload at another rate as spec.workload
+      cleave workload chat-1m --rate 20 -o yaml
+      # Describe the traffic of the last week
+      cleave workload --prometheus http://prometheus:9090 --window 7d
+      # Generate 5000 similar requests
+      cleave workload requests.csv --sample 5000 --rate 12 -O more.csv
     """
     from cleave.traffic.history import HistoryError
     from cleave.traffic.workload import DemandError
 
     if (source is None) == (prometheus is None):
-        fail(["state either a file or name, or --prometheus URL"], BAD_INPUT)
+        fail(["give either a file or a name, or --prometheus URL"], BAD_INPUT)
     if (sample is None) != (file is None):
-        fail(["--sample N and --output-file FILE go together"], BAD_INPUT)
+        fail(["--sample and --output-file must be given together"], BAD_INPUT)
     try:
         if prometheus is None:
             found = _named(str(source), rate, burstiness)
@@ -118,7 +127,7 @@ def workload(
 
 
 def complete(incomplete: str) -> list[str]:
-    """Names of published workloads; the shell completes files itself."""
+    """Names of published workloads for completion; the shell completes files itself."""
     from cleave.traffic import published
 
     return [name for name in published.names() if name.startswith(incomplete)]
@@ -134,10 +143,10 @@ def _named(source: str, rate: float | None, burstiness: float | None) -> Found:
         fitted = diagnosis.fit(trace, rate, burstiness)
         demand = workload.resampled(trace, fitted.rate or 1.0, fitted.gap_variation)
         return Found(source, trace, demand, path)
-    known = published.find(source)
-    demand = known.demand(rate, _poisson_unless(burstiness))
-    notes = (f"from {known.source}", f"known: {known.known}", f"assumed: {known.assumed}")
-    return Found(known.name, demand.draw(_SURVEY), demand, None, notes)
+    entry = published.find(source)
+    demand = entry.demand(rate, _poisson_unless(burstiness))
+    notes = (f"from {entry.source}", f"known: {entry.known}", f"assumed: {entry.assumed}")
+    return Found(entry.name, demand.draw(_SURVEY), demand, None, notes)
 
 
 def _observed(
@@ -150,16 +159,16 @@ def _observed(
     observed = prometheus.read(url, time.time(), window_s, model)
     demand = observed.demand(rate, _poisson_unless(burstiness))
     mean, peak = float(observed.rates.mean()), float(observed.rates.max())
-    seen = (
+    summary = (
         f"{observed.num_requests:,.0f} requests, {mean:.3g} per second and {peak:.3g} at the peak; "
-        f"to hold the SLO there, plan for --rate {peak:.3g}"
+        f"to meet the SLO there, plan for --rate {peak:.3g}"
     )
     assumed = (
-        "assumed: even inside the histograms' buckets; prompt and output drawn apart; "
+        "assumed: uniform within histogram buckets; prompt and output lengths independent; "
         f"burstiness {_poisson_unless(burstiness):g}"
     )
     beyond = f"{observed.share_beyond:.1%} of requests are longer than the last bucket"
-    notes = (seen, assumed, *([beyond] if observed.share_beyond > 0.001 else []))
+    notes = (summary, assumed, *([beyond] if observed.share_beyond > 0.001 else []))
     return Found("Prometheus", demand.draw(_SURVEY), demand, None, notes)
 
 
@@ -170,7 +179,7 @@ def _poisson_unless(burstiness: float | None) -> float:
 def _spec(
     found: Found, rate: float | None, burstiness: float | None, *, may_replay: bool
 ) -> dict[str, Any]:
-    """`spec.workload` as it is written in a manifest."""
+    """`spec.workload` as in a manifest."""
     from cleave.api.workload import TraceSource, Workload
     from cleave.traffic.diagnosis import diagnose, fit
 
@@ -190,7 +199,7 @@ def _write_sample(found: Found, num: int, seed: int, file: Path) -> None:
 
     trace = found.demand.draw(num, seed=seed)
     history.write(file, trace)
-    typer.echo(f"{file}: {num} requests like {found.title}, {trace.rate:.4g} per second")
+    typer.echo(f"{file}: {num} requests similar to {found.title}, {trace.rate:.4g} per second")
 
 
 def _print(found: Found, spec: dict[str, Any], output: Output) -> None:
@@ -211,18 +220,18 @@ def _print(found: Found, spec: dict[str, Any], output: Output) -> None:
     else:
         from cleave.cli.workload_table import show
 
-        title = found.title if found.recording else f"{found.title}, drawn:"
+        title = found.title if found.recording else f"{found.title}, generated:"
         show(title, found.trace, diagnosis, remarks, spec)
 
 
 def _drawn(diagnosis: "Diagnosis") -> list[str]:
-    """There is no recording to replay, but what is drawn can become one."""
+    """A remark if the fit is poor: generated requests can be written to a file and replayed."""
     if diagnosis.is_fit_good:
         return []
     worst = max(diagnosis.prompt_tokens.fit_distance, diagnosis.output_tokens.fit_distance)
     line = (
-        f"the block states log-normal lengths, which are {worst:.0%} off; to keep these, write "
-        "some with --sample 10000 -O requests.csv and state the file as workload.trace.path"
+        f"the block uses log-normal lengths, which are {worst:.0%} off; for exact lengths, generate "
+        "requests with --sample 10000 -O requests.csv and set workload.trace.path to that file"
     )
     return [line]
 
@@ -230,5 +239,5 @@ def _drawn(diagnosis: "Diagnosis") -> list[str]:
 def _seconds(window: str) -> float:
     match = re.fullmatch(r"(\d+)([smhdw])", window.strip())
     if match is None:
-        fail([f"--window {window}: state a number and s, m, h, d or w, such as 6h"], BAD_INPUT)
+        fail([f"--window {window}: must be a number and s, m, h, d or w, such as 6h"], BAD_INPUT)
     return float(match[1]) * _SECONDS[match[2]]

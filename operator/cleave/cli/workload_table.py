@@ -1,4 +1,4 @@
-"""Traffic on the screen: figures, histograms of lengths, what to mind, the block to paste."""
+"""Traffic on a terminal: figures, histograms of lengths, remarks, and the block for spec."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from cleave.simulator.trace import Trace
 from cleave.traffic.diagnosis import Diagnosis, LengthSummary
 
 _BAR = 24
-"""Widest bar in characters."""
+"""Maximum width of a bar in characters."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -59,8 +59,8 @@ def _lengths(diagnosis: Diagnosis) -> Table:
 
 
 def _figures(lengths: LengthSummary) -> tuple[str, ...]:
-    known = (lengths.mean, lengths.p50, lengths.p90, lengths.p99, lengths.largest)
-    return (*(f"{figure:,.0f}" for figure in known), f"{lengths.fit_distance:.1%}")
+    figures = (lengths.mean, lengths.p50, lengths.p90, lengths.p99, lengths.largest)
+    return (*(f"{figure:,.0f}" for figure in figures), f"{lengths.fit_distance:.1%}")
 
 
 def _histogram(trace: Trace) -> Table:
@@ -85,8 +85,8 @@ def _histogram(trace: Trace) -> Table:
 
 
 def _shares(tokens: NDArray[np.int64], powers: range) -> list[float]:
-    places = np.floor(np.log2(tokens)).astype(int) - powers.start
-    shares: list[float] = (np.bincount(places, minlength=len(powers)) / len(tokens)).tolist()
+    bins = np.floor(np.log2(tokens)).astype(int) - powers.start
+    shares: list[float] = (np.bincount(bins, minlength=len(powers)) / len(tokens)).tolist()
     return shares
 
 
