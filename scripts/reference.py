@@ -73,7 +73,7 @@ def cli() -> Lines:
     command = typer.main.get_command(app)
     yield from ("# The `cleave` command", "", *_prose(command.help))
     yield ""
-    yield "Exit codes: 0 done, 1 it did not work, 2 what was given is wrong, 130 Ctrl-C."
+    yield "Exit codes: 0 success, 1 the command failed, 2 invalid input, 130 interrupted by Ctrl-C."
     yield from _command("cleave", command)
     parsers = {"gateway": gateway._build_parser(), "operator": operator._build_parser("")}
     for name, child in command.commands.items():  # type: ignore[attr-defined]
@@ -274,7 +274,13 @@ def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
 
 
 def _prose(text: str | None) -> list[str]:
-    return (text or "").strip().splitlines()
+    """Lines of a help text; the examples, which follow a backspace as click has it, as code."""
+    prose, _, examples = (text or "").strip().partition("\b\n")
+    lines = prose.strip().splitlines()
+    if not examples:
+        return lines
+    heading, *commands = examples.splitlines()
+    return [*lines, "", heading, "", "```", *(line.removeprefix("  ") for line in commands), "```"]
 
 
 def _module(text: str | None) -> list[str]:

@@ -55,7 +55,7 @@ def print_line(console: Console, line: str) -> None:
 
 
 def table(steps: Sequence[Step], width: int) -> Table:
-    """Steps as a table of `width` cells; if there are too many, pods that are not ready come first."""
+    """Steps as a table of `width` cells; of many pods, those that are not ready come first."""
     shown = list(steps)
     if len(shown) > _ROWS:
         shown.sort(key=lambda step: step.state == READY)

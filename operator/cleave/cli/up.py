@@ -49,7 +49,7 @@ def up(
 
     A manifest with a workload and no placement is planned first: vLLM for the machines of
     --cluster; emulated engines from their latency profile, with at most spec.planning.maxGPUs (16)
-    instances, or one per GPU of --cluster.
+    of them, or one per GPU of --cluster.
 
     \b
     Examples:

@@ -230,7 +230,7 @@ def _drawn(diagnosis: "Diagnosis") -> list[str]:
         return []
     worst = max(diagnosis.prompt_tokens.fit_distance, diagnosis.output_tokens.fit_distance)
     line = (
-        f"the block uses log-normal lengths, which are {worst:.0%} off; for exact lengths, generate "
+        f"the block uses log-normal lengths, which are {worst:.0%} off; for exact lengths, write "
         "requests with --sample 10000 -O requests.csv and set workload.trace.path to that file"
     )
     return [line]

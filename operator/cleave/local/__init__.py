@@ -1,1 +1,1 @@
-"""One machine without a cluster: process kubelet, up, status, down."""
+"""Deployments on one machine without a Kubernetes cluster: process kubelet, up, status, down."""

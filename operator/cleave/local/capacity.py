@@ -1,6 +1,6 @@
-"""Whether a set of pods fits this machine, said before any of them starts.
+"""Checks before start-up whether a set of pods fits this machine. Pure; called by `up`.
 
-Pure; called by `up`.
+Cores, memory and GPUs are compared with the requests of all pods.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from cleave.pods.labels import Manifest
 
 
 def faults(pods: Sequence[Manifest], node: Node, *, allow_shared_cores: bool) -> list[str]:
-    """One line per resource that is short, with the remedy; empty when everything fits."""
+    """Return one line per resource that is too small, with the remedy; empty when all pods fit."""
     specs = [parse(pod) for pod in pods]
-    found = []
+    shortages = []
     memory = sum(spec.memory_bytes for spec in specs)
     if memory > node.memory_bytes:
-        found.append(
+        shortages.append(
             f"{gib(memory)} of memory needed for {len(specs)} pods, {gib(node.memory_bytes)} "
             "available; use fewer replicas or lower spec.template.resources"
         )
     cores = sum(spec.exclusive_cores for spec in specs)
     if cores > len(node.free_cores) and not allow_shared_cores:
-        held = f", {len(node.held_cores)} held by other engines" if node.held_cores else ""
-        found.append(
-            f"{cores} exclusive cores needed, {len(node.cores)} here{held}; use fewer replicas, or "
-            "--allow-shared-cores to share them (slower, timings mean little)"
+        reserved = f", {len(node.held_cores)} used by other engines" if node.held_cores else ""
+        shortages.append(
+            f"{cores} exclusive cores needed, {len(node.cores)} available{reserved}; use fewer replicas, or "
+            "--allow-shared-cores to share them (slower, with unreliable timings)"
         )
     gpus = sum(spec.gpus for spec in specs)
     if gpus > len(node.gpus):
-        found.append(f"{gpus} GPUs needed, {len(node.gpus)} here; use fewer replicas")
-    return found
+        shortages.append(f"{gpus} GPUs needed, {len(node.gpus)} available; use fewer replicas")
+    return shortages

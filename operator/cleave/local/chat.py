@@ -1,4 +1,4 @@
-"""One streamed chat request to the gateway, measured as a client sees it. Used by the demo."""
+"""One streamed chat request to the gateway, with client-side latencies. Used by `cleave demo`."""
 
 import json
 import time
@@ -14,12 +14,12 @@ from cleave.local.errors import ChatError
 _CONNECT_S = 5.0
 _SILENCE_S = 120.0
 _LONGEST_LINE = 1 << 20
-"""Bytes; the first event may repeat the prompt as token ids."""
+"""Maximum line length in bytes; the first event may repeat the prompt as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A streamed answer and how long it took."""
+    """The text of a streamed response and its latencies."""
 
     text: str
     prompt_tokens: int
@@ -30,7 +30,7 @@ class Answer:
 
 
 async def ask(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
-    """Send `body` to the chat endpoint at `url`, show text as it comes. Raises ChatError."""
+    """Send `body` to the chat endpoint at `url`; calls `show` with each text. Raises ChatError."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     begin = time.perf_counter()
@@ -64,7 +64,7 @@ async def _collect(
             texts.append(text)
             show(text)
     if first is None or last is None or not usage:
-        raise ChatError("the answer has no text")
+        raise ChatError("the response has no text")
     tokens = usage["completion_tokens"]
     return Answer(
         text="".join(texts),
@@ -76,14 +76,14 @@ async def _collect(
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Server-sent events up to `[DONE]`. Raises ChatError when the stream ends before it."""
+    """Yield server-sent events up to `[DONE]`. Raises ChatError if the stream ends before it."""
     async for line in response.content:
         if line.startswith(b"data: "):
             data = line.removeprefix(b"data: ").strip()
             if data == b"[DONE]":
                 return
             yield json.loads(data)
-    raise ChatError("the stream ended before its end mark")
+    raise ChatError("the stream ended before [DONE]")
 
 
 def _fault(status: int, body: bytes) -> str:

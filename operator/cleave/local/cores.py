@@ -1,12 +1,12 @@
-"""Which cores a pod runs on: Kubernetes' static CPU policy as pure functions.
+"""The cores that a pod runs on: Kubernetes' static CPU manager policy as pure functions.
 
-Called by the kubelet at admission. A pod with whole, equal request and limit gets cores of its
-own; all others share what is left.
+Called by the kubelet at admission. A pod whose CPU request and limit are the same integer gets
+exclusive cores; all other pods share the remaining ones.
 """
 
 
 class CoreShortageError(ValueError):
-    """More exclusive cores are asked for than are free."""
+    """A pod requests more exclusive cores than are free."""
 
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"{wanted} exclusive core(s) needed, {free} free")
@@ -22,9 +22,9 @@ def allocate(free: frozenset[int], count: int) -> frozenset[int]:
 
 
 def shared(all_cores: frozenset[int], exclusive: frozenset[int]) -> frozenset[int]:
-    """Cores of the pods that own none.
+    """The cores of pods without exclusive ones.
 
-    Kubernetes reserves some for them. A laptop may have none to spare, so when every core is
-    owned they run anywhere: the gateway then competes with engines instead of not running.
+    Kubernetes reserves cores for them. A small machine may have none left, so when every core is
+    exclusive they run on all cores: the gateway then competes with engines but still runs.
     """
     return all_cores - exclusive or all_cores

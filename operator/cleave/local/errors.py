@@ -1,25 +1,25 @@
-"""What can go wrong on one machine, in words for the person in front of it.
+"""Errors of this package, with messages for users.
 
-Raised by this package, reported by the command line. Imports nothing, so that the command line
-can name them before anything heavy is loaded.
+Reported by the command line. The module imports nothing, so that the command line can handle these
+errors before it loads anything slow.
 """
 
 from collections.abc import Sequence
 
 
 class StateError(RuntimeError):
-    """What runs already, or does not, forbids what is asked; one line that says why."""
+    """The operation is impossible in the current state of the deployment; one line says why."""
 
 
 class UpError(RuntimeError):
-    """The deployment cannot or did not come up."""
+    """The deployment cannot start or has failed to start."""
 
     def __init__(self, faults: Sequence[str], log: Sequence[str] = ()) -> None:
         super().__init__("; ".join(faults))
         self.faults = faults
         self.log = log
-        """Last lines of the log of the pod to blame."""
+        """Last log lines of the pod that failed."""
 
 
 class ChatError(RuntimeError):
-    """The demo's question was not answered; one line that says why."""
+    """The demo's chat request failed; one line says why."""

@@ -1,7 +1,7 @@
-"""Files of the state folder: replaced whole, readable by their owner alone.
+"""Files of the state folder: written atomically, readable only by their owner.
 
-Used by the kubelet, the supervisor and the tiny model. Readers run beside the writer, so a file is
-written under another name and renamed.
+Used by the kubelet, the supervisor and the tiny model. Other processes read concurrently, so a
+file is written under a temporary name and renamed.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def private_folder(path: Path) -> Path:
-    """`path`; it and its parents are made if need be, closed to other users."""
+    """Create `path` and its parents if absent, inaccessible to other users; returns `path`."""
     for folder in (*reversed(path.parents), path):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -17,7 +17,7 @@ def private_folder(path: Path) -> Path:
 
 
 def replace(path: Path, text: str) -> None:
-    """Give `path` the content `text` in one step."""
+    """Replace the content of `path` with `text` atomically."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:

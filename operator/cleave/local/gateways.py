@@ -1,4 +1,4 @@
-"""What the gateway of a deployment says of itself. Used by `status`."""
+"""Health and metrics of the gateway of a local deployment. Used by `status` and `demo`."""
 
 import asyncio
 import json
@@ -13,19 +13,19 @@ _HANDOFFS = 'cleave_gateway_handoffs_total{result="used"}'
 
 @dataclass(frozen=True, slots=True)
 class GatewayHealth:
-    """The gateway's answer to GET /health."""
+    """The gateway's response to GET /health."""
 
     serving: bool
     reason: str = ""
 
 
 async def ask(url: str) -> GatewayHealth:
-    """The health of the gateway at `url`; no answer is not serving."""
+    """The health of the gateway at `url`; without a response it is not serving."""
     return await asyncio.to_thread(_ask, url)
 
 
 async def handoffs(url: str) -> int:
-    """KV hand-offs that the gateway at `url` has used since its start; 0 without an answer."""
+    """KV hand-offs that the gateway at `url` has used since its start; 0 without a response."""
     return await asyncio.to_thread(_handoffs, url)
 
 
@@ -54,11 +54,11 @@ def _ask(url: str) -> GatewayHealth:
         with error:
             return GatewayHealth(serving=False, reason=_reason(error.read()))
     except (OSError, HTTPException) as error:
-        return GatewayHealth(serving=False, reason=f"no answer: {error}")
+        return GatewayHealth(serving=False, reason=f"no response: {error}")
 
 
 def _reason(body: bytes) -> str:
-    """Why /health answers that it does not serve; its first bytes when it is no gateway of ours."""
+    """The reasons in the body of /health; its first bytes if it is not that of a gateway."""
     try:
         health = json.loads(body)
         return "; ".join(map(str, health["reasons"])) or str(health["status"])

@@ -1,8 +1,8 @@
-"""Which cores engines of this machine hold already, whoever started them.
+"""The cores that engines on this machine have locked, of any deployment.
 
-Read when the machine is inspected, so that a second deployment is planned around the first.
-Agents lock one file per core. What is hard: trying the lock, even for an instant, could make an
-agent that wants it in the same instant give up; the kernel's list of locks disturbs nobody.
+Read when the machine is inspected, so that a second deployment avoids the cores of the first.
+Agents lock one file per core. What is hard: trying a lock, even briefly, could make an agent fail
+that locks the core at the same moment; reading the kernel's list of locks has no side effect.
 """
 
 import os
@@ -12,7 +12,7 @@ from cleave.metrics.core_locks import core_of
 
 
 def held(locks: Path, kernel_list: Path = Path("/proc/locks")) -> frozenset[int]:
-    """Cores whose file in `locks` some process holds; none when that cannot be known."""
+    """Cores whose file in folder `locks` is locked by a process; empty if that cannot be read."""
     try:
         locked = set(parse(kernel_list.read_text()))
         files = list(locks.iterdir())
@@ -25,13 +25,13 @@ def held(locks: Path, kernel_list: Path = Path("/proc/locks")) -> frozenset[int]
 
 def parse(kernel_list: str) -> list[tuple[int, int, int]]:
     """Major and minor device and inode of every file that /proc/locks names as locked."""
-    found = []
+    locks = []
     for line in kernel_list.splitlines():
         fields = line.split()
         if "FLOCK" in fields and "->" not in fields:
             major, minor, inode = fields[-3].split(":")
-            found.append((int(major, 16), int(minor, 16), int(inode)))
-    return found
+            locks.append((int(major, 16), int(minor, 16), int(inode)))
+    return locks
 
 
 def _identity(file: Path) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
-"""What agents and the gateway say of themselves, asked from this machine.
+"""Status of the instances of a deployment, from worker agents and the kubelet.
 
-Used by the progress display, `status` and the demo. Every question is bounded; no answer is an
-answer too.
+Used by the start-up progress, `status` and `demo`. Every request has a timeout; instances whose
+agent does not respond are shown with the state of their pod.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _ASK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of `cleave status`. Figures are None while the agent does not answer."""
+    """One line of `cleave status`. Figures are None while the agent does not respond."""
 
     instance: str
     role: str
@@ -33,33 +33,33 @@ class Row:
     """Used share, 0..1."""
     epoch: int | None = None
     restarts: int = 0
-    """Of the pod and of its engine."""
+    """Restarts of the pod and of its engine."""
     pid: int | None = None
     url: str = ""
     reason: str = ""
     """Why it is not ready."""
     last_failure: str = ""
-    """Why its engine or its process was started again last; empty: neither was."""
+    """Reason of the last restart of its engine or process; empty: none."""
     kv_path: str = ""
-    """What its KV self-test saw; empty for the gateway."""
+    """Result of its KV self-test; empty for the gateway."""
 
 
 async def rows(snapshot: Snapshot) -> list[Row]:
-    """A row per pod, agents asked all at once."""
+    """A row per pod; all agents are requested concurrently."""
     agents = [pod for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
     healths = await ask([pod.address for pod in agents])
     return [row(pod, snapshot, healths.get(pod.address)) for pod in snapshot.pods]
 
 
 async def ask(addresses: Iterable[str]) -> Mapping[str, agent_pb2.HealthResponse]:
-    """Health of the agents that answer, by address."""
-    wanted = list(addresses)
-    answers = await asyncio.gather(*map(_ask, wanted))
-    return {address: answer for address, answer in zip(wanted, answers, strict=True) if answer}
+    """Health of the agents that respond, by address."""
+    targets = list(addresses)
+    responses = await asyncio.gather(*map(_ask, targets))
+    return {address: health for address, health in zip(targets, responses, strict=True) if health}
 
 
 def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | None) -> Row:
-    """The row of a pod from what the kubelet and, if it answered, its agent say."""
+    """The row of a pod from the kubelet's view and, if it responded, its agent's health."""
     if health is None:
         return Row(
             instance=pod.name,

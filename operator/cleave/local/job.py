@@ -1,6 +1,6 @@
-"""What a supervisor runs: the pods of a deployment and the machine they were planned for.
+"""The input of a supervisor: the pods of a deployment and the machine they were planned for.
 
-Made by `planning`, run by the supervisor; left in the state folder when that is another process.
+Built by `planning`; passed through the state folder to a supervisor in another process.
 """
 
 from dataclasses import dataclass, field
@@ -17,36 +17,36 @@ from cleave.pods.labels import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A deployment, ready to be run on this machine."""
+    """A deployment, ready to be started on this machine."""
 
     deployment: str
     model: str
-    """The name that clients ask for."""
+    """The model name in clients' requests."""
     port: int
-    """Of the gateway, on 127.0.0.1."""
+    """Port of the gateway on 127.0.0.1."""
     internal_port: int
-    """Of the gateway as well, for `cleave top`."""
+    """Internal port of the gateway, for `cleave top`."""
     node: Node
     pods: tuple[Manifest, ...]
     allow_shared_cores: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
-    """The placement and what it is expected to do, as in `status.plan`."""
+    """The placement and its predictions, as in `status.plan`."""
 
     @property
     def url(self) -> str:
-        """Where clients find the gateway."""
+        """URL of the gateway for clients."""
         return f"http://{HOST_IP}:{self.port}"
 
     @property
     def internal_url(self) -> str:
-        """Where it tells of the fleet."""
+        """URL of the gateway's internal port (`/fleet`, `/metrics`)."""
         return f"http://{HOST_IP}:{self.internal_port}"
 
     def save(self, folder: StateFolder) -> None:
-        """Leave it for a supervisor in another process."""
+        """Write to the state folder, for a supervisor in another process."""
         files.replace(folder.path / "job.json", msgspec.json.encode(self).decode())
 
     @staticmethod
     def load(folder: StateFolder) -> "Job":
-        """What `save` left."""
+        """Read what `save` has written."""
         return msgspec.json.decode((folder.path / "job.json").read_bytes(), type=Job)

@@ -1,7 +1,7 @@
-"""How many instances of which role come up here: stated by hand, planned, or the smallest pair.
+"""Decides the instances of each role: from spec.placement, planned, or the smallest pair.
 
-Called by `cleave up`. A deployment with a workload is planned: with emulated engines from their
-latency profile, with real ones for the machines of a cluster file.
+Called by `cleave up`. A deployment with a workload is planned: emulated engines from their latency
+profile, real engines for the machines of a cluster file.
 """
 
 from collections.abc import Callable
@@ -30,22 +30,22 @@ def place(
     cluster: Cluster | None = None,
     tick: Tick | None = None,
 ) -> Placement:
-    """The placement of `deployment`; `folder` is where a relative trace lies.
+    """The placement of `deployment`; relative paths of traces refer to `folder`.
 
-    Raises PlanError when something stated is wrong, UpError when no plan holds the targets,
-    MissingExtraError when there is something to plan and no planner.
+    Raises PlanError when the input is invalid, UpError when no plan meets the SLO, and
+    MissingExtraError when planning is needed and the planner is not installed.
     """
-    question = _question(deployment, folder, cluster)
-    if question is None:
+    problem = _question(deployment, folder, cluster)
+    if problem is None:
         return plan(deployment)
-    # Compiled simulations take a moment to load; what is stated by hand comes up without them.
+    # Compiled simulations are slow to load, and manual placements do not need them.
     from cleave.planner import search
 
-    return _chosen(search.plan(question, tick))
+    return _chosen(search.plan(problem, tick))
 
 
 def _question(deployment: LLMDeployment, folder: Path, cluster: Cluster | None) -> "Problem | None":
-    """What to ask the planner; None: nothing, or it does not know the model."""
+    """The planning problem; None: nothing to plan, or the planner does not know the model."""
     spec = deployment.spec
     if spec.placement is not None or spec.workload is None:
         return None
@@ -69,4 +69,4 @@ def _chosen(answer: Answer) -> Placement:
     if answer.selected is not None:
         return Placement(answer.selected.pools, answer.reason, answer)
     reason = f"infeasible: {reason_alone(answer)}"
-    raise UpError([f"{reason}; spec.placement.manual brings it up all the same"])
+    raise UpError([f"{reason}; set spec.placement.manual to start it anyway"])

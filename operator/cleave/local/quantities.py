@@ -1,7 +1,7 @@
-"""Kubernetes quantities (`500m`, `6Gi`) as numbers, and bytes as text for people.
+"""Parses Kubernetes quantities (`500m`, `6Gi`) and formats bytes.
 
-Used wherever pods' resource requests are compared with what the machine has. What is hard: `E` is
-a suffix (`1E`) or begins an exponent (`1E3`).
+Used to compare the resource requests of pods with the machine. What is hard: `E` is a suffix
+(`1E`) or begins an exponent (`1E3`).
 """
 
 import math
@@ -17,17 +17,17 @@ _SCALE = {
 
 
 def cpus(quantity: str | float) -> float:
-    """Cores. Raises ValueError when `quantity` is none."""
+    """Number of cores. Raises ValueError when `quantity` is invalid."""
     return _number(quantity)
 
 
 def memory_bytes(quantity: str | float) -> int:
-    """Bytes. Raises ValueError when `quantity` is none."""
+    """Number of bytes. Raises ValueError when `quantity` is invalid."""
     return int(_number(quantity))
 
 
 def gib(size_bytes: int) -> str:
-    """`size_bytes` as people read it: `1.5 GiB`."""
+    """Format `size_bytes` in GiB: `1.5 GiB`."""
     return f"{size_bytes / 2**30:.1f} GiB"
 
 

@@ -1,7 +1,7 @@
-"""What a deployment asks for that only a cluster can give. Pure; called before its pods are made.
+"""Finds features of a deployment that need a cluster. Pure; called before its pods are built.
 
-What means nothing to processes (images, roll-outs, replicas of the gateway) is passed over; what
-would be missed in silence is refused.
+Fields without meaning for processes (images, rollouts, gateway replicas) are ignored; fields whose
+absence users would not notice are rejected.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from cleave.api.planning import Mode
 
 
 def faults(deployment: LLMDeployment) -> list[str]:
-    """One line per thing, with the remedy; empty when this machine can do it all."""
+    """Return one line per unsupported field, with the remedy; empty when all are supported."""
     return [*_model(deployment.spec.model), *_rest(deployment.spec)]
 
 
@@ -22,18 +22,18 @@ def _model(model: Model) -> Iterator[str]:
         return
     if cache.persistent_volume_claim:
         yield (
-            "spec.model.cache.persistentVolumeClaim: there are no volumes without a cluster; use "
+            "spec.model.cache.persistentVolumeClaim: volumes need a cluster; use "
             "hostPath, or remove it to download to ~/.cache/huggingface"
         )
     if cache.image:
         yield (
-            "spec.model.cache.image: there are no images without a cluster; make the folder with "
-            "the model's files spec.model.source"
+            "spec.model.cache.image: images need a cluster; set "
+            "spec.model.source to the folder of the model"
         )
     if cache.host_path and model.folder not in (None, cache.host_path.path):
         yield (
             f"spec.model.cache.hostPath.path: {cache.host_path.path} cannot be mounted at "
-            f"{model.folder} without a cluster; make it spec.model.source"
+            f"{model.folder} without a cluster; set spec.model.source to it"
         )
 
 
@@ -50,7 +50,7 @@ def _rest(spec: LLMDeploymentSpec) -> Iterator[str]:
         )
     if spec.gateway.endpoint_picker:
         yield (
-            "spec.gateway.endpointPicker: proxies that ask it are a cluster's; remove it, or run "
+            "spec.gateway.endpointPicker: its proxies need a cluster; remove it, or run "
             "cleave gateway --endpoint-picker-port PORT beside the workers"
         )
     if spec.gateway.endpoint_picker_tls_secret:
@@ -70,6 +70,6 @@ def _rest(spec: LLMDeploymentSpec) -> Iterator[str]:
                 "it and export the variable: workers get this terminal's environment"
             )
     if spec.paused:
-        yield "spec.paused: nothing would be started; remove it"
+        yield "spec.paused: no pod would be started; remove it"
     if spec.planning.mode is Mode.ADVISORY:
         yield "spec.planning.mode: Advisory applies no plan; use cleave plan, or mode Auto"
