@@ -219,7 +219,10 @@ def test_what_is_not_up_is_said_in_one_line(cli: CliRunner) -> None:
     assert cli.invoke(app, ["status", "-o", "json"]).output == "[]\n"
     for command in (["status", "chat"], ["down", "chat"]):
         result = cli.invoke(app, command)
-        assert (result.exit_code, result.stderr) == (1, "error: chat is not up on this machine\n")
+        assert (result.exit_code, result.stderr) == (
+            1,
+            "error: chat is not running on this machine\n",
+        )
     assert cli.invoke(app, ["down"]).stderr == "error: no deployments running on this machine\n"
 
 
@@ -264,7 +267,7 @@ def test_a_state_folder_that_cannot_be_made_is_told_with_the_remedy(
     arguments = ["up", "-f", str(manifest)] if command == "up" else ["demo", "--engine", "emulated"]
     done = cli.invoke(app, [*arguments, "--port", port])
     assert done.exit_code == 1
-    assert done.stderr.endswith("name another folder with CLEAVE_STATE_DIR\n")
+    assert done.stderr.endswith("set CLEAVE_STATE_DIR to another folder\n")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_points_that_scatter_are_named_and_nothing_is_written_unless_forced(
         (["http://127.0.0.1:9"], 1, "cannot be reached"),
         (["nonsense", "--device", "x"], 1, "'nonsense' is no URL"),
         (["http://example.invalid:1"], 2, "another machine: name its GPU with --device"),
-        (["http://127.0.0.1:9", "-O", "/nowhere/x.yaml"], 2, "/nowhere is no folder"),
+        (["http://127.0.0.1:9", "-O", "/nowhere/x.yaml"], 2, "/nowhere is not an existing folder"),
     ],
 )
 def test_a_fault_is_one_line(cli: CliRunner, words: list[str], code: int, fault: str) -> None:

@@ -70,7 +70,11 @@ def test_the_table_names_machines_and_slowdowns(cli: CliRunner, files: tuple[str
     ("options", "code", "told"),
     [
         (["--goal", "throughput"], 2, "--goal throughput: state --max-power or --max-cost"),
-        (["--reference", "B200"], 2, "--reference B200: there is A100-SXM-80GB, H100-SXM-80GB"),
+        (
+            ["--reference", "B200"],
+            2,
+            "--reference B200: must be one of A100-SXM-80GB, H100-SXM-80GB",
+        ),
         (["--rate", "5000", "--max-machines", "3"], 1, "no cluster of up to 3 machines"),
         (["--max-cost", "-1"], 2, "--max-cost -1: must be above 0"),
     ],

@@ -197,9 +197,9 @@ def test_a_planned_deployment_is_planned(cli: CliRunner, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--from", "{old}"], "--dry-run: has to be stated"),
-        (["--dry-run"], "--from: is needed, because {new} has no status"),
-        (["--dry-run", "--from", "{other}"], "--from: is of other, and {new} of chat"),
+        (["--from", "{old}"], "--dry-run: is required"),
+        (["--dry-run"], "--from: is required, because {new} has no status"),
+        (["--dry-run", "--from", "{other}"], "--from: is for other, but {new} is for chat"),
         (["--dry-run", "--from", "{old}x"], "{old}x: No such file or directory"),
         (
             ["--dry-run", "--from", "{old}", "--max-surge", "0"],

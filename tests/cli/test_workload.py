@@ -131,15 +131,15 @@ def test_traffic_of_a_prometheus_server_is_described(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "state either a file or name, or --prometheus URL"),
-        (["chat-1m", "--prometheus", "http://p"], "state either a file or name"),
+        ([], "give either a file or a name, or --prometheus URL"),
+        (["chat-1m", "--prometheus", "http://p"], "give either a file or a name"),
         (["chat-1n"], "no published workload 'chat-1n'; did you mean chat-1m?"),
         (["absent.csv"], "absent.csv: cannot be read: No such file or directory"),
-        (["chat-1m", "--sample", "5"], "--sample N and --output-file FILE go together"),
+        (["chat-1m", "--sample", "5"], "--sample and --output-file must be given together"),
         (["chat-1m", "--rate", "0"], "rate 0: must be above 0 requests per second"),
         (["chat-1m", "--rate", "nan"], "rate nan: must be above 0"),
         (["--prometheus", "p:9090"], "Prometheus: state a URL such as http://prometheus:9090"),
-        (["--prometheus", "http://p", "--window", "1y"], "--window 1y: state a number and"),
+        (["--prometheus", "http://p", "--window", "1y"], "--window 1y: must be a number and"),
     ],
 )
 def test_bad_input_is_exit_code_2_with_one_line(

@@ -190,7 +190,7 @@ async def test_a_supervisor_that_was_killed_does_not_count_as_running(
     assert snapshot is not None
     os.kill(snapshot.supervisor_pid, signal.SIGKILL)
     await until(lambda: not state.running())
-    with pytest.raises(StateError, match="chat is not up: its supervisor was killed"):
+    with pytest.raises(StateError, match="chat is not running: its supervisor was killed"):
         state.find("chat")
     assert [folder.name for folder in state.lost()] == ["chat"]
     await detach(job(), unseen(), 60)
@@ -207,7 +207,7 @@ async def test_what_does_not_fit_is_said_before_anything_starts(
         check(job(pod("a", SLEEP, container=big), pod("b", SLEEP, container=big)))
     memory, cores, port = raised.value.faults
     assert memory.startswith("20.0 GiB of memory needed for 2 pods, 16.0 GiB available")
-    assert cores.startswith("4 exclusive cores needed, 2 here")
+    assert cores.startswith("4 exclusive cores needed, 2 available")
     assert port == f"port {free_port} of 127.0.0.1 is in use; choose another with --port"
 
 

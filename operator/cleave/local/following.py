@@ -1,7 +1,7 @@
-"""Following a deployment while it comes up: what each pod does now, and when to give up.
+"""Start-up progress of a deployment: the state of each pod, and when the start has failed.
 
-Used by `up` in the foreground and detached alike; both read the state folder. Judging is pure. What
-is hard: a pod that restarts may still come up, one whose arguments are refused never will.
+Used by `up`, in the foreground and detached; both read the state folder. `judge` is pure. What is
+hard: a pod that restarts may still become ready; one whose arguments are invalid never will.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from cleave.local.state import PodView, Snapshot, StateFolder
 from cleave.pods.labels import GATEWAY
 
 REFUSED_EXIT_CODE = 2
-"""A worker's exit code for arguments or cores it refuses: starting again changes nothing."""
+"""A worker's exit code for invalid arguments or unavailable cores: a restart cannot help."""
 _RESTARTS_ALLOWED = 3
 _LOOK_PERIOD_S = 0.25
 _WATCH_PERIOD_S = 0.5
 _ASK_PERIOD_S = 2.0
-"""Between two questions to the agents of a deployment that is ready."""
+"""Interval of health requests to the agents of a deployment that is ready."""
 _LOG_LINES = 12
 _WAITING_SHOWN = 4
 _DETAIL_WIDTH = 60
@@ -30,7 +30,7 @@ _RECORD = re.compile(
     r"^(?:\[engine\] |\(\w+ pid=\d+\) |[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] "
     r"|\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.-]+: )*"
 )
-"""What stands before a message in the logs of agents and vLLM."""
+"""The prefix of messages in the logs of agents and vLLM."""
 READY = "ready"
 LOADING = "loading"
 
@@ -45,35 +45,35 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of the wait."""
+    """The result of the wait."""
 
     outcome: Outcome
     reason: str = ""
     log: Sequence[str] = ()
-    """Last lines of the log of the pod to blame."""
+    """Last log lines of the pod that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one pod does while the deployment comes up."""
+    """The progress of one pod during start-up."""
 
     pod: str
     role: str
     state: str
     elapsed_s: float
     detail: str
-    """While it loads the last line of its log, else the reason it gives."""
+    """The last line of its log while it loads, else the reason of its state."""
     restarts: int = 0
-    """Of the pod and of its engine."""
+    """Restarts of the pod and of its engine."""
     last_failure: str = ""
-    """Why the last of them was."""
+    """Reason of the last restart."""
 
 
 Show = Callable[[Sequence[Step]], None]
 
 
 async def follow(folder: StateFolder, show: Show, timeout_s: float) -> End:
-    """Show each step until all pods are ready, one has failed or `timeout_s` is over."""
+    """Show progress until all pods are ready, one has failed or `timeout_s` has passed."""
     deadline = time.monotonic() + timeout_s
     steps: Sequence[Step] = ()
     while True:
@@ -92,7 +92,7 @@ async def follow(folder: StateFolder, show: Show, timeout_s: float) -> End:
 
 
 def judge(snapshot: Snapshot, steps: Sequence[Step], folder: StateFolder) -> End | None:
-    """The end, when snapshot or steps show one."""
+    """The result, if snapshot and steps determine it."""
     if snapshot.fault:
         return End(Outcome.FAILED, snapshot.fault)
     if snapshot.stopping:
@@ -101,7 +101,7 @@ def judge(snapshot: Snapshot, steps: Sequence[Step], folder: StateFolder) -> End
         if pod.last_exit_code == REFUSED_EXIT_CODE or pod.restarts >= _RESTARTS_ALLOWED:
             return _failed(folder, pod.name, f"ended with exit code {pod.last_exit_code}")
     for each in steps:
-        # A worker outlives its engine and starts it again, also one that refuses its arguments.
+        # A worker outlives its engine and restarts it, even if the engine rejects its arguments.
         if each.restarts >= _RESTARTS_ALLOWED:
             why = f": {each.last_failure}" if each.last_failure else ""
             return _failed(folder, each.pod, f"has lost its engine {each.restarts} times{why}")
@@ -111,8 +111,8 @@ def judge(snapshot: Snapshot, steps: Sequence[Step], folder: StateFolder) -> End
 
 
 def late(folder: StateFolder, snapshot: Snapshot, steps: Sequence[Step], timeout_s: float) -> End:
-    """The end when the time is over."""
-    # The kubelet decides: an agent may say that it is ready before a probe has heard of it.
+    """The result after the timeout."""
+    # The kubelet decides: an agent may report readiness before the next probe.
     waiting = {pod.name for pod in snapshot.pods if not pod.ready}
     missing = [each for each in steps if each.pod in waiting]
     names = ", ".join(f"{each.pod} ({each.state})" for each in missing[:4]) or "no pod was started"
@@ -121,7 +121,7 @@ def late(folder: StateFolder, snapshot: Snapshot, steps: Sequence[Step], timeout
 
 
 def failures(before: Sequence[Step], after: Sequence[Step]) -> list[str]:
-    """Restarts of pods and engines between two looks, a line each with its cause."""
+    """Restarts of pods and engines between two polls, one line each with the cause."""
     known = {each.pod: each.restarts for each in before}
     return [
         f"{each.pod}: {each.last_failure}"
@@ -131,7 +131,7 @@ def failures(before: Sequence[Step], after: Sequence[Step]) -> list[str]:
 
 
 def waiting(steps: Sequence[Step]) -> str:
-    """What is waited for, in a line."""
+    """One line that names the pods that are not ready."""
     missing = [each for each in steps if each.state != READY]
     if not missing:
         return f"still waiting: {'for readiness probes' if steps else 'no pod was started yet'}"
@@ -146,25 +146,25 @@ def _describe(step: Step) -> str:
     if len(detail) > _DETAIL_WIDTH:
         detail = f"{detail[: _DETAIL_WIDTH - 3]}..."
     start = f", restart {step.restarts}" if step.restarts else ""
-    said = f" (last log line: {detail})" if detail else ""
-    return f"{step.state} {step.elapsed_s:.0f} s{start}{said}"
+    last = f" (last log line: {detail})" if detail else ""
+    return f"{step.state} {step.elapsed_s:.0f} s{start}{last}"
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:
-    """What happened to pods between two looks at a deployment that was ready, a line each."""
+    """Changes of pods between two polls of a deployment that was ready, one line each."""
     known = {pod.name: pod for pod in before.pods}
     found = []
     for pod in after.pods:
         was = known.get(pod.name, pod)
         if pod.restarts > was.restarts:
-            found.append(f"{pod.name} was started again after exit code {pod.last_exit_code}")
+            found.append(f"{pod.name} was restarted after exit code {pod.last_exit_code}")
         if was.ready != pod.ready:
             found.append(f"{pod.name} is {'ready again' if pod.ready else 'not ready'}")
     return found
 
 
 async def watch(folder: StateFolder, tell: Callable[[str], None]) -> None:
-    """Tell what happens to a deployment's pods and engines until it is stopped."""
+    """Report changes of a deployment's pods and engines until it is stopped."""
     before = folder.read()
     steps: Sequence[Step] = await _steps(folder, before, (), asks_ready=True) if before else ()
     asked_at = time.monotonic()
@@ -173,7 +173,7 @@ async def watch(folder: StateFolder, tell: Callable[[str], None]) -> None:
         after = folder.read()
         if after and not after.stopping:
             lines = changes(before, after)
-            # An engine may be back before a probe has missed it, so agents are asked as well.
+            # An engine may restart between two probes, so agents are polled as well.
             if lines or time.monotonic() - asked_at >= _ASK_PERIOD_S:
                 known = steps
                 steps = await _steps(folder, after, known, asks_ready=True)
@@ -185,7 +185,7 @@ async def watch(folder: StateFolder, tell: Callable[[str], None]) -> None:
 
 
 def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
-    """What `pod` does, from its row of status and its log. `now` in seconds since the epoch."""
+    """The progress of `pod` from its row of status and its log. `now` in seconds since the epoch."""
     state = row.state if not pod.ready else READY
     if state == "starting" and pod.role != GATEWAY:
         state = LOADING
@@ -197,7 +197,7 @@ def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
 async def _steps(
     folder: StateFolder, snapshot: Snapshot, before: Sequence[Step], *, asks_ready: bool
 ) -> list[Step]:
-    """Steps of all pods; without `asks_ready` a pod that stays ready keeps the step it had."""
+    """Steps of all pods; without `asks_ready`, a pod that stays ready keeps its previous step."""
     known = {each.pod: each for each in before}
     kept = {
         pod.name: known[pod.name]
@@ -215,7 +215,7 @@ async def _steps(
 
 
 def _counted(row: Row, known: Mapping[str, Step]) -> Row:
-    """With the restarts known before: only an agent that answers counts those of its engine."""
+    """Keep the previous count of restarts if the agent, which counts them, does not respond."""
     before = known.get(row.instance)
     if before is None or row.epoch is not None:
         return row

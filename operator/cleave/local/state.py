@@ -1,8 +1,8 @@
-"""The state folder of a deployment on this machine, and what it says.
+"""The state folder of a deployment on this machine.
 
 The supervisor writes `state.json` there; `up`, `status`, `down` and `logs` read it. What is hard:
-a supervisor that was killed leaves its file behind, so whether one runs is told by a lock that
-the kernel releases with the process, never by the file.
+a supervisor that was killed leaves its file behind. Whether one runs is therefore determined by a
+file lock, which the kernel releases with the process, and not by `state.json`.
 """
 
 import errno
@@ -26,7 +26,7 @@ _LOCK_PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """What is shown of one pod."""
+    """The state of one pod for display."""
 
     name: str
     role: str
@@ -37,7 +37,7 @@ class PodView:
     ready: bool
     restarts: int
     waiting: str
-    """Why its process does not run, in Kubernetes' words; empty when it runs."""
+    """Kubernetes' reason why its process does not run; empty when it runs."""
     last_exit_code: int | None
     admitted_at: float
     """Seconds since the epoch."""
@@ -50,19 +50,19 @@ class Snapshot:
     deployment: str
     supervisor_pid: int
     url: str
-    """Of the gateway, for clients."""
+    """URL of the gateway for clients."""
     pods: tuple[PodView, ...] = ()
     fault: str = ""
-    """Why the supervisor gives up; empty while all is well."""
+    """Why the supervisor cannot start the pods; empty: no failure."""
     stopping: bool = False
     internal_url: str = ""
-    """Of the gateway, for `cleave top`; empty before the supervisor runs."""
+    """Internal URL of the gateway, for `cleave top`; empty before the supervisor runs."""
     plan: dict[str, Any] = field(default_factory=dict)
     """The placement in force, as in `status.plan`; empty before the supervisor runs."""
 
 
 def root() -> Path:
-    """Folder of all deployments: $CLEAVE_STATE_DIR, else cleave under the user's state folder."""
+    """Folder of all deployments: $CLEAVE_STATE_DIR, else `cleave` in the user's state folder."""
     if own := os.environ.get("CLEAVE_STATE_DIR"):
         return Path(own).absolute()
     state_home = os.environ.get("XDG_STATE_HOME")
@@ -85,7 +85,7 @@ class StateFolder:
         return self.path / "logs" / f"{pod}.log"
 
     def read(self) -> Snapshot | None:
-        """The last snapshot; None when nothing has run here."""
+        """The last snapshot, None if there is none. Raises StateError when it is not readable."""
         try:
             return msgspec.json.decode((self.path / "state.json").read_bytes(), type=Snapshot)
         except FileNotFoundError:
@@ -98,20 +98,20 @@ class StateFolder:
         files.replace(self.path / "state.json", msgspec.json.encode(snapshot).decode())
 
     def forget_logs(self) -> None:
-        """Remove the logs of earlier runs, whose pods may not come back."""
+        """Remove the logs of earlier runs, which may have had other pods."""
         for log in (self.path / "logs").glob("*.log*"):
             log.unlink()
 
     def clear(self) -> None:
-        """Forget what ran, the variables of its engines with it; logs stay."""
+        """Remove state and job, with the environment variables of engines; logs stay."""
         for name in ("state.json", "job.json", "agents"):
             (self.path / name).unlink(missing_ok=True)
 
     @contextmanager
     def lock(self) -> Iterator[int]:
-        """Hold the deployment; yields a descriptor that keeps it held where it is inherited.
+        """Lock the deployment; yields a file descriptor, which keeps the lock in a child process.
 
-        Raises StateError when another supervisor holds it or the folder cannot be written.
+        Raises StateError when another supervisor has the lock or the folder is not writable.
         """
         make_folder(self.path / "logs")
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -123,14 +123,14 @@ class StateFolder:
             os.close(fd)
 
     def must_be_free(self) -> None:
-        """Raises StateError when a supervisor runs."""
+        """Raise StateError when a supervisor runs."""
         if self.is_held():
             raise self._up_already()
 
     def _up_already(self) -> StateError:
         return StateError(
-            f"{self.name} is up already; see `cleave status {self.name}`, "
-            f"end it with `cleave down {self.name}`"
+            f"{self.name} is already running; see `cleave status {self.name}`, "
+            f"stop it with `cleave down {self.name}`"
         )
 
     def is_held(self) -> bool:
@@ -149,7 +149,7 @@ class StateFolder:
 
 
 def _locked(fd: int) -> bool:
-    """Take the lock. Tried more than once: `is_held` takes it too, for an instant."""
+    """Take the lock, with retries, because `is_held` takes it briefly, too."""
     for _ in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,27 +166,27 @@ def folder(name: str) -> StateFolder:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder below `root`. Raises StateError when that is not possible."""
+    """Create a folder below `root`. Raises StateError when that is not possible."""
     try:
         files.private_folder(path)
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise StateError(
-            f"{path} cannot be written: {error.strerror}; name another folder with CLEAVE_STATE_DIR"
+            f"{path} is not writable: {error.strerror}; set CLEAVE_STATE_DIR to another folder"
         ) from error
 
 
 def running() -> list[StateFolder]:
-    """Folders of the deployments that are up, by name."""
+    """Folders of the running deployments, by name."""
     locks = sorted(root().glob("*/lock"))
-    return [found for lock in locks if (found := StateFolder(lock.parent)).is_held()]
+    return [each for lock in locks if (each := StateFolder(lock.parent)).is_held()]
 
 
 def lost() -> list[StateFolder]:
-    """Folders of the deployments whose supervisor was killed, by name, until they are up again."""
-    left = sorted(root().glob("*/state.json"))
-    return [found for file in left if not (found := StateFolder(file.parent)).is_held()]
+    """Folders of deployments whose supervisor was killed and that were not restarted, by name."""
+    files = sorted(root().glob("*/state.json"))
+    return [each for file in files if not (each := StateFolder(file.parent)).is_held()]
 
 
 def find(name: str | None) -> StateFolder:
@@ -196,11 +196,13 @@ def find(name: str | None) -> StateFolder:
         if len(up) == 1:
             return up[0]
         names = ", ".join(each.name for each in up)
-        raise StateError(f"name one of: {names}" if up else "nothing is up on this machine")
+        raise StateError(
+            f"give one of: {names}" if up else "no deployments running on this machine"
+        )
     if name not in {each.name for each in up}:
         if name in {each.name for each in lost()}:
             raise StateError(
-                f"{name} is not up: its supervisor was killed; see `cleave logs {name}`"
+                f"{name} is not running: its supervisor was killed; see `cleave logs {name}`"
             )
-        raise StateError(f"{name} is not up on this machine")
+        raise StateError(f"{name} is not running on this machine")
     return folder(name)

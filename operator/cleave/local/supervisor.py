@@ -1,8 +1,8 @@
-"""The supervisor: runs a deployment's pods on this machine until it is told to stop.
+"""The supervisor: runs the pods of a deployment on this machine until it is stopped.
 
 `up` runs it in the foreground, or starts `python -m cleave.local.supervisor FOLDER` for
-`--detach`. What is hard: the order of the end. The gateway drains first so that nothing new
-arrives, decode before prefill because decode still pulls what prefill holds.
+`--detach`. What is hard: the order of shutdown. The gateway drains first so that no new
+requests arrive; decode stops before prefill because it still pulls KV from prefill.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _PUBLISH_DELAY_S = 0.05
 
 
 class Supervisor:
-    """One run of a job. The caller holds the folder's lock."""
+    """One run of a job. The caller has locked the state folder."""
 
     def __init__(self, folder: StateFolder, job: Job) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class Supervisor:
         self._at_once = asyncio.Event()
 
     def stop(self) -> None:
-        """End in order; a second call ends at once."""
+        """Stop all pods in order; a second call kills them."""
         if self._stopping.is_set():
             self._at_once.set()
         self._stopping.set()
@@ -44,15 +44,15 @@ class Supervisor:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the end has begun."""
+        """Whether shutdown has begun."""
         return self._stopping.is_set()
 
     async def stopping(self) -> None:
-        """Return when the end has begun."""
+        """Wait until shutdown begins."""
         await self._stopping.wait()
 
     async def run(self) -> None:
-        """Run the pods until stopped; nothing of them is left afterwards."""
+        """Run the pods until stopped; all their processes have ended on return."""
         job = self._job
         try:
             async with Kubelet(
@@ -81,7 +81,7 @@ class Supervisor:
         self._publish()
 
     def _give_up(self, error: Exception) -> None:
-        """Say why nothing will run; whoever follows reads it and stops the supervisor."""
+        """Publish why the pods cannot run; the process that waits for readiness then stops this one."""
         self._fault = str(error)
         self._publish()
 
@@ -100,7 +100,7 @@ class Supervisor:
         await asyncio.gather(*(kubelet.stop(spec.name, 0) for spec, _ in kubelet.observed()))
 
     def _changed(self) -> None:
-        # Many pods change together; one file serves them all.
+        # Several pods often change at once: write the file once for all.
         if self._publishing is None:
             loop = asyncio.get_running_loop()
             self._publishing = loop.call_later(_PUBLISH_DELAY_S, self._publish)
@@ -130,7 +130,7 @@ def role_of(spec: PodSpec) -> str:
 
 
 def view(spec: PodSpec, facts: Facts) -> PodView:
-    """What is shown of a pod."""
+    """The state of a pod for display."""
     port = spec.ports[0] if spec.ports else AGENT_PORT
     return PodView(
         name=spec.name,
@@ -146,7 +146,7 @@ def view(spec: PodSpec, facts: Facts) -> PodView:
 
 
 async def run(folder: StateFolder) -> None:
-    """Run the job left in `folder` until SIGTERM or SIGINT; a second one hurries."""
+    """Run the job saved in `folder` until SIGTERM or SIGINT; a second signal kills the pods."""
     supervisor = Supervisor(folder, Job.load(folder))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,8 +1,8 @@
-"""Bringing an LLMDeployment up on this machine, and down again.
+"""Starts and stops an LLMDeployment on this machine.
 
 Called by the command line. The same planner and pod builders serve a cluster; only the executor
-differs. What is hard: whatever happens between the first process and the last (a fault, a
-time-out, Ctrl-C), nothing stays behind.
+differs. What is hard: no process may be left running, whatever interrupts the start (a failure,
+a timeout, Ctrl-C).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from cleave.local.state import Snapshot, StateFolder
 from cleave.local.supervisor import Supervisor
 
 Screen = AbstractContextManager[Show]
-"""Shows steps while it is open."""
+"""A context manager that yields the function that shows steps."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_PERIOD_S = 0.1
@@ -32,9 +32,9 @@ _LOG_LINES = 12
 
 
 def check(job: Job) -> None:
-    """Whether `job` can be started; nothing has been started yet.
+    """Check that `job` can be started, without starting it.
 
-    Raises UpError with what this machine lacks, StateError when the deployment is up already.
+    Raises UpError with the missing resources, StateError when the deployment already runs.
     """
     state.folder(job.deployment).must_be_free()
     try:
@@ -49,9 +49,9 @@ def check(job: Job) -> None:
 
 @asynccontextmanager
 async def running(job: Job, screen: Screen, timeout_s: float) -> AsyncIterator[Supervisor]:
-    """Bring `job` up in this process; ready (or told to stop) inside, all ended afterwards.
+    """Run `job` in this process: yields when it is ready or stopping, and ends all pods at exit.
 
-    Raises UpError when it does not come up, StateError when it is up already.
+    Raises UpError when it fails to start, StateError when it already runs.
     """
     folder = state.folder(job.deployment)
     with folder.lock():
@@ -65,7 +65,7 @@ async def running(job: Job, screen: Screen, timeout_s: float) -> AsyncIterator[S
                     end = await follow(folder, show, timeout_s)
                 _must_not_fail(end)
                 if not supervisor.is_stopping and task.done():
-                    task.result()  # it broke down: that is the fault to tell
+                    task.result()  # raises the error of the supervisor
                 yield supervisor
             finally:
                 if not supervisor.is_stopping:
@@ -74,15 +74,15 @@ async def running(job: Job, screen: Screen, timeout_s: float) -> AsyncIterator[S
 
 
 async def detach(job: Job, screen: Screen, timeout_s: float) -> None:
-    """Bring `job` up in a supervisor of its own and return when it is ready.
+    """Start `job` in a separate supervisor process and return when it is ready.
 
-    Raises UpError when it does not come up, and then ends it.
+    Raises UpError when it fails to start, after stopping it.
     """
     folder = state.folder(job.deployment)
-    with folder.lock() as held:
+    with folder.lock() as lock_fd:
         folder.forget_logs()
         job.save(folder)
-        pid = _spawn_supervisor(folder, held)
+        pid = _spawn_supervisor(folder, lock_fd)
         folder.write(Snapshot(job.deployment, pid, job.url))
     try:
         with _interrupted_by_signals(), screen as show:
@@ -97,17 +97,17 @@ async def detach(job: Job, screen: Screen, timeout_s: float) -> None:
 
 
 async def down(folder: StateFolder, timeout_s: float) -> None:
-    """End a deployment: drained within `timeout_s`, at once after that. Raises StateError."""
-    for patience_s in (timeout_s, _HURRIED_S):
+    """Stop a deployment: drain for `timeout_s`, then kill all pods. Raises StateError."""
+    for wait_s in (timeout_s, _HURRIED_S):
         snapshot = folder.read()
         if snapshot is None or not folder.is_held():
             break
         os.kill(snapshot.supervisor_pid, signal.SIGTERM)
-        if await _released(folder, patience_s):
+        if await _released(folder, wait_s):
             break
     else:
-        raise StateError(f"{folder.name} does not end; see {folder.log('supervisor')}")
-    # A killed supervisor has left its files; whoever has come up since needs his.
+        raise StateError(f"{folder.name} does not stop; see {folder.log('supervisor')}")
+    # A killed supervisor leaves its files; a new one that has started since must keep its own.
     with suppress(StateError), folder.lock():
         folder.clear()
 
@@ -140,7 +140,7 @@ def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the wait as Ctrl-C does."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
@@ -151,14 +151,14 @@ def _interrupted_by_signals() -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _spawn_supervisor(folder: StateFolder, held: int) -> int:
-    """Start a supervisor in a session of its own; it inherits the folder's lock. Returns its pid.
+def _spawn_supervisor(folder: StateFolder, lock_fd: int) -> int:
+    """Start a supervisor in a new session, which inherits the folder's lock. Returns its pid.
 
-    Not a `Popen`, which would complain that this process ends first; that is the purpose here.
+    Not a `Popen`, which warns when this process ends first, as is intended here.
     """
     log = str(folder.log("supervisor"))
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    os.set_inheritable(held, True)
+    os.set_inheritable(lock_fd, True)
     return os.posix_spawn(
         sys.executable,
         [sys.executable, "-m", "cleave.local.supervisor", str(folder.path)],
