@@ -1,7 +1,7 @@
-"""The distribution this package is installed from: its version, its extras, how to install them.
+"""The installed distribution of this package: version, extras, and how to install extras.
 
-Its name on the package index is not the package's. Used where the version is shown or an extra is
-missing; requirements are read from the installed metadata, so only pyproject.toml lists them.
+The distribution and the package have different names. Used to show the version and to report
+missing extras; requirements come from the installed metadata, so only pyproject.toml lists them.
 """
 
 import json
@@ -18,11 +18,11 @@ NAME = "cleave-serving"
 
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*;.*\bextra == ['\"]([\w-]+)['\"]")
 _OTHERWISE_NAMED = {"sklearn": "scikit-learn"}
-"""Distributions by the module they bring, where the names differ."""
+"""Distributions by the name of their module, where the names differ."""
 
 
 class MissingExtraError(Exception):
-    """Extras that are not installed, or only in part; as text with the command that adds them."""
+    """Extras are missing or incomplete; the message has the command that installs them."""
 
     def __init__(self, extras: Sequence[str]) -> None:
         """`extras`: at least one."""
@@ -34,12 +34,12 @@ class MissingExtraError(Exception):
 
 @cache
 def version() -> str:
-    """Of Cleave, e.g. 0.1.0. Reading it takes a millisecond."""
+    """The version of Cleave, e.g. 0.1.0. Reading it takes a millisecond."""
     return installed_version(NAME)
 
 
 def install(extras: Iterable[str]) -> str:
-    """The command that adds `extras` to this environment."""
+    """The command that installs `extras` into this environment."""
     if is_checkout():
         return "make setup"
     folder = _editable()
@@ -48,13 +48,13 @@ def install(extras: Iterable[str]) -> str:
 
 
 def is_checkout() -> bool:
-    """Whether this is the environment that `make setup` makes in a checkout; it has no pip."""
+    """Whether this is the environment that `make setup` creates in a checkout; it has no pip."""
     folder = _editable()
     return folder is not None and Path(sys.prefix).resolve() == (folder / ".venv").resolve()
 
 
 def _editable() -> Path | None:
-    """The sources of an editable installation."""
+    """The source folder of an editable installation, else None."""
     origin = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
     if not origin.get("dir_info", {}).get("editable"):
         return None
@@ -62,37 +62,37 @@ def _editable() -> Path | None:
 
 
 def require(*extras: str) -> None:
-    """Raises MissingExtraError unless all of `extras` are installed."""
-    if lacking := missing(extras):
-        raise MissingExtraError(lacking)
+    """Raise MissingExtraError unless all of `extras` are installed."""
+    if absent := missing(extras):
+        raise MissingExtraError(absent)
 
 
 def missing(extras: Iterable[str]) -> list[str]:
-    """Those of `extras` of which a requirement is not installed."""
+    """Those of `extras` with a requirement that is not installed."""
     return [extra for extra in extras if not all(_is_installed(name) for name in _extras()[extra])]
 
 
 def extras_with(module: str) -> list[str]:
-    """Extras that bring `module` (`a` or `a.b`), the one with the fewest requirements first."""
+    """Extras that provide `module` (`a` or `a.b`), the one with the fewest requirements first."""
     top = module.partition(".")[0]
     name = _OTHERWISE_NAMED.get(top, top)
     # opentelemetry.sdk comes with opentelemetry-sdk.
-    found = [
+    providers = [
         extra
         for extra, names in _extras().items()
         if any(each == name or each.startswith(f"{name}-") for each in names)
     ]
-    return sorted(found, key=lambda extra: (len(_extras()[extra]), extra))
+    return sorted(providers, key=lambda extra: (len(_extras()[extra]), extra))
 
 
 @cache
 def _extras() -> dict[str, list[str]]:
-    """Names of required distributions by extra; the build has resolved extras within extras."""
-    found: dict[str, list[str]] = {}
+    """Names of required distributions by extra; extras within extras are resolved at build time."""
+    extras: dict[str, list[str]] = {}
     for requirement in requires(NAME) or ():
         if match := _REQUIREMENT.match(requirement):
-            found.setdefault(match[2], []).append(match[1])
-    return found
+            extras.setdefault(match[2], []).append(match[1])
+    return extras
 
 
 def _is_installed(name: str) -> bool:

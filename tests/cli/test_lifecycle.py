@@ -56,7 +56,10 @@ def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> 
         assert httpx.post(url, json=body, timeout=30).status_code == 200
 
         again = cleave("up", "-f", str(manifest), "--port", port)
-        assert (again.returncode, again.stderr.startswith("error: chat is up already")) == (1, True)
+        assert (again.returncode, again.stderr.startswith("error: chat is already running")) == (
+            1,
+            True,
+        )
     finally:
         down = cleave("down", "chat")
     assert (down.returncode, down.stdout) == (0, "chat stopped\n")

@@ -130,7 +130,7 @@ def test_of_a_deployment_on_this_machine_the_gateway_is_known(
     ("arguments", "code", "said"),
     [
         ([], 1, "no deployments running on this machine"),
-        (["chat"], 1, "chat is not up on this machine"),
+        (["chat"], 1, "chat is not running on this machine"),
         (
             ["--gateway", "127.0.0.1:8081"],
             2,

@@ -120,7 +120,7 @@ def test_what_happens_to_pods_that_were_ready_is_told() -> None:
     looks = list(map(of, (READY, LOADING, back, back)))
     assert [following.changes(*pair) for pair in pairwise(looks)] == [
         ["p is not ready"],
-        ["p was started again after exit code 137", "p is ready again"],
+        ["p was restarted after exit code 137", "p is ready again"],
         [],
     ]
 

@@ -87,7 +87,7 @@ async def test_a_deployment_runs_inside_the_block_and_nothing_is_left_after_it(
 
 async def test_a_deployment_comes_up_once(job: Callable[..., Job]) -> None:
     async with running(job(), unseen(), 20):
-        with pytest.raises(StateError, match="chat is up already"):
+        with pytest.raises(StateError, match="chat is already running"):
             async with running(job(), unseen(), 20):
                 pass
 
@@ -255,6 +255,6 @@ def test_several_running_deployments_must_be_named(state_root: Path) -> None:
     with pytest.raises(StateError, match="nothing is up"):
         state.find(None)
     with state.folder("a").lock(), state.folder("b").lock():
-        with pytest.raises(StateError, match="name one of: a, b"):
+        with pytest.raises(StateError, match="give one of: a, b"):
             state.find(None)
         assert state.find("b").name == "b"

@@ -1,4 +1,4 @@
-"""`cleave plan --explain`: what was asked, how the answer was found and what it rests on."""
+"""`cleave plan --explain`: the input, how the plan was found and what its predictions use."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _SURVEY = 5000
-"""Requests drawn to describe the workload."""
+"""Number of requests generated to describe the workload."""
 
 _FINDERS = {
     "Algorithm 1": "DistServe's Algorithm 1: prefill and decode instances anywhere",
@@ -34,7 +34,7 @@ _FINDERS = {
 }
 _BATCHING = {
     "VLLM": "as vLLM does today",
-    "PREFILL_FIRST": "whole waiting prompts first",
+    "PREFILL_FIRST": "complete waiting prompts first",
     "ORCA": "as Orca does",
     "ORCA_PAGED": "as Orca does, with paged KV",
     "FASTER_TRANSFORMER": "as FasterTransformer does, one batch after the other",
@@ -45,7 +45,7 @@ Fact = tuple[str, str]
 
 
 def explain(console: "Console", problem: Problem, answer: Answer) -> None:
-    """Print it, a fact per line."""
+    """Print the explanation, one fact per line."""
     from rich.table import Table
 
     facts = Table.grid(padding=(0, 2))
@@ -59,13 +59,16 @@ def explain(console: "Console", problem: Problem, answer: Answer) -> None:
 def _asked(problem: Problem) -> Iterator[Fact]:
     slo = problem.slo
     targets = f"TTFT {milliseconds(slo.ttft_ms)} and TPOT {milliseconds(slo.tpot_ms)}"
-    goal = f"{percent(slo.attainment)} within {targets}"
-    yield "asked", f"{problem.shape.name}, {number(problem.rate)} req/s, {goal}"
-    seen = diagnose(problem.demand.draw(_SURVEY, seed=problem.seed))
-    yield "prompts", _lengths(seen.prompt_tokens)
-    yield "outputs", _lengths(seen.output_tokens)
-    if seen.arrivals:
-        yield "arrivals", f"variation of the gaps {number(seen.arrivals.burstiness)} (Poisson: 1)"
+    target = f"{percent(slo.attainment)} within {targets}"
+    yield "input", f"{problem.shape.name}, {number(problem.rate)} req/s, {target}"
+    summary = diagnose(problem.demand.draw(_SURVEY, seed=problem.seed))
+    yield "prompts", _lengths(summary.prompt_tokens)
+    yield "outputs", _lengths(summary.output_tokens)
+    if summary.arrivals:
+        yield (
+            "arrivals",
+            f"variation of interarrival times {number(summary.arrivals.burstiness)} (Poisson: 1)",
+        )
     machines = (
         f"{supply.num_nodes} x {supply.gpus_per_node} {supply.gpu}" for supply in problem.supplies
     )
@@ -78,8 +81,8 @@ def _asked(problem: Problem) -> Iterator[Fact]:
 
 
 def _found(problem: Problem, answer: Answer) -> Iterator[Fact]:
-    ways = "1 way" if answer.num_candidates == 1 else f"{answer.num_candidates:,} ways"
-    yield "candidates", f"{ways} to spread one instance over GPUs"
+    count = "1 way" if answer.num_candidates == 1 else f"{answer.num_candidates:,} ways"
+    yield "candidates", f"{count} to distribute one instance over GPUs"
     yield "simulated", f"{answer.num_simulated_requests:,} requests in {answer.elapsed_s:.2f} s"
     plans = ((answer.selected,) if answer.selected else ()) + answer.alternatives
     for source in dict.fromkeys(trust_sentence(plan.prediction.trust) for plan in plans):
@@ -98,7 +101,7 @@ def _engines(plan: Plan) -> Iterator[Fact]:
     for pool in plan.pools:
         limits = f"{pool.max_num_seqs} requests and {pool.max_num_batched_tokens} tokens"
         how = _BATCHING.get(pool.batching or "", pool.batching)
-        yield str(pool.role), f"batches {how}, at most {limits} in a pass"
+        yield str(pool.role), f"batches {how}, at most {limits} per iteration"
 
 
 def _finder(plan: Plan) -> str:
@@ -120,51 +123,57 @@ def _formula(problem: Problem, plan: Plan) -> Iterator[Fact]:
         except QueueingError as error:
             yield "by formula", str(error)
         else:
-            mean = f"were all prompts of mean length, {milliseconds(mean_ms)} to the end of prefill"
-            doubt = "unlike lengths wait longer, prompts that share a pass less"
-            yield "by formula", f"{mean} (DistServe, Eq. 1-2); {doubt}"
+            mean = (
+                f"{milliseconds(mean_ms)} to the end of prefill if all prompts had the mean length"
+            )
+            caveat = "varying lengths wait longer, batched prompts shorter"
+            yield "by formula", f"{mean} (DistServe, Eq. 1-2); {caveat}"
 
 
 def _aladdin(problem: Problem, plan: Plan) -> Iterator[Fact]:
-    """Aladdin's laws: GPUs per worker (Eq. 5-6) and workers per rate (Eq. 7)."""
+    """Aladdin's scaling laws: GPUs per worker (Eq. 5-6) and workers per rate (Eq. 7)."""
     try:
         best = growth.best_size(problem)
         ranked = ", then ".join(_size(best.gpu, size) for size in best.sizes[:2])
-        yield "worker size", f"best for decoding {ranked} (Aladdin, Eq. 5-6)"
+        yield "worker size", f"best for decode: {ranked} (Aladdin, Eq. 5-6)"
     except ScalingError as error:
         yield "worker size", str(error)
     try:
-        found = growth.growth(problem, plan)
+        scaling = growth.growth(problem, plan)
     except ScalingError as error:
         yield "growth", str(error)
         return
-    law, worker = found.law, " + ".join(pool_label(pool) for pool in found.worker)
+    law, worker = scaling.law, " + ".join(pool_label(pool) for pool in scaling.worker)
     line = f"{number(law.k5)} x rate {'-' if law.c5 < 0 else '+'} {abs(law.c5):.2f}"
-    seen = ", ".join(f"{count} at {number(rate)}" for rate, count in found.counts.items())
+    counts = ", ".join(f"{count} at {number(rate)}" for rate, count in scaling.counts.items())
     yield "growth", f"{line}, rounded up, times {worker} (Aladdin, Eq. 7)"
-    yield "", f"from short simulations: {seen} req/s"
+    yield "", f"from short simulations: {counts} req/s"
     if not law.holds_at(problem.rate):
-        yield "", f"a minute's requests are too unlike below {number(law.lowest_rate)} req/s"
+        yield (
+            "",
+            f"does not apply below {number(law.lowest_rate)} req/s, where minutes differ too much",
+        )
     else:
-        yield "", f"holds above {number(law.lowest_rate)} req/s, where every minute is like another"
+        yield "", f"applies above {number(law.lowest_rate)} req/s, where minutes are alike"
 
 
 def _recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
-    """What a loss costs as it is, and with checkpoints (Splitwise, section IV-E)."""
-    found = weigh_checkpoints(problem, plan)
-    if found is None:
+    """The cost of losing an instance without and with checkpoints (Splitwise, section IV-E)."""
+    costs = weigh_checkpoints(problem, plan)
+    if costs is None:
         return
-    one, pause_ms = found.resuming, milliseconds(1e3 * found.pause_s)
+    one, pause_ms = costs.resuming, milliseconds(1e3 * costs.pause_s)
     returned = f"{milliseconds(one.returned_ms)} where its prompt is still cached"
-    anew = f"one stream takes {milliseconds(one.anew_ms)}, {returned}; all of an instance"
-    yield "recovery", f"computed anew, {anew} {pause_ms}"
-    restored = f"{milliseconds(one.restored_ms)} and {milliseconds(1e3 * found.restored_pause_s)}"
-    rate, room = f"{found.link_bytes_per_s / 1e9:.2g} GB/s", f"{found.host_bytes / 1e9:.3g} GB"
-    yield "", f"from checkpoints {restored}; they take {rate} of each GPU's link and {room} of host"
-    pays = (
-        f"pay in GPU time only if an instance is lost every {number(found.even_hours)} h or oftener"
+    single = f"one stream takes {milliseconds(one.anew_ms)}, {returned}; all of an instance"
+    yield "recovery", f"recomputed, {single} {pause_ms}"
+    restored = f"{milliseconds(one.restored_ms)} and {milliseconds(1e3 * costs.restored_pause_s)}"
+    rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
+    yield (
+        "",
+        f"from checkpoints {restored}; they use {rate} of each GPU's link and {room} of host memory",
     )
-    yield "", pays if found.link_share < 1 else "never pay: the link cannot carry them"
+    pays = f"save GPU time only if an instance is lost at least every {number(costs.even_hours)} h"
+    yield "", pays if costs.link_share < 1 else "never save GPU time: the link is too slow"
 
 
 def _size(gpu: str, size: WorkerSize) -> str:
@@ -173,8 +182,8 @@ def _size(gpu: str, size: WorkerSize) -> str:
     return f"{size.gpus} x {gpu} ({speed}, {size.batch} requests at once, limited by {limit})"
 
 
-def _lengths(seen: LengthSummary) -> str:
+def _lengths(summary: LengthSummary) -> str:
     return (
-        f"{number(seen.mean)} tokens on average, P50 {number(seen.p50)}, P90 {number(seen.p90)}, "
-        f"P99 {number(seen.p99)}"
+        f"{number(summary.mean)} tokens on average, P50 {number(summary.p50)}, P90 {number(summary.p90)}, "
+        f"P99 {number(summary.p99)}"
     )

@@ -25,8 +25,8 @@ def faults(pods: Sequence[Manifest], node: Node, *, allow_shared_cores: bool) ->
     if cores > len(node.free_cores) and not allow_shared_cores:
         reserved = f", {len(node.held_cores)} used by other engines" if node.held_cores else ""
         shortages.append(
-            f"{cores} exclusive cores needed, {len(node.cores)} available{reserved}; use fewer replicas, or "
-            "--allow-shared-cores to share them (slower, unreliable timings)"
+            f"{cores} exclusive cores needed, {len(node.cores)} available{reserved}; "
+            "use fewer replicas, or --allow-shared-cores to share them (slower, unreliable timings)"
         )
     gpus = sum(spec.gpus for spec in specs)
     if gpus > len(node.gpus):

@@ -16,7 +16,7 @@ _LABEL = re.compile(r"metadata\.labels\['([^']+)'\]")
 
 
 def fields(spec: PodSpec, pod_ip: str, host_ip: str, node: str) -> dict[str, str]:
-    """What the downward API can name for this pod."""
+    """The fields of the downward API for this pod."""
     return {
         "metadata.name": spec.name,
         "metadata.namespace": spec.namespace,
@@ -30,7 +30,7 @@ def fields(spec: PodSpec, pod_ip: str, host_ip: str, node: str) -> dict[str, str
 def resolve(
     env: Iterable[Manifest], known_fields: Mapping[str, str], overrides: Mapping[str, str]
 ) -> dict[str, str]:
-    """The container's variables. `overrides` win. Raises PodError on a source that is unknown."""
+    """The container's variables; `overrides` win. Raises PodError for an unsupported source."""
     resolved: dict[str, str] = {}
     for variable in env:
         name = variable["name"]
@@ -40,7 +40,7 @@ def resolve(
 
 
 def command_line(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Command and arguments with references expanded, `python` being this very interpreter."""
+    """Command and arguments with references expanded; `python` becomes this interpreter."""
     argv = [expand(word, env) for word in command]
     if argv[0] in ("python", "python3"):
         argv[0] = sys.executable
@@ -50,7 +50,7 @@ def command_line(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
 def expand(text: str, env: Mapping[str, str]) -> str:
     """`text` with each `$(NAME)` of `env` replaced."""
     return _REFERENCE.sub(
-        lambda found: "$" if found[0] == "$$" else env.get(found[1], found[0]), text
+        lambda match: "$" if match[0] == "$$" else env.get(match[1], match[0]), text
     )
 
 
@@ -60,7 +60,7 @@ def _value(variable: Manifest, known_fields: Mapping[str, str], earlier: Mapping
         return expand(str(variable.get("value") or ""), earlier)
     path = (source.get("fieldRef") or {}).get("fieldPath")
     if path is None:
-        raise PodError(f"env {variable['name']}: only value and fieldRef can be resolved here")
+        raise PodError(f"env {variable['name']}: only value and fieldRef are supported")
     if _LABEL.fullmatch(path):
         return known_fields.get(path, "")
     if path not in known_fields:

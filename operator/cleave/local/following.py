@@ -185,7 +185,7 @@ async def watch(folder: StateFolder, tell: Callable[[str], None]) -> None:
 
 
 def step(pod: PodView, row: Row, last_log_line: str, now: float) -> Step:
-    """The progress of `pod` from its row of status and its log. `now` in seconds since the epoch."""
+    """The progress of `pod` from its row of status and its log; `now`: seconds since the epoch."""
     state = row.state if not pod.ready else READY
     if state == "starting" and pod.role != GATEWAY:
         state = LOADING

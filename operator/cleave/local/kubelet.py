@@ -1,10 +1,10 @@
 """The process kubelet: runs Kubernetes v1 Pods as processes of this machine.
 
-`cleave up` and end-to-end tests give it the same manifests a cluster would get. It does what pods
-notice of a kubelet: an address each, the downward API, exclusive cores, probes, restarts, graceful
-ends. `<state>/agents` is its DNS: one ip:9000 per worker pod, replaced at every change.
-What is hard: decisions are in the pure modules beside this one; this one only keeps resources
-(addresses, cores, GPUs) in step with the pods that hold them.
+`cleave up` and end-to-end tests give it the same manifests a cluster would get. It offers what pods
+need of a kubelet: an address per pod, the downward API, exclusive cores, probes, restarts,
+graceful termination. `<state>/agents` is its DNS: one ip:9000 per worker pod, replaced at every change.
+The pure modules beside this one decide; this one only assigns addresses, cores and GPUs to pods
+and frees them again. What is hard: these assignments must always match the set of pods.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _HOUSEKEEPING_S = 5.0
 
 
 class Kubelet:
-    """Runs pods until closed; use as an async context manager, from one event loop."""
+    """Runs pods until closed; an async context manager, used from one event loop."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Kubelet:
         """Admit `pod` and start it. Raises PodError when this machine cannot run it."""
         spec = parse(pod)
         if spec.name in self._lives:
-            raise PodError(f"pod {spec.name} runs already")
+            raise PodError(f"pod {spec.name} is already running")
         address = self._address(spec)
         try:
             own_cores, own_gpus = self._own(spec)
@@ -85,32 +85,32 @@ class Kubelet:
         self._manifests[spec.name] = pod
         self._own_cores[spec.name], self._own_gpus[spec.name] = own_cores, own_gpus
         facts = Facts(pod_ip=address, admitted_at=time.time())
-        placed = own_cores or self._shared_cores()
-        self._lives[spec.name] = PodLife(spec, facts, command, placed, self._changed)
+        pod_cores = own_cores or self._shared_cores()
+        self._lives[spec.name] = PodLife(spec, facts, command, pod_cores, self._changed)
         self._settle()
 
     async def stop(self, name: str, grace_s: float | None = None) -> None:
-        """Stop a pod and forget it; nothing of it runs afterwards. Unknown names are no error."""
+        """Stop a pod and remove it; its processes have ended on return. Ignores unknown names."""
         life = self._lives.get(name)
         if life is None:
             return
         await life.stop(grace_s)
         if self._lives.pop(name, None) is None:
-            return  # another call was here first
+            return  # a concurrent call has removed it
         self._network.give_back(life.facts.pod_ip)
-        for book in (self._manifests, self._own_cores, self._own_gpus):
-            book.pop(name, None)
+        for assignments in (self._manifests, self._own_cores, self._own_gpus):
+            assignments.pop(name, None)
         self._settle()
 
     def pods(self) -> list[Manifest]:
-        """All pods as Kubernetes shows them, status included."""
+        """Manifests of all pods with their status."""
         return [
             {**self._manifests[name], "status": status(life.spec, life.facts)}
             for name, life in self._lives.items()
         ]
 
     def observed(self) -> list[tuple[PodSpec, Facts]]:
-        """All pods as the kubelet knows them."""
+        """Specs of all pods and what was observed of them."""
         return [(life.spec, life.facts) for life in self._lives.values()]
 
     def log(self, name: str) -> Path:
@@ -144,19 +144,19 @@ class Kubelet:
                 return frozenset()
             raise PodError(
                 f"pod {spec.name}: {error} of {len(self._node.cores)}; "
-                "use --allow-shared-cores to share them (slower, timings mean little)"
+                "use --allow-shared-cores to share them (slower, unreliable timings)"
             ) from error
 
     def _command(self, spec: PodSpec, address: str, own_gpus: frozenset[Gpu]) -> Command:
-        known = environment.fields(spec, address, HOST_IP, self._node.name)
-        env = environment.resolve(spec.env, known, self._overrides(own_gpus))
+        fields = environment.fields(spec, address, HOST_IP, self._node.name)
+        env = environment.resolve(spec.env, fields, self._overrides(own_gpus))
         argv = environment.command_line(spec.command, env)
         return Command(argv, {**os.environ, **env}, self.log(spec.name))
 
     def _overrides(self, own_gpus: frozenset[Gpu]) -> dict[str, str]:
         overrides = {discovery.ENV: f"file:{self.agents_file}"}
         if self._allow_shared_cores:
-            # All are told: one that shares may have locked a core given to another.
+            # Set it for all pods: one that shares may have locked a core assigned to another.
             overrides[SHARED_CORES_ENV] = "1"
         if self._node.gpus:
             indices = sorted(gpu.index for gpu in own_gpus)
@@ -168,7 +168,7 @@ class Kubelet:
         return cores.shared(self._node.cores, exclusive)
 
     def _settle(self) -> None:
-        """Bring what follows from the set of pods in step with it."""
+        """Update shared cores and the list of agents after the set of pods has changed."""
         shared = self._shared_cores()
         for name, life in self._lives.items():
             if not self._own_cores[name] and life.cores != shared:

@@ -1,4 +1,4 @@
-"""The last step before a pod's process: tie it to the kubelet, exec.
+"""The last step before a pod's command: binds the process to the kubelet's life, then execs.
 
 Run as a script by `process.start` with the standard library alone. What is hard: a fork hook
 (`preexec_fn`) would run Python between fork and exec of a process with gRPC threads and can
@@ -14,13 +14,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, argv: list[str]) -> None:
-    """Become `argv`. Exits with 127 when it cannot be executed, as a shell would."""
+    """Exec `argv`. Exits with 127 when it cannot be executed, like a shell."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
     # The kubelet may have died before the signal was set.
     if os.getppid() != parent:
-        sys.exit("the kubelet is gone")
+        sys.exit("the kubelet has ended")
     try:
         os.execvp(argv[0], argv)  # noqa: S606 - the pod's own command, no shell wanted
     except OSError as error:

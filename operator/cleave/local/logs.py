@@ -1,8 +1,8 @@
-"""Pods' log files: bounded in size, read from their end.
+"""Log files of pods: rotation by size, and reading from the end.
 
-The kubelet bounds them, `cleave logs` and the progress display read them. Processes write straight
-to their file, so that they can go on writing while they drain after the kubelet died. That rules
-out renaming; a full file is copied aside and cut to nothing instead (writers append).
+The kubelet rotates them; `cleave logs` and the start-up progress read them. Processes write
+directly to their file, so that they can log while they drain after the kubelet died. Renaming is
+therefore impossible: a full file is copied and truncated (writers append).
 """
 
 import shutil
@@ -13,7 +13,7 @@ _WINDOW_BYTES = 64 * 1024
 
 
 def bound(log: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-    """Move the text of `log` to `log`.1 when it is longer than `limit_bytes`."""
+    """Copy `log` to `log`.1 and truncate it when it is longer than `limit_bytes`."""
     try:
         if log.stat().st_size <= limit_bytes:
             return
@@ -23,28 +23,28 @@ def bound(log: Path, limit_bytes: int = LIMIT_BYTES) -> None:
     try:
         shutil.copyfile(log, aside)
     except OSError:
-        # The disk is full: dropping the text makes room.
+        # The disk is full: truncating without a copy frees space.
         aside.unlink(missing_ok=True)
     with log.open("r+b") as file:
         file.truncate(0)
 
 
 def tail(log: Path, lines: int) -> list[str]:
-    """The last `lines` lines that are not empty; none when there is no log yet."""
-    found: list[str] = []
+    """The last `lines` non-empty lines; none when there is no log yet."""
+    recent: list[str] = []
     window = 0
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
-            while len(found) < lines and window < size:
+            while len(recent) < lines and window < size:
                 window = min(size, 4 * window or _WINDOW_BYTES)
                 file.seek(size - window)
                 text = file.read(window)
-                whole = text if window == size else text.partition(b"\n")[2]
-                found = [line.rstrip() for line in _lines(whole) if line.strip()]
+                complete = text if window == size else text.partition(b"\n")[2]
+                recent = [line.rstrip() for line in _lines(complete) if line.strip()]
     except FileNotFoundError:
         return []
-    return found[len(found) - lines :] if len(found) > lines else found
+    return recent[len(recent) - lines :] if len(recent) > lines else recent
 
 
 def _lines(text: bytes) -> list[str]:

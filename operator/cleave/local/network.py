@@ -1,10 +1,10 @@
-"""Loopback addresses for pods: each gets its own, so ports stay those of Kubernetes.
+"""Loopback addresses for pods: one per pod, so that pods can use the same ports as in Kubernetes.
 
 Called by the kubelet. Linux answers on all of 127.0.0.0/8. A deployment takes a block of 254
 addresses from 127.64.0.0/10, chosen by its name so that addresses stay the same between runs.
-What is hard: another kubelet, or pods that still drain after their kubelet died, may be in the
-block. A socket held on the block's last address is the block's lock, and a pod's ports are tried
-before an address is given out.
+What is hard: another kubelet, or pods that still drain after their kubelet died, may use the
+block. A socket bound to the last address of a block is its lock, and a pod's ports are tested
+before an address is allocated.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class AddressShortageError(RuntimeError):
 
 
 class Network:
-    """The block of addresses of one deployment, held until closed."""
+    """The block of addresses of one deployment, locked until closed."""
 
     def __init__(self, name: str) -> None:
         first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _BLOCKS
@@ -39,29 +39,29 @@ class Network:
                 break
         else:
             raise AddressShortageError(
-                f"no loopback block is free: is port {_LOCK_PORT} taken everywhere?"
+                f"no loopback block is free: is port {_LOCK_PORT} in use on all of them?"
             )
         self._taken: set[str] = set()
 
     def take(self, ports: Iterable[int]) -> str:
         """An address of the block on which all `ports` are free. Raises AddressShortageError."""
-        wanted = tuple(ports)
+        required = tuple(ports)
         for host in range(1, 255):
             address = f"{self._prefix}.{host}"
-            if address not in self._taken and not busy_ports(address, wanted):
+            if address not in self._taken and not busy_ports(address, required):
                 self._taken.add(address)
                 return address
         raise AddressShortageError(
-            f"ports {', '.join(map(str, wanted))} are taken on all of {self._prefix}.0/24:"
-            " does a program listen on them on every address (0.0.0.0)?"
+            f"ports {', '.join(map(str, required))} are in use on all of {self._prefix}.0/24:"
+            " does a program listen on 0.0.0.0?"
         )
 
     def give_back(self, address: str) -> None:
-        """Let `address` be taken again."""
+        """Free `address`."""
         self._taken.discard(address)
 
     def close(self) -> None:
-        """Give up the block."""
+        """Unlock the block."""
         self._lock.close()
 
 
@@ -77,12 +77,13 @@ def busy_ports(address: str, ports: Iterable[int]) -> list[int]:
 
 
 def find_internal_port(port: int) -> int:
-    """A free port for what the gateway at `port` tells of itself: deployments that come up at the
-    same time have different ones, and the next one up has the port that its user chooses.
+    """A free internal port for the gateway at `port`, so that several deployments can run.
+
+    It lies 10,000 above or below, which leaves the adjacent ports to other gateways.
     """
     first = port + _APART if port + _APART <= _MAX_PORT else port - _APART
     near = range(first, min(first + _INTERNAL_ATTEMPTS, _MAX_PORT))
-    return next((found for found in near if not busy_ports(HOST_IP, [found])), first)
+    return next((each for each in near if not busy_ports(HOST_IP, [each])), first)
 
 
 def _bound(address: str, port: int) -> socket.socket:

@@ -1,6 +1,6 @@
-"""What this machine offers to pods: cores, memory, GPUs.
+"""The capacity of this machine for pods: cores, memory, GPUs.
 
-Read once by `up` before it plans. GPUs are asked of nvidia-smi, which needs no library of ours.
+Read once by `up` before planning. GPUs are listed with nvidia-smi, which needs no library.
 """
 
 import os
@@ -30,21 +30,21 @@ class Node:
 
     name: str
     cores: frozenset[int]
-    """Those this process may run on."""
+    """Cores that this process may run on."""
     memory_bytes: int
-    """Available now: free, or held by caches that give way."""
+    """Available now: free, or used by reclaimable caches."""
     gpus: tuple[Gpu, ...] = ()
     held_cores: frozenset[int] = frozenset()
-    """Those of `cores` that engines of other deployments have to themselves."""
+    """Those of `cores` that engines of other deployments use exclusively."""
 
     @property
     def free_cores(self) -> frozenset[int]:
-        """Cores that can be given to one pod alone."""
+        """Cores that can be assigned exclusively."""
         return self.cores - self.held_cores
 
 
 def inspect() -> Node:
-    """This machine, now."""
+    """The current capacity of this machine."""
     cores = frozenset(os.sched_getaffinity(0))
     return Node(
         name=os.uname().nodename,
@@ -64,7 +64,7 @@ def _available_bytes() -> int:
 
 
 def cgroup_left_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """What a container's memory limit leaves; without one, as good as everything."""
+    """Bytes available within the memory limit of a container; without a limit, 2**63."""
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
@@ -73,7 +73,7 @@ def cgroup_left_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
         return 2**63
     if limit == "max":
         return 2**63
-    # Caches of files that nobody uses give way, as they do without a limit.
+    # Inactive file caches are reclaimable.
     cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
     return max(0, int(limit) - max(0, used - cached))
 
@@ -89,7 +89,7 @@ def _gpus() -> tuple[Gpu, ...]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    # A driver that does not work is a machine without GPUs.
+    # With a broken driver, the machine counts as one without GPUs.
     return parse_gpus(done.stdout) if done.returncode == 0 else ()
 
 

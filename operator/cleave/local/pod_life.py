@@ -1,4 +1,4 @@
-"""The life of one pod on this machine: start, probe, restart, stop.
+"""Runs one pod on this machine: start, probe, restart, stop.
 
 The kubelet runs one `PodLife` per pod. What is hard: a stop may arrive in any phase (starting,
 running, waiting to restart), so every wait of the loop is a wait for "or stopped" too, and the
@@ -22,7 +22,7 @@ from cleave.local.probes import Tally, prober
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to execute for a pod, everything resolved."""
+    """The resolved command, environment and log file of a pod."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -30,7 +30,7 @@ class Command:
 
 
 class PodLife:
-    """Keeps one pod's process as its spec wants it until stopped."""
+    """Runs the process of one pod as its spec requires, until stopped."""
 
     def __init__(
         self, spec: PodSpec, facts: Facts, command: Command, cores: frozenset[int],
@@ -48,11 +48,11 @@ class PodLife:
 
     @property
     def log(self) -> Path:
-        """Where the pod's output goes."""
+        """Log file of the pod."""
         return self._command.log
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """End the pod within `grace_s` (its own grace period by default).
+        """Stop the pod within `grace_s` seconds (default: its own grace period).
 
         A second call may shorten the grace of the first.
         """
@@ -65,7 +65,7 @@ class PodLife:
         await asyncio.shield(self._task)
 
     def place(self, cores: frozenset[int]) -> None:
-        """Run on `cores` from now on."""
+        """Set the CPU affinity of the pod to `cores`."""
         self.cores = cores
         if self._process is not None:
             self._process.place(cores)
@@ -97,7 +97,7 @@ class PodLife:
         try:
             self._process = process.start(command.argv, command.env, self.cores, command.log)
         except OSError as error:
-            # Too many processes or files: may pass. The code is that of container runtimes.
+            # Too many processes or files, perhaps briefly. Container runtimes report code 128.
             return Ended(128, started_at, time.time(), f"StartError: {error}")
         self._note(pid=self._process.pid, started_at=started_at, waiting="", waiting_message="")
         try:
@@ -110,7 +110,7 @@ class PodLife:
         return Ended(code, started_at, time.time(), reason)
 
     async def _stay_up(self, running: process.Process) -> str:
-        """Until the process ends or must be stopped; the reason in the latter case."""
+        """Wait until the process ends or must be stopped; returns the reason in the latter case."""
         unhealthy = asyncio.create_task(self._probe())
         ends = (
             unhealthy,
@@ -128,7 +128,7 @@ class PodLife:
             self._note(ready=False, started=False)
 
     async def _probe(self) -> None:
-        """Ask the probes for the container's life; returns when it must be restarted."""
+        """Run the probes of the container; returns when it must be restarted."""
         spec = self.spec
         if spec.startup is not None and not await self._comes_up(spec.startup):
             return

@@ -1,8 +1,8 @@
-"""What the process kubelet reads from a Kubernetes v1 Pod: the fields it honours, checked.
+"""Parses and validates the fields of a Kubernetes v1 Pod that the process kubelet supports.
 
-Called by the kubelet when a pod is admitted. What is hard: a field that is honoured half is worse
-than one refused, so a pod that needs more than one plain container is turned away with a reason,
-while fields that mean nothing for processes (image, volumes, security context) are passed over.
+Called by the kubelet when a pod is admitted. What is hard: partial support of a field is worse than
+rejecting it, so a pod that needs more than one plain container is rejected with a reason, while
+fields without meaning for processes (image, volumes, security context) are ignored.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class RestartPolicy(StrEnum):
 
 
 class ProbeKind(StrEnum):
-    """How a probe asks."""
+    """The protocol of a probe."""
 
     GRPC = "grpc"
     HTTP = "httpGet"
@@ -52,7 +52,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class PodSpec:
-    """The fields of a pod that the kubelet acts on."""
+    """The fields of a pod that the kubelet uses."""
 
     name: str
     namespace: str
@@ -64,7 +64,7 @@ class PodSpec:
     env: tuple[Manifest, ...]
     ports: tuple[int, ...]
     exclusive_cores: int
-    """Whole cores this pod has to itself; 0: it runs on the shared ones."""
+    """Number of exclusive cores; 0: it runs on the shared ones."""
     memory_bytes: int
     gpus: int
     grace_s: float
@@ -76,7 +76,7 @@ class PodSpec:
 
 
 def parse(pod: Manifest) -> PodSpec:
-    """The pod's honoured fields. Raises PodError with one line when it cannot be run."""
+    """Parse the supported fields. Raises PodError with one line when the pod cannot run here."""
     try:
         return _parse(pod)
     except (KeyError, TypeError, AttributeError) as error:

@@ -1,6 +1,6 @@
-"""A pod's status as Kubernetes shows it, derived from the few facts the kubelet observes.
+"""The Kubernetes status of a pod, derived from the facts that the kubelet observes.
 
-Pure; called whenever somebody looks at a pod.
+Pure; called whenever the status of a pod is requested.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cleave.pods.labels import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One finished life of a container."""
+    """A termination of a container."""
 
     exit_code: int
     """As a container runtime reports it: 128 + signal when a signal ended the process."""
@@ -30,7 +30,7 @@ class Facts:
     pod_ip: str
     admitted_at: float
     pid: int | None = None
-    """Of the running process."""
+    """Id of the running process."""
     started_at: float | None = None
     ready: bool = False
     started: bool = False
@@ -91,7 +91,7 @@ def _container(spec: PodSpec, facts: Facts) -> Manifest:
         "started": facts.started,
         "restartCount": facts.restarts,
         "state": state,
-        # As in Kubernetes: once nothing will follow, the end is the state, not the past.
+        # As in Kubernetes: after the final exit, the termination is the state, not the last state.
         "lastState": {} if "terminated" in state else last,
     }
 

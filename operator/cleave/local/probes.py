@@ -1,7 +1,7 @@
-"""Probes of pods: one question over gRPC or HTTP, and the counting that turns answers into a state.
+"""Probes of pods over gRPC or HTTP, and the thresholds that turn results into a state.
 
-Called by the kubelet's pod loop. The counting is pure; asking is bounded by the probe's time-out
-and any failure to ask is the answer "no".
+Called by `PodLife`. Counting is pure. A probe is bounded by its timeout, and any error counts as
+a failure.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from cleave.rpc.channel import dial
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Answers to one probe so far; `passed` changes only at the probe's thresholds."""
+    """Consecutive results of one probe; `passed` changes only at the probe's thresholds."""
 
     passed: bool
     successes: int = 0
     failures: int = 0
 
     def after(self, probe: Probe, success: bool) -> "Tally":
-        """The tally with one more answer."""
+        """The state after one more result."""
         if success:
             successes = self.successes + 1
             passed = self.passed or successes >= probe.success_threshold
@@ -35,13 +35,13 @@ class Tally:
 
 
 class Prober(Protocol):
-    """Asks one pod one question."""
+    """Runs one probe of one pod."""
 
     async def ask(self) -> bool:
-        """Whether the pod says yes, within the probe's time-out."""
+        """Whether the probe succeeds within its timeout."""
 
     async def close(self) -> None:
-        """Close what is kept open between questions."""
+        """Close the connection that is kept between probes."""
 
 
 def prober(probe: Probe, address: str) -> Prober:
@@ -52,7 +52,7 @@ def prober(probe: Probe, address: str) -> Prober:
 
 
 class GrpcProber:
-    """Asks grpc.health.v1; one channel is kept for the life of the container."""
+    """Calls grpc.health.v1 on one channel for the life of the container."""
 
     def __init__(self, probe: Probe, address: str) -> None:
         self._probe = probe
@@ -64,10 +64,10 @@ class GrpcProber:
         """True when the service is SERVING."""
         request = health_pb2.HealthCheckRequest(service=self._probe.target)
         try:
-            answer = await self._health.Check(request, timeout=self._probe.timeout_s)
+            response = await self._health.Check(request, timeout=self._probe.timeout_s)
         except grpc.aio.AioRpcError:
             return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         """Close the channel."""
@@ -75,7 +75,7 @@ class GrpcProber:
 
 
 class HttpProber:
-    """Asks with one GET on a new connection."""
+    """Sends one GET on a new connection."""
 
     def __init__(self, probe: Probe, address: str) -> None:
         self._probe = probe
@@ -91,7 +91,7 @@ class HttpProber:
         return 200 <= status < 400
 
     async def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no connection is kept."""
 
     async def _status(self) -> int:
         reader, writer = await asyncio.open_connection(self._address, self._probe.port)

@@ -1,8 +1,8 @@
 """One container process: start, wait, signal. The kubelet's edge to the operating system.
 
-What is hard: a process group may be signalled only while its leader has not been reaped, else a
-stranger that got the same number is hit. So exits are seen through a pidfd, leftovers of the
-group are killed while the leader is a zombie, and only then is it reaped.
+What is hard: a process group may be signalled only until its leader is reaped, else the signal
+may hit an unrelated process with the same id. So exits are observed through a pidfd, the rest of
+the group is killed while the leader is a zombie, and only then is the leader reaped.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Process:
         return int(await asyncio.shield(self._ended))
 
     async def stop(self, grace_s: float) -> int:
-        """End it if it still runs; returns the exit code.
+        """Stop it if it still runs; returns the exit code.
 
         SIGTERM first, SIGKILL to the whole group after `grace_s` seconds.
         """
@@ -89,17 +89,17 @@ def start(argv: Sequence[str], env: Mapping[str, str], cores: frozenset[int], lo
     finally:
         os.close(log_fd)
     process = Process(child)
-    # From here, not by the launcher: that might undo what is decided in the meantime.
+    # Set here and not in the launcher, which might overwrite a later change.
     process.place(cores)
     return process
 
 
 def _threads(group: int) -> list[int]:
     """Ids of all threads of the processes in `group`."""
-    found: list[int] = []
+    threads: list[int] = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             # After the parenthesised name: state, parent, group.
             if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                found += [int(task.name) for task in (entry / "task").iterdir()]
-    return found
+                threads += [int(task.name) for task in (entry / "task").iterdir()]
+    return threads

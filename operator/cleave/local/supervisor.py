@@ -81,7 +81,7 @@ class Supervisor:
         self._publish()
 
     def _give_up(self, error: Exception) -> None:
-        """Publish why the pods cannot run; the process that waits for readiness then stops this one."""
+        """Publish why the pods cannot run; the waiting process then stops the supervisor."""
         self._fault = str(error)
         self._publish()
 

@@ -1,4 +1,4 @@
-"""A tiny random Llama with its tokenizer, made on the spot: no download, no account.
+"""A tiny random Llama with its tokenizer, built locally: no download, no account.
 
 Used by `cleave demo` and by tests that run real engines. What is hard: a random model must still
 depend on its whole prompt, or a lost KV cache would go unnoticed. So attention is sharp and weighs
@@ -17,7 +17,7 @@ from typing import Any
 from cleave.local import files, state
 
 VERSION = 1
-"""Grows with every change of what is built."""
+"""Incremented with every change of the model."""
 _VOCABULARY = 512
 _MAX_LEN = 8192
 _SEED = 20240710
@@ -37,7 +37,7 @@ bright lanterns slow trains warm kitchens paper maps winter gardens first snow s
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model; the defaults are as small as real engines take."""
+    """Sizes of the model; the defaults are the smallest that real engines accept."""
 
     layers: int = 4
     hidden: int = 256
@@ -66,7 +66,7 @@ def cached() -> Path:
 
 
 def build(path: Path, shape: Shape = Shape()) -> None:
-    """Write the model to `path`, in one step: it is whole or absent."""
+    """Write the model to `path` atomically."""
     files.private_folder(path.parent)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.mkdir()
