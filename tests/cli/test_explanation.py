@@ -42,12 +42,12 @@ def _no_simulation(monkeypatch) -> None:
 def test_a_loss_is_told_anew_and_from_checkpoints_with_what_those_take() -> None:
     anew, restored, pays = (
         next(line for line in explained("A100-SXM-80GB").splitlines() if text in line)
-        for text in ("computed anew", "from checkpoints", "pay in GPU time")
+        for text in ("recomputed", "from checkpoints", "save GPU time")
     )
     assert anew.startswith("recovery")
     assert "where its prompt is still cached; all of an instance" in anew
     assert "GB/s of each GPU's link" in restored
-    assert "only if an instance is lost every" in pays
+    assert "only if an instance is lost at least every" in pays
 
 
 def test_of_unknown_gpus_nothing_is_told_of_losses() -> None:

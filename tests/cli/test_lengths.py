@@ -24,7 +24,7 @@ def test_training_writes_a_file_and_says_how_good_it_is(cli, trace, tmp_path) ->
     file = tmp_path / "lengths.json"
     result = run(cli, "train", trace, "-o", file, "--prompt-error", "0")
     assert result.exit_code == 0, result.output
-    assert "1,400 requests trained it, 600 judge" in result.stdout
+    assert "trained on 1,400 requests, evaluated on 600" in result.stdout
     assert "classifier" in result.stdout
     assert "mean by prompt length" in result.stdout
     assert "gateways use it" in result.stdout

@@ -154,7 +154,7 @@ def test_the_port_of_clients_is_told_apart(cli: CliRunner, gateway: Gateway) -> 
     del gateway.pages["/fleet"]
     done = cli.invoke(app, ["top", "--gateway", gateway.url])
     assert done.exit_code == 1
-    assert "/fleet answers 404; --gateway names its internal port, 8081" in done.stderr
+    assert "/fleet answers 404; --gateway needs its internal port, 8081" in done.stderr
 
 
 def test_another_server_and_another_deployment_are_told(cli: CliRunner, gateway: Gateway) -> None:

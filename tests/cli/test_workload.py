@@ -99,7 +99,7 @@ def test_more_requests_of_a_recording_can_be_drawn(
         options = ("--sample", "5000", "--rate", "12", "--seed", str(seed), "-O", file)
         result = run(cli, recording, *options)
         assert result.exit_code == 0
-        assert "5000 requests like" in result.stdout
+        assert "5000 requests similar to" in result.stdout
     assert drawn[0].read_text() == drawn[1].read_text() != drawn[2].read_text()
     trace = history.read(drawn[0])
     assert len(trace) == 5000

@@ -36,7 +36,7 @@ async def test_pieces_are_shown_as_they_come_and_counted_by_the_engine(serve: An
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (stream(piece("x"), USAGE), "ended before [DONE]"),
+        (stream(piece("x"), USAGE), r"ended before \[DONE\]"),
         (stream(USAGE, "[DONE]"), "no text"),
         (stream({"error": {"message": "engine lost"}}), "engine lost"),
         (

@@ -66,4 +66,4 @@ async def test_another_program_on_the_port_is_quoted_briefly(serve: Serve) -> No
 
 async def test_no_answer_is_not_serving() -> None:
     health = await ask("http://127.0.0.1:9")
-    assert (health.serving, health.reason.startswith("no answer")) == (False, True)
+    assert (health.serving, health.reason.startswith("no response")) == (False, True)

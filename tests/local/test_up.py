@@ -252,7 +252,7 @@ async def test_a_supervisor_that_breaks_down_is_never_called_ready(
 
 
 def test_several_running_deployments_must_be_named(state_root: Path) -> None:
-    with pytest.raises(StateError, match="nothing is up"):
+    with pytest.raises(StateError, match="no deployments running"):
         state.find(None)
     with state.folder("a").lock(), state.folder("b").lock():
         with pytest.raises(StateError, match="give one of: a, b"):

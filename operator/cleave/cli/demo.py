@@ -200,7 +200,7 @@ async def _report(job: "Job", console: "Console", response: "Answer") -> None:
     figures.add_row("prompt", f"{response.prompt_tokens} tokens")
     figures.add_row("output", f"{response.output_tokens} tokens")
     figures.add_row("time to first token (TTFT)", f"{response.ttft_ms:.0f} ms")
-    figures.add_row("time per output token after it (TPOT)", f"{response.tpot_ms:.1f} ms")
+    figures.add_row("time per token after it (TPOT)", f"{response.tpot_ms:.1f} ms")
     figures.add_row("KV hand-offs used", str(num_handoffs))
     for row in (row for each in deployments for row in each["instances"]):
         if row["kv_path"]:

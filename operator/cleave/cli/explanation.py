@@ -170,7 +170,7 @@ def _recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
     rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
     yield (
         "",
-        f"from checkpoints {restored}; they use {rate} of each GPU's link and {room} of host memory",
+        f"from checkpoints {restored}; they use {rate} of each GPU's link, {room} of host memory",
     )
     pays = f"save GPU time only if an instance is lost at least every {number(costs.even_hours)} h"
     yield "", pays if costs.link_share < 1 else "never save GPU time: the link is too slow"
@@ -184,6 +184,6 @@ def _size(gpu: str, size: WorkerSize) -> str:
 
 def _lengths(summary: LengthSummary) -> str:
     return (
-        f"{number(summary.mean)} tokens on average, P50 {number(summary.p50)}, P90 {number(summary.p90)}, "
-        f"P99 {number(summary.p99)}"
+        f"{number(summary.mean)} tokens on average, P50 {number(summary.p50)}, "
+        f"P90 {number(summary.p90)}, P99 {number(summary.p99)}"
     )

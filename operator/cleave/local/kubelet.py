@@ -2,7 +2,8 @@
 
 `cleave up` and end-to-end tests give it the same manifests a cluster would get. It offers what pods
 need of a kubelet: an address per pod, the downward API, exclusive cores, probes, restarts,
-graceful termination. `<state>/agents` is its DNS: one ip:9000 per worker pod, replaced at every change.
+graceful termination. `<state>/agents` is its DNS: one ip:9000 per worker pod, rewritten at each
+change.
 The pure modules beside this one decide; this one only assigns addresses, cores and GPUs to pods
 and frees them again. What is hard: these assignments must always match the set of pods.
 """
