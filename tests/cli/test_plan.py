@@ -93,7 +93,7 @@ def test_wide_adds_interval_limits_algorithm_and_source(cli, file, said) -> None
 def test_explain_says_what_was_asked_and_what_the_answer_rests_on(cli, file) -> None:
     told = run(cli, file.with_name("plan.yaml"), "--explain", "--slo-tpot", "22").stdout
     facts = dict(line.split(maxsplit=1) for line in told.splitlines() if line[:1].isalpha())
-    assert facts["asked"].startswith(
+    assert facts["input"].startswith(
         "opt-13b, 4.00 req/s, 90 % within TTFT 400 ms and TPOT 22.0 ms"
     )
     assert "P90 6" in facts["prompts"]
