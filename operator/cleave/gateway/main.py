@@ -90,8 +90,8 @@ async def _serve(config: GatewayConfig, siblings: Siblings | None) -> int:
         await gateway.start()
         # What is there now stays: a full collection that looks through it takes 12 ms.
         gc.freeze()
-        # With thousands of connections a full collection stops all requests for 50 ms and more. What
-        # a request leaves is freed without the collector, or by its two young generations.
+        # With thousands of connections a full collection stops all requests for 50 ms and more.
+        # What a request leaves is freed without the collector, or by its two young generations.
         gc.set_threshold(*GC_THRESHOLDS)
         scheme = "http" if config.tls_certificate is None else "https"
         if siblings is None:
