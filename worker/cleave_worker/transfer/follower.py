@@ -133,8 +133,10 @@ class _Prompt:
             raise RefusedError(Reason.TIME_OUT, "the prefill did not finish in time")
 
     def hear(self, update: wire.News) -> HandOff:
-        """Return the handoff with the update's request id and epoch. Raises RefusedError if they
-        changed."""
+        """Return the handoff with the update's request id and epoch, which must not change.
+
+        Raises RefusedError.
+        """
         with self._lock:
             if self._named is None:
                 self._named = msgspec.structs.replace(

@@ -11,8 +11,7 @@ import msgspec
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Final KV: all of the first `blocks` blocks, the first `planes` layers of those up to
-    `coming`."""
+    """Final: all of the first `blocks` blocks, `planes` layers of those up to `coming`."""
 
     blocks: int
     coming: int

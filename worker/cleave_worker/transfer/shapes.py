@@ -137,7 +137,7 @@ def _readings(local: Shape, remote: Shape, num_kv_heads: int) -> dict[tuple[int,
 def _serves(
     local_rank: int, remote_rank: int, local: Shape, remote: Shape, num_kv_heads: int
 ) -> bool:
-    """Whether `remote_rank` is the copy that serves `local_rank`; consumers are spread over the copies."""
+    """Whether `remote_rank` is the copy that serves `local_rank`; spreads them over the copies."""
     num_copies = max(1, remote.tensor_parallel_size // num_kv_heads)
     copy = remote_rank % remote.tensor_parallel_size % num_copies
     return copy == local_rank % local.tensor_parallel_size % num_copies

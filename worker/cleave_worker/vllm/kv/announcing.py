@@ -41,8 +41,7 @@ class Announcer:
         self._num_layers = 0
 
     def layer_done(self, position: int) -> None:
-        """Announce a layer of the step; `position`: its index among the rank's layers, -1 if
-        unknown."""
+        """Announce a layer, by its index among the rank's layers (-1: unknown)."""
         # A layer out of order waits for the end of the step.
         if not self._chunks or self._pace is not Pace.LAYER or position != self._num_layers:
             return

@@ -73,8 +73,7 @@ class CheckpointedConnector(CleaveConnector):
         request: Any,  # noqa: ANN401
         num_computed_tokens: int,
     ) -> tuple[int, bool]:
-        """Return the tokens to pull, else those to restore, and whether that happens between
-        steps."""
+        """Return the tokens to pull, else to restore, and whether that happens between steps."""
         to_pull = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if to_pull[0]:
             return to_pull

@@ -115,8 +115,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         request: Any,  # noqa: ANN401
         block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, object] | None]:
-        """End a request of a model with several KV cache groups, of which there is only one
-        here."""
+        """End a request of a model that could have several KV cache groups."""
         return self._told_scheduler().finished(request, block_ids[0])
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Place]) -> None:

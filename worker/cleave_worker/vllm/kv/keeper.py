@@ -139,8 +139,7 @@ class Keeper:
                 del self._uses[key]
 
     def take_orders(self, block_ids: "BlockIds") -> KeepOrders:
-        """Return what to do in the step that is being scheduled, before its tokens count as
-        computed."""
+        """Return what to do in the step being scheduled, before its tokens count as computed."""
         metadata, self._orders = self._orders, KeepOrders()
         for key, block in self._ripe(block_ids):
             if len(metadata.save) == MOST_PER_STEP:

@@ -51,7 +51,7 @@ def check(shard: Share, layout: Layout, caches: Sequence[torch.Tensor], num_bloc
             )
         if cache.dim() != 4 or cache.shape[1] != heads:
             raise ValueError(
-                f"a KV cache of shape {tuple(cache.shape)} does not have {heads} heads in dimension 1: "
+                f"a KV cache of shape {tuple(cache.shape)} does not have {heads} heads: "
                 "CleaveConnector cannot transfer it, use NixlConnector"
             )
 

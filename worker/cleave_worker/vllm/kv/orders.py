@@ -1,5 +1,4 @@
-"""The metadata that the scheduler side of the connector sends to the worker sides with each
-step."""
+"""Metadata that the scheduler side of the connector sends to the workers with each step."""
 
 from dataclasses import dataclass, field
 

@@ -40,8 +40,7 @@ class Running:
         return tracked.begun if tracked else None
 
     def step(self, output: SchedulerOutput) -> tuple[dict[str, Chunk], set[str]]:
-        """Return (chunks that a step computes of tracked prefills, prefills that were
-        preempted)."""
+        """Return (chunks that a step computes of tracked prefills, preempted prefills)."""
         if not self._running:
             return {}, set()
         preempted = self._running.keys() & (output.preempted_req_ids or set())

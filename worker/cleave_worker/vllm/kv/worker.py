@@ -93,8 +93,7 @@ class WorkerSide:
         return self._owner.port
 
     def note(self, metadata: Orders) -> None:
-        """Apply the leases of a step before it computes, as consumers may come with the
-        response."""
+        """Apply the leases of a step before it computes: consumers may come with the response."""
         if metadata.addresses:
             self._owner.locate(metadata.addresses)
         for request_id, prefill in metadata.begin.items():
@@ -102,8 +101,8 @@ class WorkerSide:
         for request_id in metadata.give_up:
             self._holds.give_up(request_id)
         self._announcer.begin(metadata.compute)
-        for request_id, held in metadata.hold.items():
-            self._holds.hold(request_id, held)
+        for request_id, finished in metadata.hold.items():
+            self._holds.hold(request_id, finished)
         with self._lock:
             self._expected.update(metadata.expect)
             for request_id in metadata.decline:
