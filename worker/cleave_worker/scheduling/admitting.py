@@ -27,8 +27,7 @@ class Admitting:
     """Admission in one engine, with a predictor that learns from finished requests."""
 
     def __init__(self, predictor: Predictor | None = None) -> None:
-        """Without a predictor: the mean output length seen here; before any, the request's
-        limit."""
+        """Without a predictor: the mean output length so far; before any, the request's limit."""
         self._predictor = predictor or ConditionalMean(math.inf)
 
     def learn(self, request: Lengths) -> None:

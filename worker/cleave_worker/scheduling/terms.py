@@ -40,8 +40,7 @@ class Terms:
     max_num_batched_tokens: int = 0
     """Most tokens in a step (L_m, Sarathi's chunk), at most what the engine was started with."""
     long_prefill_token_threshold: int = 0
-    """Most tokens of one prompt in a step while others wait: long prompts do not block short
-    ones."""
+    """Most tokens of one prompt in a step while others wait, so that these are not blocked."""
     admission: Admission = Admission.GREEDY
     """Admission of requests that decode here."""
     preemption_limit: int = 0
@@ -63,8 +62,7 @@ def find_limit(configured: int, initial: int) -> int:
 
 
 def parse(text: str) -> dict[Role, Terms]:
-    """Parse {"prefill": {"order": "sjf", ...}, ...} to configurations by role. Raises
-    TermsError."""
+    """Parse {"prefill": {"order": "sjf", ...}, ...} to configurations. Raises TermsError."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -80,11 +78,11 @@ def parse(text: str) -> dict[Role, Terms]:
 
 
 def _read(role: str, values: Mapping[str, object]) -> Terms:
-    known = {field.name for field in fields(Terms)}
+    names = {field.name for field in fields(Terms)}
     settings: dict[str, int] = {}
     for name, value in values.items():
-        if name not in known:
-            raise TermsError(f"{role}.{name}: unknown; there are {', '.join(sorted(known))}")
+        if name not in names:
+            raise TermsError(f"{role}.{name}: unknown; must be one of {', '.join(sorted(names))}")
         choices = {"order": Order, "admission": Admission}.get(name)
         if choices is not None:
             choices_by_name = {choice.name.lower().replace("_", "-"): choice for choice in choices}

@@ -132,8 +132,7 @@ class SchedulerSide:
         return True, self._params(request, prefill)
 
     def take_orders(self, output: SchedulerOutput | None = None) -> Orders:
-        """Return what has changed since the last step, and what the next one (`output`)
-        computes."""
+        """Return what has changed since the last step, and what the next (`output`) computes."""
         metadata, self._orders = self._orders, Orders()
         if output is not None:
             metadata.compute, preempted = self._running.step(output)
