@@ -30,8 +30,7 @@ class Window(Generic[T]):
         self._order, self._batch, self._size = order, batch, 0
 
     def sort(self) -> None:
-        """Sort the next batch if the last one is used up. Called before reading the first
-        prompt."""
+        """Sort the next batch if the last one is used up; called before the first is read."""
         # The queue may report that it is empty, so its length is used.
         count = min(self._batch, len(self._queue))
         if self._order is Order.FCFS or self._size or not count:
