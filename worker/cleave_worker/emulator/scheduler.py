@@ -134,7 +134,7 @@ class Scheduler:
             if finish:
                 if finish is Finish.STOP:
                     self._admitting.learn(_lengths(sequence))
-                self._retire(sequence, hold=sequence.request.hold)
+                self._retire(sequence, lease=sequence.request.hold)
         self.running = [s for s in self.running if s.state is State.RUNNING]
         return outputs
 
@@ -170,7 +170,7 @@ class Scheduler:
             if queue is self._waiting:
                 self._window.leave((sequence,))
             queue.remove(sequence)
-        self._retire(sequence, hold=False)
+        self._retire(sequence, lease=False)
 
     def held_contents(self, request_id: str, stale: bool = False) -> dict[int, int] | None:
         """Return the content of each block of a leased request, None without a lease.
@@ -262,8 +262,7 @@ class Scheduler:
         return (_lengths(s) for s in self.running if len(s.tokens) - s.num_computed == 1)
 
     def _allocate(self, sequence: Sequence, budget: int) -> int:
-        """Allocate blocks for the next tokens of a waiting sequence; return the number of
-        tokens."""
+        """Allocate blocks for the next tokens of a waiting sequence; return how many tokens."""
         size = self.pool.block_size
         num_tokens = len(sequence.tokens)
         cached_blocks: list[int] = []
