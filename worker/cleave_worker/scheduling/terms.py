@@ -90,7 +90,7 @@ def _read(role: str, values: Mapping[str, object]) -> Terms:
                 raise TermsError(f"{role}.{name}: must be one of {', '.join(choices_by_name)}")
             settings[name] = choices_by_name[str(value)]
         elif type(value) is not int:
-            raise TermsError(f"{role}.{name}: must be an integer")
+            raise TermsError(f"{role}.{name}: must be a whole number")
         else:
             settings[name] = value
     try:
