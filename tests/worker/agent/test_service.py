@@ -133,7 +133,7 @@ async def test_role_orders_are_refused_with_the_codes_of_the_contract(served: Se
     [
         ({"role": 2, "epoch": 2**64 - 1}, "epoch 18446744073709551615 is more than 1048576 beyond"),
         ({"role": 2, "epoch": 2**20 + 2}, "state 2"),
-        ({"role": 9, "epoch": 2}, r"role 9 must be one of prefill \(1\), decode \(2\), mixed \(3\)"),
+        ({"role": 9, "epoch": 2}, r"role 9 must be one of prefill \(1\), decode \(2\)"),
     ],
 )
 async def test_orders_that_no_order_could_follow_are_refused(

@@ -183,7 +183,7 @@ async def test_bytes_of_others_that_are_counted_later_show_nothing(
     if len(later) == 1:
         assert (await run()).num_bytes == 2560 * BYTES
     else:
-        with pytest.raises(InconclusiveError, match="different number of bytes per block each time"):
+        with pytest.raises(InconclusiveError, match="different number of bytes per block"):
             await run()
 
 

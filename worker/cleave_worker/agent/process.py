@@ -49,11 +49,11 @@ class EngineProcess:
         process: asyncio.subprocess.Process,
         stop_seconds: float,
         sink: Callable[[bytes], object],
-        words: LastWords,
+        exit_reason: LastWords,
     ) -> None:
         self._process = process
         self._stop_seconds = stop_seconds
-        self._words = words
+        self._words = exit_reason
         self._output = asyncio.create_task(self._copy(sink))
 
     @classmethod

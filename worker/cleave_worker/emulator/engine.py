@@ -45,7 +45,7 @@ class Engine:
         self,
         config: EngineConfig,
         load_page: Path | None = None,
-        terms_page: Path | None = None,
+        scheduling_page: Path | None = None,
     ) -> None:
         self.config = config
         self.faults = Faults()
@@ -58,7 +58,7 @@ class Engine:
                 config.kv_transfer, self.scheduler, self.faults, self.metrics, self._on_freed
             )
         self._page = LoadPage(load_page) if load_page else None
-        self._terms = TermsPage(terms_page) if terms_page else None
+        self._terms = TermsPage(scheduling_page) if scheduling_page else None
         self._listeners: dict[Sequence, Listener] = {}
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()

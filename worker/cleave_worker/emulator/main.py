@@ -99,12 +99,12 @@ def _page(variable: str) -> Path | None:
     return Path(path) if path else None
 
 
-async def _serve(options: Options, load: Path | None, terms: Path | None) -> None:
+async def _serve(options: Options, load_path: Path | None, scheduling_path: Path | None) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    engine = Engine(options.engine, load, terms)
+    engine = Engine(options.engine, load_path, scheduling_path)
     app = Api(engine, options.fault_injection).application()
     runner = web.AppRunner(
         app,

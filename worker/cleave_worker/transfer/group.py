@@ -83,8 +83,10 @@ def _nccl(store: TCPStore, rank: int, seconds: float) -> object:
 class Group:
     """A TwoSided link; one thread uses it at a time."""
 
-    def __init__(self, memory: Memory, way: Way, group: object, store: TCPStore, peer: int) -> None:
-        self.way = way
+    def __init__(
+        self, memory: Memory, transport: Way, group: object, store: TCPStore, peer: int
+    ) -> None:
+        self.way = transport
         self._memory = memory
         self._group: ProcessGroupGloo | None = group
         self._store = store

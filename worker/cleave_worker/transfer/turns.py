@@ -46,8 +46,8 @@ class _Turn:
 class Turns:
     """Ranks that share pulls from one server."""
 
-    def __init__(self, holds: Holds) -> None:
-        self._holds = holds
+    def __init__(self, leases: Holds) -> None:
+        self._holds = leases
         self._turns: OrderedDict[tuple[str, int], _Turn] = OrderedDict()
         self._lock = threading.Lock()
 
