@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int)
     add("--tensor-parallel-size", type=int, default=1)
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV hand-off")
+    add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV handoff")
     add("--enable-lora", action="store_true")
     add("--lora-modules", nargs="+", default=(), metavar="NAME=PATH", help="PATH is not read")
     emulation = parser.add_argument_group("emulation")

@@ -21,7 +21,7 @@ class Peer:
 
 
 def peers(kv: Kept, handoff: HandOff) -> tuple[Peer, ...]:
-    """Return all ranks to contact, including those that are only told that they are not read.
+    """Return all ranks to contact, including those that only learn that they are not read.
 
     Raises RefusedError when the handoff's parallelism is invalid.
     """

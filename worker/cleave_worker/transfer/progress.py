@@ -57,6 +57,8 @@ def missing(previous: Progress, now: Progress, num_layers: int) -> list[Piece]:
             Piece(previous.blocks, end - previous.blocks, first_layer, now.planes - first_layer)
         ]
     else:
+        # 1. The other layers of blocks that were started. 2. Blocks that were begun and finished
+        # since. 3. The first layers of blocks that are started now.
         chunks = [
             Piece(previous.blocks, end - previous.blocks, first_layer, num_layers - first_layer),
             Piece(end, now.blocks - end, 0, num_layers),

@@ -85,7 +85,7 @@ class Source(msgspec.Struct, frozen=True):
 
     rank: int
     part: Part | None
-    """None: the rank has an unneeded copy, and is only told that it will not be read."""
+    """None: the rank has an unneeded copy, and only learns that it will not be read."""
     num_readers: int
     """Number of consumer ranks that contact this rank."""
 

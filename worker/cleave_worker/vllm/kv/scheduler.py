@@ -120,7 +120,7 @@ class SchedulerSide:
             or len(block_ids) < num_blocks
             # A prompt of embeddings has no tokens that identify it.
             or request.prompt_token_ids is None
-            # Its layerwise consumer was told that it is lost, and no other consumer knows of it.
+            # Its layerwise consumer was refused, and no other consumer knows of it.
             or (started is None and _name(params))
         ):
             if started:
