@@ -174,7 +174,7 @@ class Holds:
         Returns the unchanged progress after `wait_s`. `again`: not this consumer rank's first call.
         The first call reserves the prefill for one engine, whose calling ranks must all release it.
         """
-        # 1. Wait for progress. 2. Reserve the prefill for this engine. 3. Start the read deadline of a
+        # 1. Wait for progress. 2. Reserve the prefill for this engine. 3. Start the deadline of a
         # finished prefill. 4. Wait for the GPU, outside the lock, so that the progress is true.
         with self._changed:
             self._changed.wait_for(lambda: self._has_more(name, previous), wait_s)
