@@ -122,7 +122,7 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add(
         "--isolate-workers",
         action="store_true",
-        help="create NetworkPolicies that admit only a deployment's pods and this namespace to workers",
+        help="NetworkPolicies: only a deployment's pods and this namespace may reach its workers",
     )
     add(
         "--watch-interval",

@@ -109,7 +109,8 @@ def _missing_machine(
     for group in cluster.nodes:
         gpus_by_kind[_kind(group.gpu)] += group.count * group.gpus_per_node
     if gpu is not None and _kind(gpu) not in gpus_by_kind:
-        yield f"{path}.gpu: no node has {gpu} now, there is {', '.join(gpus_by_kind)}; instances will wait"
+        kinds = ", ".join(gpus_by_kind)
+        yield f"{path}.gpu: no node has {gpu} now, there is {kinds}; instances will wait"
         return
     kind = gpus_by_kind.most_common(1)[0][0] if gpu is None else _kind(gpu)
     if parallelism.gpus > gpus_by_kind[kind]:
