@@ -67,7 +67,7 @@ def test_profiles_of_a_text_are_found_from_here(
             (
                 (
                     "network.bandwidthGbps: must be a number (got '1e2'); "
-                    "YAML takes this for text: write 100"
+                    "YAML reads this as text: write 100"
                 ),
             ),
         ),

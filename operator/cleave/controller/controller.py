@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.controller import deployment, faulty, instances, inventory, observed, pool
+from cleave.controller import faulty, instances, inventory, observed
 from cleave.controller.actions import Action, Ask, Delete, Reference, Repurpose, Requeue
 from cleave.controller.deployment import DeploymentView
+from cleave.controller.deployment import reconcile as reconcile_deployment
 from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
 from cleave.controller.fleets import Fleets
 from cleave.controller.instances import Instance
@@ -25,6 +26,7 @@ from cleave.controller.loop.watching import Watching
 from cleave.controller.metrics import Metrics
 from cleave.controller.planning import Desk
 from cleave.controller.pool import PoolView
+from cleave.controller.pool import reconcile as reconcile_pool
 from cleave.controller.queue import WorkQueue
 from cleave.controller.settings import Settings
 from cleave.controller.store import DEPLOYMENTS, Key, Seen, Store
@@ -266,7 +268,7 @@ class Controller:
             fault=self._faults.get(key, ""),
             settings=self.settings,
         )
-        return self._timed(key, lambda: deployment.reconcile(view))
+        return self._timed(key, lambda: reconcile_deployment(view))
 
     def _instances(
         self, pools: list[Seen], pods: tuple[observed.ObservedPod, ...]
@@ -300,7 +302,7 @@ class Controller:
         self, key: Key, cached: Seen, resource: InstancePool, reported: Mapping[str, Instance]
     ) -> list[Action]:
         view = self._pool_view(key, cached, resource, reported)
-        return self._timed(key, lambda: pool.reconcile(view))
+        return self._timed(key, lambda: reconcile_pool(view))
 
     def _timed(self, key: Key, decide: Callable[[], list[Action]]) -> list[Action]:
         """Run a decision and record how long it took."""

@@ -26,7 +26,7 @@ from cleave.controller.actions import (
 )
 from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
-from cleave.controller.loop import replanning
+from cleave.controller.loop import replanning as replan
 from cleave.controller.loop.drift import Course
 from cleave.controller.observed import ObservedPod
 from cleave.controller.placing import Decision
@@ -98,7 +98,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
     if FINALIZER not in deployment.metadata.finalizers:
         actions.append(_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
     current = {pool.spec.role: pool for pool in view.pools}
-    replan_outcome = replanning.turn(view)
+    replan_outcome = replan.turn(view)
     decision = placing.decide(
         deployment,
         view.status,
