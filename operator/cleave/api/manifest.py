@@ -37,7 +37,7 @@ def load(source: str | Path) -> LLMDeployment:
     deployments = load_all(source)
     if len(deployments) > 1:
         names = ", ".join(deployment.name for deployment in deployments)
-        raise ManifestError([f"holds {len(deployments)} LLMDeployments ({names}); one is wanted"])
+        raise ManifestError([f"holds {len(deployments)} LLMDeployments ({names}); one is expected"])
     return deployments[0]
 
 
@@ -82,7 +82,7 @@ def load_cluster(source: str | Path) -> Cluster:
         raise ManifestError([f"{_label(source)} is empty; state nodes: [{{count: 1, gpu: ...}}]"])
     if len(documents) != 1:
         raise ManifestError(
-            [f"{_label(source)} holds {len(documents)} YAML documents; one cluster is wanted"]
+            [f"{_label(source)} holds {len(documents)} YAML documents; one cluster is expected"]
         )
     (document,) = documents
     if not isinstance(document, Mapping):

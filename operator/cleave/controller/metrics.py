@@ -76,7 +76,7 @@ class Collector:
         yield from collect(self._statuses())
         yield counted.durations()
         yield GaugeMetricFamily(
-            "cleave_operator_queue_depth", "Objects that wait to be looked at", self._queued()
+            "cleave_operator_queue_depth", "Objects that wait for a reconcile", self._queued()
         )
         yield GaugeMetricFamily(
             "cleave_operator_leading", "1 while this operator writes", float(self._is_leading())

@@ -126,7 +126,7 @@ def _unplanned(deployment: LLMDeployment, status: Manifest) -> Decision:
         return _kept(status, "Faulty", "; ".join(error.faults))
     written = _written(selected_plan(deployment, placement))
     if deployment.spec.placement is not None:
-        return Decision(placement, written, _ready("Stated", placement.reason))
+        return Decision(placement, written, _ready("Manual", placement.reason))
     # The fleet serves, but PlanReady is False: it was not planned.
     reason = "NotPlanned" if deployment.spec.workload is None else MODEL_UNKNOWN
     return Decision(placement, written, _not_ready(reason, placement.reason))
@@ -149,7 +149,9 @@ def _planned(
         return Decision(current, plan_before, _ready("Planned", _reason(plan_before)))
     if result is not None and not has_other_nodes:
         return _refused(status, result)
-    waiting = _kept(status, PLANNING, "the planner is at work; what runs stays until it answers")
+    waiting = _kept(
+        status, PLANNING, "the planner is running; instances stay as they are until it has finished"
+    )
     return Decision(None, waiting.plan, waiting.conditions, question=request)
 
 
@@ -186,7 +188,7 @@ def _advised(
     elif result is not None:
         shown = _refused(status, result).conditions
     else:
-        shown = _not_ready(PLANNING, "the planner is at work")
+        shown = _not_ready(PLANNING, "the planner is running")
     to_submit = request if advice is None and result is None else None
     return Decision(decision.placement, decision.plan, shown, advice, to_submit)
 

@@ -73,7 +73,7 @@ def unread(deployment: LLMDeployment) -> Iterator[str]:
     spec = deployment.spec
     if spec.placement is not None or spec.workload is None:
         return
-    remedy = "state instances by hand in spec.placement.manual"
+    remedy = "list the instances in spec.placement.manual"
     if spec.workload.trace is not None:
         yield (
             "spec.workload.trace.path: no file is read in a cluster; state rate, promptTokens and "

@@ -103,14 +103,14 @@ def next_step(roles: Roles, limits: RolloutLimits) -> dict[Role, Step]:
     need = _need(roles, limits)
     revisions = _revisions(roles)
     new = _grown(roles, limits, need)
-    kept = _kept(roles, revisions, need, limits.max_unavailable)
-    if len(revisions) > 1 and not _moves(roles, new, kept):
-        _yield_places(roles, limits, revisions, kept)
+    to_keep = _kept(roles, revisions, need, limits.max_unavailable)
+    if len(revisions) > 1 and not _moves(roles, new, to_keep):
+        _yield_places(roles, limits, revisions, to_keep)
     return {
         role: Step(
             new=new[role],
-            old=sum(counts[role] for counts in kept.values()),
-            older={name: kept[name][role] if name in kept else 0 for name in state.older},
+            old=sum(counts[role] for counts in to_keep.values()),
+            older={name: to_keep[name][role] if name in to_keep else 0 for name in state.older},
         )
         for role, state in roles.items()
     }
@@ -158,8 +158,8 @@ def after(roles: Roles, step: Mapping[Role, Step]) -> dict[Role, RoleState]:
             new=step[role].new,
             new_ready=min(state.new_ready, step[role].new),
             older={
-                name: Count(kept, min(state.older[name].ready, kept))
-                for name, kept in step[role].older.items()
+                name: Count(num_kept, min(state.older[name].ready, num_kept))
+                for name, num_kept in step[role].older.items()
             },
         )
         for role, state in roles.items()
@@ -253,49 +253,57 @@ def _kept(
     ones: decode instances serve both phases when they have to.
     """
     sizes = _sizes(roles)
-    kept: dict[str, dict[Role, int]] = {}
+    to_keep: dict[str, dict[Role, int]] = {}
     remaining = need
     for name, counts_by_role in revisions.items():
         share = min(_share(counts_by_role, sizes), remaining)
-        kept[name] = {role: math.ceil(share * sizes.get(role, 0)) for role in roles}
+        to_keep[name] = {role: math.ceil(share * sizes.get(role, 0)) for role in roles}
         remaining -= share
     for role, state in roles.items():
         if role in sizes:
             least = state.replicas - max_unavailable - state.new_ready
             _fill(
-                role, max(least, math.ceil(need * sizes[role]) if remaining else 0), kept, revisions
+                role,
+                max(least, math.ceil(need * sizes[role]) if remaining else 0),
+                to_keep,
+                revisions,
             )
         elif need:
             # The plan has dropped the role; its instances stay until the others can serve.
-            _fill(role, state.old, kept, revisions)
-    for counts in kept.values():
+            _fill(role, state.old, to_keep, revisions)
+    for counts in to_keep.values():
         _part_the_unpaired(counts)
-    return kept
+    return to_keep
 
 
 def _fill(
-    role: Role, most: int, kept: Mapping[str, dict[Role, int]], revisions: Mapping[str, _Revision]
+    role: Role,
+    most: int,
+    to_keep: Mapping[str, dict[Role, int]],
+    revisions: Mapping[str, _Revision],
 ) -> None:
     """Keep more of the role, up to `most` over all revisions."""
-    missing = most - sum(counts[role] for counts in kept.values())
-    for name, counts in kept.items():
+    missing = most - sum(counts[role] for counts in to_keep.values())
+    for name, counts in to_keep.items():
         more = min(max(0, missing), revisions[name].get(role, _NONE).total - counts[role])
         counts[role] += more
         missing -= more
 
 
-def _part_the_unpaired(kept: dict[Role, int]) -> None:
+def _part_the_unpaired(to_keep: dict[Role, int]) -> None:
     """Drop prefill instances that have no instance to transfer KV to: they serve nothing."""
-    takers = [role for role in kept if role is not Role.PREFILL]
-    if Role.PREFILL in kept and takers and not any(kept[role] for role in takers):
-        kept[Role.PREFILL] = 0
+    receivers = [role for role in to_keep if role is not Role.PREFILL]
+    if Role.PREFILL in to_keep and receivers and not any(to_keep[role] for role in receivers):
+        to_keep[Role.PREFILL] = 0
 
 
-def _moves(roles: Roles, new: Mapping[Role, int], kept: Mapping[str, Mapping[Role, int]]) -> bool:
+def _moves(
+    roles: Roles, new: Mapping[Role, int], to_keep: Mapping[str, Mapping[Role, int]]
+) -> bool:
     """Whether this step changes anything, or instances are starting or ending."""
     return any(
         new[role] != state.new
-        or sum(counts[role] for counts in kept.values()) < state.old
+        or sum(counts[role] for counts in to_keep.values()) < state.old
         or state.new_ready < state.new
         or state.leaving
         for role, state in roles.items()
@@ -306,7 +314,7 @@ def _yield_places(
     roles: Roles,
     limits: RolloutLimits,
     revisions: Mapping[str, _Revision],
-    kept: Mapping[str, dict[Role, int]],
+    to_keep: Mapping[str, dict[Role, int]],
 ) -> None:
     """Keep one old instance less where no slot is free for the newest of three revisions.
 
@@ -318,23 +326,26 @@ def _yield_places(
         is_full = _places(roles[role], limits) == roles[role].new < size
         losses = {
             name: _loss(revisions[name], counts, role, sizes)
-            for name, counts in kept.items()
+            for name, counts in to_keep.items()
             if counts[role]
         }
         if is_full and losses:
-            kept[min(losses, key=lambda name: (losses[name], name))][role] -= 1
-    for counts in kept.values():
+            to_keep[min(losses, key=lambda name: (losses[name], name))][role] -= 1
+    for counts in to_keep.values():
         _part_the_unpaired(counts)
 
 
 def _loss(
-    counts: _Revision, kept: Mapping[Role, int], role: Role, sizes: Mapping[Role, int]
+    counts: _Revision, to_keep: Mapping[Role, int], role: Role, sizes: Mapping[Role, int]
 ) -> Fraction:
     """Share that a revision loses without one of the role's kept instances."""
-    fewer = {**kept, role: kept[role] - 1}
-    return _share(_cut(counts, kept), sizes) - _share(_cut(counts, fewer), sizes)
+    fewer = {**to_keep, role: to_keep[role] - 1}
+    return _share(_cut(counts, to_keep), sizes) - _share(_cut(counts, fewer), sizes)
 
 
-def _cut(counts: _Revision, kept: Mapping[Role, int]) -> _Revision:
+def _cut(counts: _Revision, to_keep: Mapping[Role, int]) -> _Revision:
     """A revision reduced to the kept instances; those that are not ready are dropped first."""
-    return {role: Count(kept[role], min(count.ready, kept[role])) for role, count in counts.items()}
+    return {
+        role: Count(to_keep[role], min(count.ready, to_keep[role]))
+        for role, count in counts.items()
+    }

@@ -125,8 +125,8 @@ def find_peak(schedule: Iterable[Peak], now_s: float) -> float:
 
 
 def _lasts(peak: Peak, now: datetime) -> bool:
-    begun = next(CronSim(peak.cron, now, reverse=True))
-    return (now - begun).total_seconds() <= peak.duration_s
+    began = next(CronSim(peak.cron, now, reverse=True))
+    return (now - began).total_seconds() <= peak.duration_s
 
 
 def scale(

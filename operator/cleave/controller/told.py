@@ -130,7 +130,7 @@ def _role_condition(view: "DeploymentView", role: Role, desired: InstancePool | 
     count = desired.spec.replicas if desired else 0
     message = f"{ready} of {count} {role} instances are ready"
     if desired is not None and count == 0:
-        text = f"no {role} instance is wanted now"
+        text = f"no {role} instance is desired now"
         return Condition(_CONDITION_OF[role], True, readiness.ASLEEP, text)
     if ready >= max(1, count):
         return Condition(_CONDITION_OF[role], True, "Ready", message)
@@ -152,11 +152,13 @@ def _kv_path(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> Co
     if not desired:
         return Condition("KVPathVerified", None, "NoInstances")
     if Role.PREFILL not in desired:
-        return Condition("KVPathVerified", True, "NotNeeded", "nothing is handed over")
+        return Condition("KVPathVerified", True, "NotNeeded", "no KV is transferred")
     ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
     reported = [each for name, each in (view.instances or {}).items() if name in ready]
     if not reported:
-        return Condition("KVPathVerified", None, "NotTold", "no gateway has told of instances yet")
+        return Condition(
+            "KVPathVerified", None, "NotReported", "no gateway has reported instances yet"
+        )
     paths = summarize_kv_paths(reported)
     if paths.verified < paths.total:
         return Condition("KVPathVerified", False, "NotVerified", paths.message)
@@ -182,7 +184,7 @@ def _progressing(
     if view.deployment.spec.paused:
         return Condition("Progressing", False, "Paused", "spec.paused: changes wait")
     if decision.question is not None:
-        return Condition("Progressing", True, conditions.PLANNING, "the planner is at work")
+        return Condition("Progressing", True, conditions.PLANNING, "the planner is running")
     roles = _roles(view, desired)
     for role in roles:
         pool, pods = desired.get(role), view.alive(role)
@@ -198,7 +200,7 @@ def _progressing(
             if limited.status:
                 return Condition("Progressing", False, "ScalingLimited", limited.message)
             return Condition("Progressing", True, "Scaling", f"{role} instances start or end")
-    return Condition("Progressing", False, "Settled", "all instances are as they are wanted")
+    return Condition("Progressing", False, "Settled", "all instances are as desired")
 
 
 def _degraded(
