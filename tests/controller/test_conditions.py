@@ -32,7 +32,7 @@ def test_people_are_told_of_changes_once() -> None:
 
 
 def test_what_gets_worse_is_a_warning() -> None:
-    before = settled([], [READY, Condition("Degraded", False, "Whole")], 1, now_s=0)
+    before = settled([], [READY, Condition("Degraded", False, "Complete")], 1, now_s=0)
     worse = [NOT_READY, Condition("Degraded", True, "TooFew", "2 are missing")]
     assert [(each.reason, each.is_warning) for each in told(CHAT, before, worse)] == [
         ("NotReady", True),
@@ -98,7 +98,7 @@ def test_a_new_object_that_is_not_ready_is_no_news_and_its_plan_is() -> None:
     new = [
         NOT_READY,
         Condition("PlanReady", False, "Planning", "the planner is running"),
-        Condition("Degraded", False, "Whole"),
+        Condition("Degraded", False, "Complete"),
         Condition("Progressing", True, "New"),
     ]
     assert [(each.reason, each.is_warning) for each in told(CHAT, [], new)] == [("Planning", False)]

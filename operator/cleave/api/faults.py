@@ -105,8 +105,8 @@ def _choices(value: object, expected: str) -> str:
 
 def _unknown_field(path: Sequence[str | int], root: type[BaseModel]) -> str:
     names = _fields_at(path[:-1], root)
-    known = f"; known here: {', '.join(names)}" if names else ""
-    return f"unknown field{_suggestion(path[-1], names) or known}"
+    suggestions = f"; known here: {', '.join(names)}" if names else ""
+    return f"unknown field{_suggestion(path[-1], names) or suggestions}"
 
 
 def _suggestion(value: object, names: Sequence[str]) -> str:

@@ -83,17 +83,17 @@ def issue(names: Sequence[str], now: datetime, trusted: str = "") -> Certificate
 
 def check(certificate: Certificate, names: Sequence[str], now: datetime) -> None:
     """Raise CertificateError unless it serves these names, is trusted and is valid long enough."""
-    chain, authorities = _read(certificate.chain), _read(certificate.trusted)
-    if not chain:
+    cert_chain, authorities = _read(certificate.chain), _read(certificate.trusted)
+    if not cert_chain:
         raise CertificateError("tls.crt holds no certificate")
-    leaf = chain[0]
+    leaf = cert_chain[0]
     if leaf.not_valid_after_utc - now < RENEWED:
         raise CertificateError(f"ends at {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
     if missing := set(names) - _names(leaf):
         raise CertificateError(f"is not for {', '.join(sorted(missing))}")
     if not _fits(certificate.key, leaf):
         raise CertificateError("tls.key is not the key of tls.crt")
-    if not any(_is_signed(chain[-1], authority) for authority in authorities):
+    if not any(_is_signed(cert_chain[-1], authority) for authority in authorities):
         raise CertificateError("ca.crt holds no CA that signed tls.crt")
 
 
@@ -103,13 +103,13 @@ def from_secret(secret: Mapping[str, object]) -> Certificate | None:
     if not isinstance(data, Mapping):
         return None
     try:
-        trusted, chain, key = (
+        trusted, cert_chain, key = (
             base64.b64decode(data[name], validate=True).decode()
             for name in ("ca.crt", "tls.crt", "tls.key")
         )
     except (KeyError, TypeError, UnicodeDecodeError, binascii.Error):
         return None
-    return Certificate(trusted, chain, key)
+    return Certificate(trusted, cert_chain, key)
 
 
 def to_secret(certificate: Certificate) -> dict[str, str]:

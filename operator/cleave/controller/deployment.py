@@ -131,8 +131,8 @@ def reconcile(view: DeploymentView) -> list[Action]:
             *actions,
             *told.report(view, decision_before, current, replan_outcome, is_applied=is_applied),
         ]
-    if (question := decision.question or replan_outcome.question) is not None:
-        actions.append(Ask(question))
+    if (plan_request := decision.question or replan_outcome.question) is not None:
+        actions.append(Ask(plan_request))
     # Status first: if a later write fails, users still see what exists.
     actions += told.report(view, decision, desired, replan_outcome, is_applied=is_applied)
     return actions + writes

@@ -29,8 +29,8 @@ def report(
     before = status.get("conditions", [])
     ready = Condition("Ready", False, "Invalid", "; ".join(faults))
     merged = conditions.settled(before, [ready], meta.get("generation"), now_s)
-    others = [each for each in before if each["type"] != "Ready"]
+    other_conditions = [each for each in before if each["type"] != "Ready"]
     if [each for each in before if each["type"] == "Ready"] == merged:
         return []
-    new_status = {**status, "conditions": [*merged, *others]}
+    new_status = {**status, "conditions": [*merged, *other_conditions]}
     return [PatchStatus(target, new_status), *conditions.told(target, before, [ready])]

@@ -80,12 +80,12 @@ class Fleets(Generic[K]):
         instances_now = self.last(key) if response is None else response
         previous = self._told.get(key)
         incomplete_before = previous.tries if previous and previous.ready == ready else 0
-        tries = (
+        incomplete_count = (
             0
             if all(_is_told((instances_now or {}).get(name)) for name in ready)
             else min(incomplete_before + 1, 8)
         )
-        self._told[key] = _Told(self._clock(), ready, instances_now, tries)
+        self._told[key] = _Told(self._clock(), ready, instances_now, incomplete_count)
         return instances_now
 
 

@@ -30,10 +30,10 @@ def registry(controller: Controller, metrics: Metrics) -> kopf.OperatorRegistry:
 
     handlers = kopf.OperatorRegistry()
     kopf.on.login(registry=handlers)(kopf.login_via_client)
-    for watched in WATCHED:
-        api = KINDS[watched.kind]
+    for watched_kind in WATCHED:
+        api = KINDS[watched_kind.kind]
         group, _, version = api.version.rpartition("/")
-        kopf.on.event(group, version, api.plural, id=watched.kind, registry=handlers)(on_event)
+        kopf.on.event(group, version, api.plural, id=watched_kind.kind, registry=handlers)(on_event)
     return handlers
 
 
@@ -52,11 +52,11 @@ def settings() -> kopf.OperatorSettings:
     # Else kopf copies each event several times to compute a difference that is not used.
     options.persistence.diffbase_storage = _NoDifferences()
     options.persistence.progress_storage = _NoProgress()
-    for watched in WATCHED:
-        if watched.selector:
-            api = KINDS[watched.kind]
+    for watched_kind in WATCHED:
+        if watched_kind.selector:
+            api = KINDS[watched_kind.kind]
             group, _, version = api.version.rpartition("/")
-            options.watching.label_selectors[group, version, api.plural] = watched.selector
+            options.watching.label_selectors[group, version, api.plural] = watched_kind.selector
     return options
 
 

@@ -57,8 +57,8 @@ async def ask(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> Mapping[st
     Never raises.
     """
     pages = await asyncio.gather(*(_ask(url, timeout_s) for url in sorted(urls)[:_MAX_GATEWAYS]))
-    answers = [page for page in pages if page is not None]
-    return merge(answers) if answers else None
+    responses = [page for page in pages if page is not None]
+    return merge(responses) if responses else None
 
 
 def merge(pages: Iterable[FleetPage]) -> Mapping[str, Instance]:

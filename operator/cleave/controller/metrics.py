@@ -81,10 +81,12 @@ class Collector:
         yield GaugeMetricFamily(
             "cleave_operator_leading", "1 while this operator writes", float(self._is_leading())
         )
-        known = GaugeMetricFamily("cleave_operator_objects", "Objects known", labels=["kind"])
+        cached_objects = GaugeMetricFamily(
+            "cleave_operator_objects", "Objects known", labels=["kind"]
+        )
         for kind, number in self._objects().items():
-            known.add_metric([kind], number)
-        yield known
+            cached_objects.add_metric([kind], number)
+        yield cached_objects
 
 
 def _count(

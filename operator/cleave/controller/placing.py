@@ -184,13 +184,13 @@ def _advised(
     if advice is None and before and before.get("inputs") == request.inputs:
         advice = before
     if advice is not None:
-        shown: tuple[Condition, ...] = _ready("Advised", _reason(advice))
+        conditions_now: tuple[Condition, ...] = _ready("Advised", _reason(advice))
     elif result is not None:
-        shown = _refused(status, result).conditions
+        conditions_now = _refused(status, result).conditions
     else:
-        shown = _not_ready(PLANNING, "the planner is running")
+        conditions_now = _not_ready(PLANNING, "the planner is running")
     to_submit = request if advice is None and result is None else None
-    return Decision(decision.placement, decision.plan, shown, advice, to_submit)
+    return Decision(decision.placement, decision.plan, conditions_now, advice, to_submit)
 
 
 def _held(status: Manifest, expected_inputs: str) -> Placement | None:

@@ -119,15 +119,15 @@ class Desk(Generic[K]):
         return self._inputs.get(key) if key in self._asked else None
 
     def ask(
-        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, question: PlanOutcome
+        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanOutcome
     ) -> None:
         """Submit a request, unless the same one is running; an older one of `key` is cancelled."""
         if key in self._asked:
-            if self._inputs[key] == question:
+            if self._inputs[key] == job:
                 return
             self._asked[key].cancel()
-        self._inputs[key] = question
-        self._asked[key] = asyncio.create_task(self._work(key, deployment, cluster, question))
+        self._inputs[key] = job
+        self._asked[key] = asyncio.create_task(self._work(key, deployment, cluster, job))
 
     def forget(self, key: K) -> None:
         """Cancel the request and drop the result of a deployment that is gone."""

@@ -68,10 +68,10 @@ class PoolView:
     @cached_property
     def parts(self) -> Mapping[str, Sequence[ObservedPod]]:
         """The pods of each instance, by instance name."""
-        found: dict[str, list[ObservedPod]] = {}
+        by_instance: dict[str, list[ObservedPod]] = {}
         for pod in self.pods:
-            found.setdefault(pod.instance or pod.name, []).append(pod)
-        return found
+            by_instance.setdefault(pod.instance or pod.name, []).append(pod)
+        return by_instance
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,11 @@ def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Cr
         leader = _leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
         settings = view.settings
-        for follower in follower_pods(
+        for further_pod in follower_pods(
             pool, leader, device=settings.device, image_prefix=settings.image_prefix
         ):
-            if follower["metadata"]["name"] not in existing:
-                yield Create(wanted.with_template(follower, view.template))
+            if further_pod["metadata"]["name"] not in existing:
+                yield Create(wanted.with_template(further_pod, view.template))
 
 
 def _set(view: "PoolView", name: str, cell: int | None) -> Manifest:

@@ -95,4 +95,4 @@ def _degraded(view: "PoolView", fleet: "Fleet", message: str) -> Condition:
         return Condition("Degraded", True, "Restarting", text)
     if 0 < fleet.ready < view.pool.spec.replicas and len(fleet.all) >= view.pool.spec.replicas:
         return Condition("Degraded", True, "TooFew", message)
-    return Condition("Degraded", False, "Whole", "no instance keeps failing")
+    return Condition("Degraded", False, "Complete", "no instance keeps failing")

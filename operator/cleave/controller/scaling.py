@@ -57,9 +57,9 @@ def measure(
         return Demand(0.0, None, in_flight, quiet_s) if in_flight else None
     rates = list(_rates(windows))
     begins = windows[-1].end_s - calm_s
-    is_watched = windows[0].start_s <= begins
+    is_observed = windows[0].start_s <= begins
     recent = [rate for rate, each in zip(rates, windows, strict=True) if each.end_s > begins]
-    return Demand(rates[-1], max(recent) if is_watched else None, in_flight, quiet_s)
+    return Demand(rates[-1], max(recent) if is_observed else None, in_flight, quiet_s)
 
 
 def _rates(windows: Sequence[Window]) -> Iterator[float]:
@@ -182,9 +182,9 @@ def sized(scaling: Scaling, plan: SelectedPlan, rate: float) -> Counts:
     growth = plan.growth
     if growth is None:
         return planned
-    line = max(growth.per_rate * rate + growth.base - 1e-9, 0.0)
-    whole_workers = max(1, math.ceil(line))
-    workers = min(whole_workers, line + 0.5)
+    exact_workers = max(growth.per_rate * rate + growth.base - 1e-9, 0.0)
+    whole_workers = max(1, math.ceil(exact_workers))
+    workers = min(whole_workers, exact_workers + 0.5)
     if any(pool.per_cell for pool in plan.pools):
         workers = whole_workers
     if rate <= _planned_rate(plan):

@@ -155,13 +155,13 @@ class Store:
             return self._keep_pod(key, manifest)
         return self._keep_child(manifest)
 
-    def _keep_resource(self, place: _Place, manifest: Manifest) -> set[Key]:
-        key = Key(*place)
+    def _keep_resource(self, object_key: _Place, manifest: Manifest) -> set[Key]:
+        key = Key(*object_key)
         self._resources[key] = _parsed(manifest)
-        if place.kind == DEPLOYMENTS:
+        if object_key.kind == DEPLOYMENTS:
             return {key}
-        owner = Key(DEPLOYMENTS, place.namespace, str(manifest["spec"].get("deployment", "")))
-        self._pools_of[owner][place.name] = None
+        owner = Key(DEPLOYMENTS, object_key.namespace, str(manifest["spec"].get("deployment", "")))
+        self._pools_of[owner][object_key.name] = None
         return {key, *self._there([owner])}
 
     def _keep_node(self, manifest: Manifest) -> set[Key]:
@@ -204,42 +204,42 @@ class Store:
         child = observed.child(manifest)
         affected: set[Key] = set()
         for owner in manifest["metadata"].get("ownerReferences", ()):
-            siblings_by_name = self._children[owner["uid"]]
-            if siblings_by_name.get((child.kind, child.name)) != child:
-                siblings_by_name[child.kind, child.name] = child
+            children = self._children[owner["uid"]]
+            if children.get((child.kind, child.name)) != child:
+                children[child.kind, child.name] = child
                 affected.add(Key(owner["kind"], child.namespace, owner["name"]))
         return self._there(affected)
 
-    def _remove(self, place: _Place) -> set[Key]:
-        del self._versions[place]
-        key = Key(*place)
-        if place.kind in (DEPLOYMENTS, POOLS):
+    def _remove(self, object_key: _Place) -> set[Key]:
+        del self._versions[object_key]
+        key = Key(*object_key)
+        if object_key.kind in (DEPLOYMENTS, POOLS):
             removed = self._resources.pop(key, None)
             self._children.pop(removed.meta.get("uid", "") if removed else "", None)
-            owners = [k for k, pools in self._pools_of.items() if place.name in pools]
-            for owner in owners if place.kind == POOLS else ():
-                if owner.namespace == place.namespace:
-                    self._pools_of[owner].pop(place.name, None)
+            owners = [k for k, pools in self._pools_of.items() if object_key.name in pools]
+            for owner in owners if object_key.kind == POOLS else ():
+                if owner.namespace == object_key.namespace:
+                    self._pools_of[owner].pop(object_key.name, None)
             return {key, *self._there(owners)}
-        if place.kind == _NODES:
-            self.nodes.pop(place.name, None)
+        if object_key.kind == _NODES:
+            self.nodes.pop(object_key.name, None)
             return set(self._resources)
-        if pod := self._pods.pop(place, None):
+        if pod := self._pods.pop(object_key, None):
             owners = _owners(pod)
             for owner in owners:
                 self._pods_of[owner].pop(pod.name, None)
             return self._there(owners)
-        return self._remove_child(place)
+        return self._remove_child(object_key)
 
-    def _remove_child(self, place: _Place) -> set[Key]:
+    def _remove_child(self, object_key: _Place) -> set[Key]:
         for key, gateways in self._gateways.items():
-            if key.namespace == place.namespace:
-                gateways.pop(place.name, None)
+            if key.namespace == object_key.namespace:
+                gateways.pop(object_key.name, None)
         affected: set[Key] = set()
         for uid, children in self._children.items():
-            child = children.get((place.kind, place.name))
-            if child is not None and child.namespace == place.namespace:
-                del children[place.kind, place.name]
+            child = children.get((object_key.kind, object_key.name))
+            if child is not None and child.namespace == object_key.namespace:
+                del children[object_key.kind, object_key.name]
                 owners = self._resources.items()
                 affected |= {key for key, entry in owners if entry.meta.get("uid") == uid}
         return affected

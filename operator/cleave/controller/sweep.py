@@ -69,21 +69,21 @@ class Sweep:
 
     async def fill(self) -> None:
         """Put every object of the cluster into the cache. Raises ApiError."""
-        for watched in WATCHED:
-            async for item in self._objects(watched, []):
+        for watched_kind in WATCHED:
+            async for item in self._objects(watched_kind, []):
                 self._controller.seen(item)
 
     async def run(self, period_s: float = PERIOD_S) -> None:
         """List every `period_s` seconds; never returns."""
         while True:
             await asyncio.sleep(period_s)
-            for watched in WATCHED:
+            for watched_kind in WATCHED:
                 try:
-                    await self.sweep(watched)
+                    await self.sweep(watched_kind)
                 except ApiError as error:
-                    log.warning("cannot list %s: %s", watched.kind, error)
+                    log.warning("cannot list %s: %s", watched_kind.kind, error)
 
-    async def sweep(self, watched: Watched) -> int:
+    async def sweep(self, watched_kind: Watched) -> int:
         """Correct what the watch of one kind has missed; returns the number of changes.
 
         Raises ApiError.
@@ -92,43 +92,45 @@ class Sweep:
         listed: dict[tuple[str, str], str] = {}
         unreported: list[Manifest] = []
         versions: list[int] = []
-        async for item in self._objects(watched, versions):
+        async for item in self._objects(watched_kind, versions):
             meta = item["metadata"]
             key = meta.get("namespace", ""), meta["name"]
             listed[key] = meta["uid"]
-            if store.version(watched.kind, *key) < int(meta["resourceVersion"]):
+            if store.version(watched_kind.kind, *key) < int(meta["resourceVersion"]):
                 unreported.append(item)
         await asyncio.sleep(self._patience_s)
-        missed = [item for item in unreported if self._is_missed(watched, item)]
+        missed = [item for item in unreported if self._is_missed(watched_kind, item)]
         for item in missed:
             self._controller.seen(item)
-        deleted = self._controller.lost(watched.kind, listed, min(versions, default=0))
-        self._stale[watched.kind] = self._stale[watched.kind] + 1 if missed or deleted else 0
+        deleted = self._controller.lost(watched_kind.kind, listed, min(versions, default=0))
+        self._stale[watched_kind.kind] = (
+            self._stale[watched_kind.kind] + 1 if missed or deleted else 0
+        )
         if missed or deleted:
             log.warning(
-                "the watch of %s has missed %d changes", watched.kind, len(missed) + deleted
+                "the watch of %s has missed %d changes", watched_kind.kind, len(missed) + deleted
             )
         return len(missed) + deleted
 
-    def _is_missed(self, watched: Watched, item: Manifest) -> bool:
+    def _is_missed(self, watched_kind: Watched, item: Manifest) -> bool:
         meta = item["metadata"]
         cached_version = self._controller.store.version(
-            watched.kind, meta.get("namespace", ""), meta["name"]
+            watched_kind.kind, meta.get("namespace", ""), meta["name"]
         )
         return cached_version < int(meta["resourceVersion"])
 
-    async def _objects(self, watched: Watched, versions: list[int]) -> AsyncIterator[Manifest]:
+    async def _objects(self, watched_kind: Watched, versions: list[int]) -> AsyncIterator[Manifest]:
         """Yield every object of a kind; `versions` gets the resource version of each list."""
-        api = KINDS[watched.kind]
+        api = KINDS[watched_kind.kind]
         namespaces = self._namespaces if self._namespaces and api.is_namespaced else ("",)
         for namespace in namespaces:
             query = {"limit": str(_PAGE)}
-            if watched.selector:
-                query["labelSelector"] = watched.selector
+            if watched_kind.selector:
+                query["labelSelector"] = watched_kind.selector
             while True:
                 page = await self._kube.request("GET", api.path(namespace), query=query)
                 for item in page.get("items", ()):
-                    yield {**item, "apiVersion": api.version, "kind": watched.kind}
+                    yield {**item, "apiVersion": api.version, "kind": watched_kind.kind}
                 meta = page.get("metadata", {})
                 versions.append(int(meta.get("resourceVersion") or 0))
                 if not meta.get("continue"):

@@ -220,4 +220,4 @@ def _degraded(
     ]
     if available.status and missing:
         return Condition("Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}")
-    return Condition("Degraded", False, "Whole", "no instance is missing")
+    return Condition("Degraded", False, "Complete", "no instance is missing")

@@ -75,9 +75,9 @@ def template(pool: InstancePool) -> str:
     return digest({"spec": spec, "image": pool.spec.engine.image or image("worker")})
 
 
-def with_template(manifest: Manifest, template_digest: str) -> Manifest:
+def with_template(manifest: Manifest, template_hash: str) -> Manifest:
     """Return a worker pod with the hash of its pool's template as annotation."""
-    return annotated(manifest, TEMPLATE, template_digest)
+    return annotated(manifest, TEMPLATE, template_hash)
 
 
 def digest(value: object) -> str:

@@ -194,8 +194,8 @@ class Webhook:
 def _show(certificate: Certificate, context: ssl.SSLContext) -> None:
     """Load the certificate for new connections; Python loads certificates from files only."""
     with tempfile.TemporaryDirectory(prefix="cleave-webhook-") as folder:
-        chain, key = Path(folder) / "tls.crt", Path(folder) / "tls.key"
-        chain.write_text(certificate.chain)
-        key.touch(mode=0o600)
-        key.write_text(certificate.key)
-        context.load_cert_chain(chain, key)
+        chain_file, key_file = Path(folder) / "tls.crt", Path(folder) / "tls.key"
+        chain_file.write_text(certificate.chain)
+        key_file.touch(mode=0o600)
+        key_file.write_text(certificate.key)
+        context.load_cert_chain(chain_file, key_file)

@@ -126,11 +126,11 @@ def is_set_possible(pool: InstancePool) -> bool:
 def command(pool: InstancePool, rank: str) -> list[str]:
     """Command line of a further pod; arguments after `--` go to its share of the engine."""
     spec = pool.spec
-    line = ["python", "-m", "cleave_worker.agent.follower"]
-    line += ["--leader", f"$({LEADER_ENV}):{AGENT_PORT}", *engine_flags(spec)]
+    args = ["python", "-m", "cleave_worker.agent.follower"]
+    args += ["--leader", f"$({LEADER_ENV}):{AGENT_PORT}", *engine_flags(spec)]
     shared = multi_node_args(spec, rank, f"$({LEADER_ENV})")
-    line += ["--host", "$(POD_IP)", "--drain-timeout", str(spec.template.drain_timeout_s)]
-    return [*line, "--", *shared, *engine_args(spec)]
+    args += ["--host", "$(POD_IP)", "--drain-timeout", str(spec.template.drain_timeout_s)]
+    return [*args, "--", *shared, *engine_args(spec)]
 
 
 def _follower_spec(

@@ -202,9 +202,9 @@ def _container(
     `internal_port` serves the operator, without API keys.
     """
     gateway, routing, slo = deployment.spec.gateway, deployment.spec.routing, deployment.spec.slo
-    whole_below = plan.whole_below_tokens if plan else None
+    short_prompt_tokens = plan.whole_below_tokens if plan else None
     is_auto = deployment.spec.engine.transfer is Transfer.AUTO
-    ahead_from = plan.ahead_from_tokens if plan and is_auto else None
+    overlap_min_tokens = plan.ahead_from_tokens if plan and is_auto else None
     mounts = [
         {"name": each["name"], "mountPath": f"{_FILES}/{each['name']}", "readOnly": True}
         for each in _volumes(deployment)
@@ -222,8 +222,8 @@ def _container(
             *("--policy", str(routing.policy)),
             *(("--session-header", routing.session_header) if routing.session_header else ()),
             *(("--lengths", lengths) if routing.lengths_config_map else ()),
-            *(("--whole-below", str(whole_below)) if whole_below else ()),
-            *(("--ahead-from", str(ahead_from)) if ahead_from else ()),
+            *(("--whole-below", str(short_prompt_tokens)) if short_prompt_tokens else ()),
+            *(("--ahead-from", str(overlap_min_tokens)) if overlap_min_tokens else ()),
             *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
             *("--late", str(routing.late)),
             *("--queue-limit", str(routing.queue_limit)),

@@ -104,18 +104,18 @@ def container(spec: InstancePoolSpec, device: Device, image_prefix: str) -> Mani
 def command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]:
     """Command line of the agent; arguments after `--` go to the engine."""
     spec = pool.spec
-    line = ["python", "-m", "cleave_worker.agent.main"]
-    line += ["--name", name, "--deployment", spec.deployment, "--revision", spec.revision]
+    args = ["python", "-m", "cleave_worker.agent.main"]
+    args += ["--name", name, "--deployment", spec.deployment, "--revision", spec.revision]
     if cell is not None:
-        line += ["--cell", str(cell)]
-    line += ["--role", f"$({_ROLE_VARIABLE})", *engine_flags(spec)]
-    line += ["--engine", spec.engine.type.lower()]
-    line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT), "--engine-port", str(ENGINE_PORT)]
-    line += ["--drain-timeout", str(spec.template.drain_timeout_s)]
+        args += ["--cell", str(cell)]
+    args += ["--role", f"$({_ROLE_VARIABLE})", *engine_flags(spec)]
+    args += ["--engine", spec.engine.type.lower()]
+    args += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT), "--engine-port", str(ENGINE_PORT)]
+    args += ["--drain-timeout", str(spec.template.drain_timeout_s)]
     if spec.engine.scheduling:
-        line += ["--scheduling", json.dumps(terms(spec.engine.scheduling))]
+        args += ["--scheduling", json.dumps(terms(spec.engine.scheduling))]
     extra = [*multi_node_args(spec, "0", "$(POD_IP)"), *engine_args(spec)]
-    return [*line, "--", *extra] if extra else line
+    return [*args, "--", *extra] if extra else args
 
 
 def engine_flags(spec: InstancePoolSpec) -> list[str]:

@@ -27,9 +27,9 @@ class Course:
     change: Change | None = None
     """The last detected change; None: none was detected."""
 
-    def puts_off(self, late_s: float, interval_s: float) -> bool:
-        """Whether a review that is `late_s` overdue should wait for more evidence of a change."""
-        return self.detector.is_in_doubt and late_s < min(DOUBT_S, _DOUBT * interval_s)
+    def puts_off(self, overdue_s: float, interval_s: float) -> bool:
+        """Whether a review, due since `overdue_s`, should wait for more evidence of a change."""
+        return self.detector.is_in_doubt and overdue_s < min(DOUBT_S, _DOUBT * interval_s)
 
     def is_fresh(self, now_s: float, interval_s: float) -> bool:
         """Whether a change was detected less than an interval ago; each minute adds evidence."""
@@ -71,8 +71,8 @@ def find_start(windows: Sequence[Window], change: Change | None, settled_s: floa
     if change is None or change.at_s <= settled_s:
         return settled_s
     later = join(after) if (after := _list_after(windows, change.at_s)) else None
-    is_known = later is not None and min(later.prompts.num, later.outputs.num) >= FEWEST
-    if change.what is Quantity.RATE and not is_known:
+    has_enough = later is not None and min(later.prompts.num, later.outputs.num) >= FEWEST
+    if change.what is Quantity.RATE and not has_enough:
         return max(change.since_s, settled_s)
     return change.at_s
 

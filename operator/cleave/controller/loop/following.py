@@ -92,11 +92,11 @@ def _rest_on(
     """Make the result's plan the one in force, together with its inputs."""
     if finished.basis is None:
         raise ValueError("finished: lacks the inputs that the plan was made from")
-    basis = finished.basis.model_copy(update={"correction": result.correction})
-    digest = inputs(view.deployment, view.inventory, basis)
-    plan = {**(finished.plan or {}), "inputs": digest}
-    adopted = PlanOutcome(digest, view.inventory.numbers, basis, plan=plan)
-    return replace(outcome, basis=basis, outcome=adopted)
+    fitted = finished.basis.model_copy(update={"correction": result.correction})
+    inputs_hash = inputs(view.deployment, view.inventory, fitted)
+    plan = {**(finished.plan or {}), "inputs": inputs_hash}
+    adopted = PlanOutcome(inputs_hash, view.inventory.numbers, fitted, plan=plan)
+    return replace(outcome, basis=fitted, outcome=adopted)
 
 
 def _advise(

@@ -27,11 +27,13 @@ def collect(statuses: Statuses) -> Iterable[Metric]:
     attainment = _gauge("attainment", "Predicted and observed of what runs", "source")
     correction = _gauge("correction", "What passes of the latency model are multiplied by", "phase")
     drifted = _gauge("plan_drifted", "1 while traffic is not what was planned for")
-    holds = _gauge("prediction_holds", "0 while the latency model is wrong about what runs")
+    prediction_holds = _gauge(
+        "prediction_holds", "0 while the latency model is wrong about what runs"
+    )
     for name, status in statuses.items():
         labels = [name, status.get("model", "")]
         conditions_now = {each.type: each.status for each in conditions.read(status)}
-        for family, kind in ((drifted, DRIFTED), (holds, HOLDS)):
+        for family, kind in ((drifted, DRIFTED), (prediction_holds, HOLDS)):
             if (is_true := conditions_now.get(kind)) is not None:
                 family.add_metric(labels, float(is_true))
         predicted: Manifest = status.get("prediction") or {}
@@ -46,7 +48,7 @@ def collect(statuses: Statuses) -> Iterable[Metric]:
             correction_factors = status.get("correction") or {}
             for phase in ("prefill", "decode"):
                 correction.add_metric([*labels, phase], correction_factors.get(phase, 1.0))
-    return error, latency, attainment, correction, drifted, holds
+    return error, latency, attainment, correction, drifted, prediction_holds
 
 
 def _add_figures(

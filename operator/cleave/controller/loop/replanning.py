@@ -118,12 +118,12 @@ def _said(status: Manifest) -> tuple[Condition, ...]:
 
 def _noticed(recorded: Turn, change: Change | None, reviewed_s: float) -> Turn:
     """Report a detected change at once; the review takes a moment longer."""
-    drifted, *others = recorded.conditions
+    drifted, *rest = recorded.conditions
     if change is None or drifted.status or not _came_after(change, reviewed_s):
         return recorded
     condition = Condition(DRIFTED, True, "TrafficChanged", f"{change}; looking for a better plan")
     event = Event(DRIFTED, f"traffic is not what was planned for: {change}")
-    return replace(recorded, conditions=(condition, *others), events=(event,))
+    return replace(recorded, conditions=(condition, *rest), events=(event,))
 
 
 def _unanswered(view: "DeploymentView", recorded: Turn) -> Turn:
@@ -167,8 +167,8 @@ def _answered(view: "DeploymentView") -> PlanOutcome | None:
 
 def _due(view: "DeploymentView", recorded: Turn, change: Change | None) -> PlanOutcome | None:
     """Return the request for a review if one is due and enough traffic was observed."""
-    settled_s, running = _settled_s(view.status), _running(view)
-    if view.asked is not None or settled_s is None or not running:
+    settled_s, current_pools = _settled_s(view.status), _running(view)
+    if view.asked is not None or settled_s is None or not current_pools:
         return None
     if not _is_time(view, recorded, change, settled_s):
         return None
@@ -186,14 +186,14 @@ def _due(view: "DeploymentView", recorded: Turn, change: Change | None) -> PlanO
     except RefitError:
         return None
     of = bases.traffic_digest(view.deployment)
-    basis = PlanBasis(workload=workload, correction=recorded.correction, of=of)
+    fitted = PlanBasis(workload=workload, correction=recorded.correction, of=of)
     algorithm = str(view.status.get("plan", {}).get("algorithm", ""))
     past_plans = tuple(_left(recorded.plans))
-    review = Review(view.now_s, running, algorithm, recent, settings, past_plans)
+    review = Review(view.now_s, current_pools, algorithm, recent, settings, past_plans)
     return PlanOutcome(
-        inputs(view.deployment, view.inventory, basis),
+        inputs(view.deployment, view.inventory, fitted),
         view.inventory.numbers,
-        basis,
+        fitted,
         review,
         bases.model_digest(view.deployment, view.inventory),
     )
@@ -209,8 +209,8 @@ def _is_time(
     is_corrected = any(each.reason == CORRECTED for each in recorded.conditions)
     interval_s = view.deployment.spec.planning.replan.interval_s
     is_soon = is_corrected or view.course.is_fresh(view.now_s, interval_s)
-    late_s = view.now_s - last_s - interval_s / (_SOON if is_soon else 1)
-    return late_s >= 0 and not view.course.puts_off(late_s, interval_s)
+    overdue_s = view.now_s - last_s - interval_s / (_SOON if is_soon else 1)
+    return overdue_s >= 0 and not view.course.puts_off(overdue_s, interval_s)
 
 
 def _can_be_judged(windows: Sequence[Window], settings: Terms) -> bool:

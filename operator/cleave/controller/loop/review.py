@@ -41,11 +41,11 @@ def answer(
     flips = deployment.spec.pools
     has_manager = flips.flipping is Flipping.AUTO and any(p.role is Role.PREFILL for p in pools)
     manager = make_terms(deployment.spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
-    running = Running(pools, review.algorithm, manager if has_manager else None)
+    running_plan = Running(pools, review.algorithm, manager if has_manager else None)
     past_plans = [Left(_as_found(problem, each.pools, ""), each.at_s) for each in review.left]
     correction = job.basis.correction if job.basis else None
     revision = revise(
-        problem, running, review.windows, to_correction(correction), review.terms, past_plans
+        problem, running_plan, review.windows, to_correction(correction), review.terms, past_plans
     )
     reviewed = Reviewed(
         verdict=revision.decision.verdict,
