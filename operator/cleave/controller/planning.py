@@ -37,8 +37,7 @@ _STAND_IN = "facebook/opt-13b"
 def answer(text: str, cluster: Cluster | None, job: PlanOutcome) -> PlanOutcome:
     """Run the planner for a deployment (as JSON) and return `question` with its result.
 
-    Runs in the planner's process; imports are local, so that the operator does not load the
-    planner's modules.
+    Runs in the planner's process; imports are local, as only that process needs these modules.
     """
     from cleave.controller.loop import review
     from cleave.controller.loop.basis import to_correction
