@@ -61,7 +61,7 @@ def limit(
     nodes: str,
     last: Trial | None,
 ) -> Limit:
-    """Decide about the pods of a pool that wants `wanted` instances, surge included.
+    """Decide about the pods of a pool that needs `desired` instances, surge included.
 
     `nodes`: hash of what the nodes offer and the pool asks for; when it changes, the next attempt
     begins at once. `timeout_s`: how long a pod may be unschedulable. `last`: the recorded attempt.

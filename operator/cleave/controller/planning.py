@@ -35,7 +35,7 @@ _STAND_IN = "facebook/opt-13b"
 
 
 def answer(text: str, cluster: Cluster | None, job: PlanOutcome) -> PlanOutcome:
-    """Run the planner for a deployment (as JSON) and return `question` with its result.
+    """Run the planner for a deployment (as JSON) and return `job` with its result.
 
     Runs in the planner's process; imports are local, as only that process needs these modules.
     """
@@ -80,7 +80,7 @@ def answer(text: str, cluster: Cluster | None, job: PlanOutcome) -> PlanOutcome:
 
 
 def _with_traffic(deployment: LLMDeployment, fitted: PlanBasis | None) -> LLMDeployment:
-    """Return the deployment with the traffic of `basis` instead of its own."""
+    """Return the deployment with the traffic of `fitted` instead of its own."""
     if fitted is None:
         return deployment
     spec = deployment.spec.model_copy(update={"workload": fitted.workload})

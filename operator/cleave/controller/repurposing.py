@@ -31,9 +31,9 @@ class Move:
 
 
 def choose(pods: Sequence[ObservedPod], desired: Pools, current: Pools) -> list[Move]:
-    """Choose the instances whose change of role brings the pools closer to `goals`.
+    """Choose the instances whose change of role brings the pools closer to `desired`.
 
-    `there`: the present pools. None while a rollout is under way: then revisions decide who stays.
+    `current`: the present pools. None during a rollout: then revisions decide which ones stay.
     The least loaded instances change first.
     """
     alive = {role: [p for p in pods if p.role is role and _stays(p)] for role in desired}

@@ -36,7 +36,7 @@ def report(
 ) -> Iterator[Action]:
     """Yield a write of the new status and its Events; nothing when the status is up to date.
 
-    `goals`: the desired pools. `is_applied`: pools and gateways exist as the present spec asks for
+    `desired`: desired pools. `is_applied`: pools and gateways exist as the present spec asks for
     them, ready or not.
     """
     deployment, target = view.deployment, wanted.reference(view.deployment)

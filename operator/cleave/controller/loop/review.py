@@ -33,7 +33,7 @@ from cleave.policy.pooling import make_terms
 def answer(
     deployment: LLMDeployment, problem: Problem, job: PlanOutcome, review: Review
 ) -> PlanOutcome:
-    """Return `question` with the result of `review`. Raises PlanError.
+    """Return `job` with the result of `review`. Raises PlanError.
 
     `problem` has the observed traffic, and the latency model without a correction.
     """
