@@ -102,7 +102,7 @@ def write_aside(name: str, lines: int = QUEUE_LINES) -> Iterator[None]:
 
 
 class _Aside(QueueHandler):
-    """Puts records into a queue that a thread empties; if it is full they are dropped and counted."""
+    """Puts records into a queue that a thread empties; a full queue drops and counts records."""
 
     def __init__(self, lines: int) -> None:
         self._lines: Queue[logging.LogRecord | None] = Queue(lines)

@@ -55,7 +55,7 @@ class SharedTable:
         claims = np.frombuffer(self.memory, np.uint8, offset=CELL_BYTES * (num_cells + rows))
         self._held = claims.reshape(rows, processes + 1)
         self.cells = memoryview(self.memory)[: CELL_BYTES * num_cells].cast("d")
-        """All cells, indexed by `own_at` and `common_at`: ten times as fast as arrays for one cell."""
+        """All cells, indexed by `own_at` and `common_at`: ten times as fast as array items."""
         self.log = make_log(processes)
         """Change log of the rows; only some users write to it."""
 

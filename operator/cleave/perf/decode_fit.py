@@ -72,10 +72,14 @@ def _fit_lines(points: Sequence[Measured], is_common: bool) -> Tables:
         fixed = [(0, ms), (batch, ms)]
     table = curve.tabulate(curve.non_decreasing(fixed), 1.0)
     slope_points = sorted(slopes.items())
-    slope_points = slope_points if len(slope_points) > 1 else [(0, slope_points[0][1]), slope_points[0]]
+    slope_points = (
+        slope_points if len(slope_points) > 1 else [(0, slope_points[0][1]), slope_points[0]]
+    )
     # Below the smallest batch its slope is used: extrapolating slopes would be meaningless.
     first = slope_points[0][0]
-    context = [curve.read(slope_points, max(batch, first)) for batch in range(slope_points[-1][0] + 1)]
+    context = [
+        curve.read(slope_points, max(batch, first)) for batch in range(slope_points[-1][0] + 1)
+    ]
     return table, tuple(context)
 
 
@@ -90,7 +94,8 @@ def _own_slopes(by_batch: dict[int, list[Measured]]) -> dict[int, float]:
     if len(fitted) < 2:
         return common
     return {
-        batch: curve.read(fitted, min(max(batch, fitted[0][0]), fitted[-1][0])) for batch in by_batch
+        batch: curve.read(fitted, min(max(batch, fitted[0][0]), fitted[-1][0]))
+        for batch in by_batch
     }
 
 

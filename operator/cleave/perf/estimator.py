@@ -161,7 +161,7 @@ class ModelEstimator:
         return _Source(timing, single_stage.trust)
 
     def _sources_in_one_piece(self, machine: Machine, tensor: int) -> Iterator[_Source]:
-        """Sources without pipeline stages, best first; the last one, the roofline, always exists."""
+        """Sources without pipeline stages, best first; the last one, the roofline, always works."""
         for each in self._on(machine.gpu):
             sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
             if each.prefill and sizes == (tensor, 1):

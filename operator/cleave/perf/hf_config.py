@@ -28,7 +28,7 @@ class Fields:
     """Path of the object in the file, with a dot at the end; empty: the top level."""
 
     def number(self, *names: str) -> int:
-        """The first of these fields that is present, an integer of at least 1. Raises ConfigError."""
+        """The first present one of these fields, an integer of at least 1. Raises ConfigError."""
         value = self.optional_number(*names)
         if value is None:
             instead = f" (or {', '.join(names[1:])})" if names[1:] else ""

@@ -46,7 +46,9 @@ def network_link(cluster: Cluster, gpu: Gpu) -> Link:
     return between_nodes(gpu, network.bandwidth_gbps, network.latency_us, kind)
 
 
-def _chosen(available: dict[str, Gpu], choices: Sequence[GpuChoice], own: list[Gpu]) -> dict[str, Gpu]:
+def _chosen(
+    available: dict[str, Gpu], choices: Sequence[GpuChoice], own: list[Gpu]
+) -> dict[str, Gpu]:
     faults: list[str] = []
     chosen: dict[str, Gpu] = {}
     for index, choice in enumerate(choices):

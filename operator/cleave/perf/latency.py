@@ -84,7 +84,9 @@ def _read(path: str) -> Profile:
             raise InvalidProfileError(
                 f"{path}: kvCapacityTokens: is missing; set how many tokens an instance holds"
             )
-        return Profile(path, measurement.model, _timing(measurement), measurement.kv_capacity_tokens)
+        return Profile(
+            path, measurement.model, _timing(measurement), measurement.kv_capacity_tokens
+        )
     except InvalidProfileError as error:
         raise UnknownProfileError(str(error)) from error
 

@@ -96,7 +96,7 @@ class ModelShape:
         return round(2 * self.hidden_size * self.head_size * (own_heads + own_kv_heads))
 
     def mlp_parameters(self, width: int) -> int:
-        """Weights of an MLP with this inner width: of a dense layer, an expert or shared experts."""
+        """Weights of an MLP of this inner width: of a dense layer, an expert or shared experts."""
         return (3 if self.has_gated_mlp else 2) * self.hidden_size * width
 
     @property
@@ -214,7 +214,7 @@ class ModelShape:
         return dense, sparse - idle * self.mlp_parameters(self.experts.intermediate_size)
 
     def _over_layers(self, mlp: tuple[int, int]) -> int:
-        """Attention and MLP weights of all layers; `mlp`: (of a dense layer, of an expert layer)."""
+        """Attention and MLP weights of all layers; `mlp`: (of a dense, of an expert layer)."""
         dense_layers = self.experts.dense_layers if self.experts else self.num_layers
         sparse_layers = self.num_layers - dense_layers
         mlps = dense_layers * mlp[0] + sparse_layers * mlp[1]

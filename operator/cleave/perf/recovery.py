@@ -57,7 +57,7 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """Time to resume one stream in ms, without queueing or the handoff, which is always the same."""
+    """Time to resume one stream in ms, without queueing and without the handoff."""
 
     anew_ms: float
     """Prompt and output so far are recomputed."""
@@ -103,7 +103,8 @@ def resume(timing: Timing, residents: Residents, checkpoints: Keeping) -> Resumi
     return Resuming(
         _compute_ms(timing, 0, tokens),
         _compute_ms(timing, cached, tokens),
-        checkpoints.link.send_ms(saved * checkpoints.token_bytes) + _compute_ms(timing, saved, tokens),
+        checkpoints.link.send_ms(saved * checkpoints.token_bytes)
+        + _compute_ms(timing, saved, tokens),
     )
 
 

@@ -66,7 +66,7 @@ def find_spare_prompt(pending: Amount, k1: float, c1: float, limit_ms: float) ->
 
 
 def find_saved_ms(tokens: float, decoding_ms: float, tpot_ms: float, theta: float) -> float:
-    """(d) ms that a request with `tokens` after `decoding_ms` can lose before it misses its TPOT."""
+    """(d) ms that a request with `tokens` after `decoding_ms` can lose without missing its TPOT."""
     return theta * (tpot_ms * tokens - decoding_ms)
 
 

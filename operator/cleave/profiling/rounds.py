@@ -111,7 +111,7 @@ async def measure(client: Client, facts: EngineFacts, settings: Settings, show: 
 async def look_around(
     client: Client, facts: EngineFacts, settings: Settings, rng: random.Random, show: Show
 ) -> Look:
-    """Measure prompts of doubling length until one takes two iterations; also warms up the engine."""
+    """Measure prompts of doubling length until one takes two iterations; warms up the engine."""
     pass_ms: dict[int, float] = {}
     overheads: list[float] = []
     usual = 0

@@ -116,7 +116,7 @@ class PromptShot:
 
 @dataclass(frozen=True, slots=True)
 class BatchShot:
-    """Several prompts in one iteration: sent while a plug, another prompt, keeps the engine busy."""
+    """Several prompts in one iteration: sent while another prompt, the plug, is computed."""
 
     prompts: int
     tokens: int

@@ -28,7 +28,7 @@ class Passes:
         """Parameters of best fit; None until the samples suffice for a fit."""
 
     def add_prompt(self, tokens: float, ms: float) -> None:
-        """Include a prompt with `tokens` uncached tokens that took `ms` at the head of its queue."""
+        """Include a prompt of `tokens` uncached tokens that took `ms` at the head of its queue."""
         if tokens >= 1 and ms > 0:
             self._times.add_prefill(int(tokens), ms)
             self._count()

@@ -150,7 +150,11 @@ def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
     if fleet.flipping is not None:
         thresholds = fleet.flipping
         values |= {"look": PERIOD_MS, "wait": thresholds.wait_ms, "full": thresholds.full}
-        values |= {"rise": thresholds.rise_ms, "calm": thresholds.calm_ms, "idle": thresholds.idle_ms}
+        values |= {
+            "rise": thresholds.rise_ms,
+            "calm": thresholds.calm_ms,
+            "idle": thresholds.idle_ms,
+        }
         values |= {"min_prefill": thresholds.min_prefill, "min_decode": thresholds.min_decode}
     if fleet.packing is not None:
         packing = fleet.packing

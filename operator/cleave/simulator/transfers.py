@@ -40,7 +40,7 @@ def start_pull(state: State, s: int, r: int, now: float) -> None:
 
 
 def end_pull(state: State, r: int, now: float) -> None:
-    """The KV of request `r` has arrived: free it on the prefill instance; the request may decode."""
+    """The KV of request `r` has arrived: free it on the prefill instance; it may decode."""
     request = request_at(state, r)
     request.transfer_end = now
     request.is_pulled = 0
