@@ -29,14 +29,14 @@ class Choice:
     reason: str
 
 
-def choose(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Choice:
+def choose(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) -> Choice:
     """What was asked for; with Auto, what the network between nodes allows."""
-    asked = problem.planning.affinity
-    if asked is not Affinity.AUTO:
-        return Choice(asked, f"{asked.value} affinity as asked for")
+    requested = problem.planning.affinity
+    if requested is not Affinity.AUTO:
+        return Choice(requested, f"{requested.value} affinity as asked for")
     if all(supply.num_nodes == 1 for supply in problem.supplies) and len(problem.supplies) == 1:
         return Choice(Affinity.HIGH, "one node: no KV leaves it")
-    candidate = min(found, key=lambda each: each.gpus)
+    candidate = min(candidates, key=lambda each: each.gpus)
     lengths = trials.lengths()
     size = candidate.parallelism.tensor, candidate.parallelism.pipeline
     moved = kv_transfer(problem.shape, candidate.supply.network_link, size, size, 0.0)

@@ -61,39 +61,39 @@ def supplies(
     for group in cluster.nodes:
         key = find(group.gpu, own).name, group.gpus_per_node
         groups[key] = groups.get(key, 0) + group.count
-    left = {find(choice.type, own).name: choice.max for choice in choices}
-    found = []
+    remaining = {find(choice.type, own).name: choice.max for choice in choices}
+    supplies_found = []
     for (name, per_node), count in groups.items():
-        limit = left.get(name)
-        there = count * per_node
-        usable = there if limit is None else min(there, limit)
+        limit = remaining.get(name)
+        total = count * per_node
+        usable = total if limit is None else min(total, limit)
         if limit is not None:
-            left[name] = limit - usable
+            remaining[name] = limit - usable
         if name in kinds and usable:
             gpu = kinds[name]
             # Every instance is a pod of its own: CUDA IPC needs the PID namespace of the other
             # side, so between pods of one node KV takes the network as well.
             network = inventory.network_link(cluster, gpu)
-            found.append(Supply(name, count, per_node, usable, network, network))
-    return tuple(found)
+            supplies_found.append(Supply(name, count, per_node, usable, network, network))
+    return tuple(supplies_found)
 
 
 def _shape(deployment: LLMDeployment) -> ModelShape:
-    asked = deployment.spec.model
+    model_spec = deployment.spec.model
     try:
-        return model.load(asked.folder or asked.locator)
+        return model.load(model_spec.folder or model_spec.locator)
     except model.UnknownModelError as error:
         raise PlanError([f"spec.model.source: {error}"]) from error
 
 
 def demand(deployment: LLMDeployment, folder: Path) -> Demand:
     """The traffic of `deployment`; a relative trace is looked for in `folder`. Raises PlanError."""
-    stated = deployment.spec.workload
-    if stated is None:
+    workload_spec = deployment.spec.workload
+    if workload_spec is None:
         raise PlanError(
             ["spec.workload: is needed to plan from; state rate, promptTokens and outputTokens"]
         )
     try:
-        return workload.from_spec(stated, folder)
+        return workload.from_spec(workload_spec, folder)
     except workload.DemandError as error:
         raise PlanError([f"spec.workload: {error}"]) from error

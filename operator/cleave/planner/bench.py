@@ -35,8 +35,8 @@ class Bench:
 
     def serve(self, plan: Plan, rate: float) -> Outcome:
         """The plan at `rate` req/s; where instances stay together, one cell at its share."""
-        draft = to_draft(self.problem, plan.pools, plan.algorithm)
-        return self.run(cell_fleet(self.problem, draft), rate / draft.copies)
+        placement = to_draft(self.problem, plan.pools, plan.algorithm)
+        return self.run(cell_fleet(self.problem, placement), rate / placement.copies)
 
     def run(self, served: Fleet, rate: float) -> Outcome:
         """Any fleet at `rate` req/s."""
@@ -129,17 +129,17 @@ def _kind(pool: PlannedPool, kinds: list[str]) -> str:
     """The kind of GPU of a pool as the estimator knows it; emulated instances have no other."""
     if kinds == [EMULATED_GPU]:
         return EMULATED_GPU
-    place = f"spec.placement.manual: {pool.role}: gpu"
+    field = f"spec.placement.manual: {pool.role}: gpu"
     if pool.gpu is None:
         if len(kinds) > 1:
-            raise PlanError([f"{place}: state one of {', '.join(kinds)}"])
+            raise PlanError([f"{field}: state one of {', '.join(kinds)}"])
         return kinds[0]
     if pool.gpu in kinds:
         return pool.gpu
     try:
-        found = find(pool.gpu).name
+        gpu = find(pool.gpu).name
     except UnknownGpuError as error:
-        raise PlanError([f"{place}: {error}"]) from error
-    if found not in kinds:
-        raise PlanError([f"{place}: there is no {found}; there is {', '.join(kinds)}"])
-    return found
+        raise PlanError([f"{field}: {error}"]) from error
+    if gpu not in kinds:
+        raise PlanError([f"{field}: there is no {gpu}; there is {', '.join(kinds)}"])
+    return gpu

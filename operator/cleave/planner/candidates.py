@@ -90,23 +90,23 @@ def candidates(problem: Problem) -> tuple[Candidate, ...]:
 def sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
     """Tensor and pipeline parallel sizes that the nodes have room for."""
     nodes = min(problem.max_nodes_per_instance, supply.num_nodes)
-    most = min(problem.max_gpus, supply.max_gpus)
+    max_gpus = min(problem.max_gpus, supply.max_gpus)
     return [
         (tensor, pipeline)
         for tensor in range(1, supply.gpus_per_node + 1)
         # A stage lies in one node; stages share nodes as far as there is room.
         for pipeline in range(1, nodes * (supply.gpus_per_node // tensor) + 1)
-        if tensor * pipeline <= most
+        if tensor * pipeline <= max_gpus
     ]
 
 
-def by_gpu(found: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+def by_gpu(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
     """Kind of GPU -> its candidates.
 
     Groups of nodes with the same kind would only repeat each other's.
     """
     kinds: dict[str, list[Candidate]] = {}
-    for candidate in found:
+    for candidate in candidates:
         of_kind = kinds.setdefault(candidate.supply.gpu, [])
         if all(other.parallelism != candidate.parallelism for other in of_kind):
             of_kind.append(candidate)

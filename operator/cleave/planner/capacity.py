@@ -39,14 +39,14 @@ class Lengths:
     def of(cls, trace: Trace) -> "Lengths":
         """The lengths of these requests."""
         prompts = trace.prompt_tokens.astype(np.float64)
-        passes = trace.output_tokens.astype(np.float64) - 1
-        contexts = passes * (prompts + (passes + 1) / 2)
-        total = float(passes.sum())
+        steps = trace.output_tokens.astype(np.float64) - 1
+        contexts = steps * (prompts + (steps + 1) / 2)
+        total = float(steps.sum())
         return cls(
             prompt_tokens=float(prompts.mean()),
             prompt_squares=float((prompts**2).mean()),
             longest_prompt=int(prompts.max()),
-            decode_passes=float(passes.mean()),
+            decode_passes=float(steps.mean()),
             decode_context=float(contexts.sum()) / total if total else 0.0,
         )
 
@@ -85,10 +85,10 @@ def prefill_rate(engine: Engine, lengths: Lengths) -> float:
     Attention grows with each prompt's square however it is cut; what passes share is the rest.
     """
     timing = engine.timing
-    most = engine.max_num_batched_tokens
+    max_tokens = engine.max_num_batched_tokens
     if engine.batching is not Batching.VLLM:
-        most = max(most, lengths.longest_prompt)
-    token_ms = min(line(timing.prompt_step, timing.prompt_ms, n) / n for n in _sizes(most))
+        max_tokens = max(max_tokens, lengths.longest_prompt)
+    token_ms = min(line(timing.prompt_step, timing.prompt_ms, n) / n for n in _sizes(max_tokens))
     prompt_ms = token_ms * lengths.prompt_tokens + timing.prompt_square_ms * lengths.prompt_squares
     return timing.stages * 1000.0 / prompt_ms
 
@@ -103,10 +103,10 @@ def decode_rate(engine: Engine, lengths: Lengths, tpot_ms: float = math.inf) -> 
         return math.inf
     timing = engine.timing
     in_memory = engine.kv_capacity_tokens / max(lengths.decode_context, 1.0)
-    most = max(int(min(engine.max_num_seqs, in_memory) / timing.stages), 1)
-    rows = np.array(_sizes(most))
-    passes = _decode_ms(timing, rows, lengths.decode_context)
-    rates = np.where(passes <= tpot_ms, rows / passes, 0.0)
+    max_batch = max(int(min(engine.max_num_seqs, in_memory) / timing.stages), 1)
+    rows = np.array(_sizes(max_batch))
+    step_ms = _decode_ms(timing, rows, lengths.decode_context)
+    rates = np.where(step_ms <= tpot_ms, rows / step_ms, 0.0)
     return timing.stages * 1000.0 * float(rates.max()) / lengths.decode_passes
 
 
@@ -115,25 +115,25 @@ def unloaded_attainment(engine: Engine, trace: Trace, ttft_ms: float, tpot_ms: f
 
     A bound: company never makes a request faster. Infinite targets leave a phase out.
     """
-    met = np.ones(len(trace), dtype=np.bool_)
+    is_met = np.ones(len(trace), dtype=np.bool_)
     if math.isfinite(ttft_ms):
-        met &= trace.prompt_tokens <= _longest_in_time(engine, trace.prompt_tokens, ttft_ms)
+        is_met &= trace.prompt_tokens <= _longest_in_time(engine, trace.prompt_tokens, ttft_ms)
     if math.isfinite(tpot_ms):
         mean_context = trace.prompt_tokens + (trace.output_tokens - 1) / 2
         alone = _decode_ms(engine.timing, np.ones(1, dtype=np.int64), mean_context)
-        met &= (alone <= tpot_ms) | (trace.output_tokens == 1)
-    return float(met.mean())
+        is_met &= (alone <= tpot_ms) | (trace.output_tokens == 1)
+    return float(is_met.mean())
 
 
 def _longest_in_time(engine: Engine, prompt_tokens: NDArray[np.int64], ttft_ms: float) -> int:
     """The longest of these prompts whose pass alone takes at most `ttft_ms`; 0: none."""
     lengths = np.unique(prompt_tokens)
-    place = bisect.bisect_right(
+    position = bisect.bisect_right(
         range(len(lengths)),
         ttft_ms,
         key=lambda number: engine.timing.prefill_ms([int(lengths[number])]),
     )
-    return int(lengths[place - 1]) if place else 0
+    return int(lengths[position - 1]) if position else 0
 
 
 def _decode_ms(
@@ -145,13 +145,13 @@ def _decode_ms(
     ]
     fixed = np.array([line(1.0, timing.decode_ms, int(row)) for row in rows])
     hops = (timing.stages - 1) * (timing.hop_ms + timing.hop_token_ms * rows)
-    passes: NDArray[np.float64] = fixed + context_ms * rows * context + hops
-    return passes
+    step_ms: NDArray[np.float64] = fixed + context_ms * rows * context + hops
+    return step_ms
 
 
-def _sizes(most: int) -> list[int]:
-    """1 to `most`, ever more coarsely; both ends are there."""
+def _sizes(largest: int) -> list[int]:
+    """1 to `largest`, ever more coarsely; both ends are there."""
     sizes = [1]
-    while sizes[-1] < most:
-        sizes.append(min(sizes[-1] + max(1, sizes[-1] // 16), most))
+    while sizes[-1] < largest:
+        sizes.append(min(sizes[-1] + max(1, sizes[-1] // 16), largest))
     return sizes

@@ -22,15 +22,15 @@ def unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str
 
     Without `reads_files` a folder is not looked into.
     """
-    asked = deployment.spec.model
+    model_spec = deployment.spec.model
     if deployment.spec.engine.type is EngineType.EMULATED:
         return None
-    if asked.folder is not None and not reads_files:
+    if model_spec.folder is not None and not reads_files:
         return _FOLDER
     try:
-        model.load(asked.locator)
+        model.load(model_spec.locator)
     except model.UnknownModelError as error:
-        return str(error) if asked.folder else _UNHEARD
+        return str(error) if model_spec.folder else _UNHEARD
     return None
 
 

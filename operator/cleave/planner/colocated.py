@@ -22,33 +22,33 @@ _COARSE = (512, 2048)
 def optimise(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
     """One mixed instance with most goodput per resource; None: none meets the targets."""
 
-    def best(drafts: list[Draft]) -> Rated | None:
-        entries = rating.entries(problem, trials, drafts)
+    def best(placements: list[Draft]) -> Rated | None:
+        entries = rating.entries(problem, trials, placements)
         return rating.best(trials, entries, targets, weight_in(problem), tick)
 
-    return refined(best(_coarse(problem, found)), best)
+    return refined(best(_coarse(problem, candidates)), best)
 
 
 def fewest(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
     """Instead: the instance whose replicas for the asked rate take least."""
 
-    def least(drafts: list[Draft]) -> Rated | None:
-        entries = rating.entries(problem, trials, drafts)
+    def least(placements: list[Draft]) -> Rated | None:
+        entries = rating.entries(problem, trials, placements)
         return rating.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
 
-    return refined(least(_coarse(problem, found)), least)
+    return refined(least(_coarse(problem, candidates)), least)
 
 
 def misconfiguration_cost(
@@ -66,10 +66,10 @@ def misconfiguration_cost(
     return rates[0] / rates[1] if rates[1] else float("inf")
 
 
-def _coarse(problem: Problem, found: Sequence[Candidate]) -> list[Draft]:
+def _coarse(problem: Problem, candidates: Sequence[Candidate]) -> list[Draft]:
     instances = (
         mixed_instance(problem, candidate, batching)
-        for candidate in found
+        for candidate in candidates
         for batching in problem.policies.mixed
     )
     return [

@@ -25,10 +25,10 @@ def disagreements(finalist: Finalist) -> Iterator[str]:
     if expected_ms is None:
         return
     outcome, window = finalist.outcome, finalist.span.window
-    seen_ms = float(np.mean((outcome.prefill_end_ms - outcome.arrival_ms)[window]))
-    if abs(seen_ms - expected_ms) > _AGREES * expected_ms:
+    simulated_ms = float(np.mean((outcome.prefill_end_ms - outcome.arrival_ms)[window]))
+    if abs(simulated_ms - expected_ms) > _AGREES * expected_ms:
         yield (
-            f"mean time to the end of the prompt is {seen_ms:.4g} ms simulated and "
+            f"mean time to the end of the prompt is {simulated_ms:.4g} ms simulated and "
             f"{expected_ms:.4g} ms by the M/D/1 formula (DistServe, Eq. 1-3)"
         )
 

@@ -92,8 +92,8 @@ def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo, mfu: Times) ->
 
 def percentiles(values: Times) -> Percentiles:
     """P50, P90 and P99; nan counts as infinitely late."""
-    whole = np.where(np.isnan(values), np.inf, values)
-    p50, p90, p99 = np.quantile(whole, (0.5, 0.9, 0.99), method="higher")
+    latencies = np.where(np.isnan(values), np.inf, values)
+    p50, p90, p99 = np.quantile(latencies, (0.5, 0.9, 0.99), method="higher")
     return Percentiles(float(p50), float(p90), float(p99))
 
 
@@ -123,7 +123,7 @@ def _stages(outcome: Outcome) -> Iterator[StageTime]:
 
 
 def _instances(outcome: Outcome, fleet: Fleet, mfu: Times) -> Iterator[InstanceLoad]:
-    seen = outcome.instances
+    counters = outcome.instances
     capacity = np.array(
         [
             pool.engine.kv_capacity_tokens
@@ -132,16 +132,16 @@ def _instances(outcome: Outcome, fleet: Fleet, mfu: Times) -> Iterator[InstanceL
             for _ in range(pool.replicas)
         ]
     )
-    duration_ms = seen.duration_ms or math.inf
-    usage = seen.kv_token_ms / (capacity * duration_ms)
-    for place, name in enumerate(instance_names(fleet)):
+    duration_ms = counters.duration_ms or math.inf
+    usage = counters.kv_token_ms / (capacity * duration_ms)
+    for index, name in enumerate(instance_names(fleet)):
         yield InstanceLoad(
             name=name,
-            busy=float(seen.busy_ms[place]) / duration_ms,
-            passes=int(seen.passes[place]),
-            mean_batch=float(seen.mean_batch[place]),
-            kv_usage=float(usage[place]),
-            kv_peak=float(seen.kv_peak_tokens[place] / capacity[place]),
-            preemptions=int(seen.num_preemptions[place]),
-            mfu=float(mfu[place]),
+            busy=float(counters.busy_ms[index]) / duration_ms,
+            passes=int(counters.passes[index]),
+            mean_batch=float(counters.mean_batch[index]),
+            kv_usage=float(usage[index]),
+            kv_peak=float(counters.kv_peak_tokens[index] / capacity[index]),
+            preemptions=int(counters.num_preemptions[index]),
+            mfu=float(mfu[index]),
         )

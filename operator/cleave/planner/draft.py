@@ -104,86 +104,88 @@ class Draft:
 def weight_in(problem: Problem) -> Callable[[Draft], float]:
     """What a draft takes of what the objective counts."""
     objective = problem.planning.objective
-    return lambda draft: draft.resources(objective)
+    return lambda placement: placement.resources(objective)
 
 
-def cell_fleet(problem: Problem, draft: Draft) -> Fleet:
+def cell_fleet(problem: Problem, placement: Draft) -> Fleet:
     """One cell, as the simulator takes it; it serves the rate divided by `draft.copies`."""
     policies = problem.policies
     return Fleet(
-        prefill=_pools(draft, Role.PREFILL),
-        decode=_pools(draft, Role.DECODE),
-        mixed=_pools(draft, Role.MIXED),
-        transfer=transfer(problem, draft),
+        prefill=_pools(placement, Role.PREFILL),
+        decode=_pools(placement, Role.DECODE),
+        mixed=_pools(placement, Role.MIXED),
+        transfer=transfer(problem, placement),
         dispatch_ms=policies.dispatch_ms,
         first_token_by_decode=policies.first_token_by_decode,
     )
 
 
-def transfer(problem: Problem, draft: Draft) -> Transfer:
+def transfer(problem: Problem, placement: Draft) -> Transfer:
     """Moving KV from prefill to decode instances after the prompt, as vLLM's engines pull it.
 
     Nothing without both.
     """
-    sizes = [_size(draft, role) for role in (Role.PREFILL, Role.DECODE) if draft.replicas(role)]
+    sizes = [
+        _size(placement, role) for role in (Role.PREFILL, Role.DECODE) if placement.replicas(role)
+    ]
     if len(sizes) < 2:
         return Transfer()
-    moved = kv_transfer(problem.shape, link(draft), sizes[0], sizes[1], compute_token_ms=0.0)
+    moved = kv_transfer(problem.shape, link(placement), sizes[0], sizes[1], compute_token_ms=0.0)
     return Transfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms)
 
 
-def ahead_from_tokens(problem: Problem, draft: Draft) -> int:
+def ahead_from_tokens(problem: Problem, placement: Draft) -> int:
     """Prompt tokens from which a transfer per layer beats one after the prompt; 0: none do.
 
     Splitwise, section IV-C; rounded up to a power of two, so that little changes change nothing.
     """
-    engines = {group.role: group.instance.engine for group in draft.groups}
+    engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:
         return 0
     compute_ms = engines[Role.PREFILL].timing.prefill_ms([_PROMPT_TOKENS])
     moved = kv_transfer(
         problem.shape,
-        link(draft),
-        _size(draft, Role.PREFILL),
-        _size(draft, Role.DECODE),
+        link(placement),
+        _size(placement, Role.PREFILL),
+        _size(placement, Role.DECODE),
         compute_ms / _PROMPT_TOKENS,
     )
-    found = moved.overlap_from_tokens
-    return 1 << (found - 1).bit_length() if found else 0
+    min_tokens = moved.overlap_from_tokens
+    return 1 << (min_tokens - 1).bit_length() if min_tokens else 0
 
 
-def link(draft: Draft) -> Link:
+def link(placement: Draft) -> Link:
     """What KV takes: the way inside a node when a draft says so or one node holds all of it."""
-    supplies = list({group.instance.candidate.supply for group in draft.groups})
+    supplies = list({group.instance.candidate.supply for group in placement.groups})
     first = supplies[0]
-    is_small = first.num_nodes == 1 or draft.gpus <= first.gpus_per_node
-    if len(supplies) == 1 and (draft.is_in_node or is_small):
+    is_small = first.num_nodes == 1 or placement.gpus <= first.gpus_per_node
+    if len(supplies) == 1 and (placement.is_in_node or is_small):
         return first.node_link
     return reduce(slower, [supply.network_link for supply in supplies])
 
 
-def planned_pools(draft: Draft) -> tuple[PlannedPool, ...]:
+def planned_pools(placement: Draft) -> tuple[PlannedPool, ...]:
     """The pools of all cells, as the answer lists them."""
     return tuple(
         PlannedPool(
             role=group.role,
-            replicas=group.replicas * draft.copies,
+            replicas=group.replicas * placement.copies,
             parallelism=group.instance.candidate.parallelism,
             gpu=group.instance.candidate.supply.gpu,
             batching=group.instance.batching.name,
             max_num_seqs=group.instance.max_num_seqs,
             max_num_batched_tokens=group.instance.max_num_batched_tokens,
-            per_cell=group.replicas if draft.is_in_node and group.role in _HANDING else None,
+            per_cell=group.replicas if placement.is_in_node and group.role in _HANDING else None,
         )
-        for group in draft.groups
+        for group in placement.groups
     )
 
 
-def describe(draft: Draft) -> str:
+def describe(placement: Draft) -> str:
     """In words: `2 prefill (TP 2) + 1 decode (TP 1, PP 2)`."""
     return " + ".join(
-        f"{group.replicas * draft.copies} {group.role} ({_spread(group.instance)})"
-        for group in draft.groups
+        f"{group.replicas * placement.copies} {group.role} ({_spread(group.instance)})"
+        for group in placement.groups
     )
 
 
@@ -192,12 +194,14 @@ def _spread(instance: Instance) -> str:
     return f"TP {size.tensor}" + (f", PP {size.pipeline}" if size.pipeline > 1 else "")
 
 
-def _pools(draft: Draft, role: Role) -> tuple[Pool, ...]:
+def _pools(placement: Draft, role: Role) -> tuple[Pool, ...]:
     return tuple(
-        Pool(group.instance.engine, group.replicas) for group in draft.groups if group.role is role
+        Pool(group.instance.engine, group.replicas)
+        for group in placement.groups
+        if group.role is role
     )
 
 
-def _size(draft: Draft, role: Role) -> tuple[int, int]:
-    size = next(g for g in draft.groups if g.role is role).instance.candidate.parallelism
+def _size(placement: Draft, role: Role) -> tuple[int, int]:
+    size = next(g for g in placement.groups if g.role is role).instance.candidate.parallelism
     return size.tensor, size.pipeline

@@ -53,8 +53,8 @@ class ProfileEstimator:
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
         """None: split instances are not asked for."""
-        whole = (gpu, tensor_parallel_size, pipeline_parallel_size) == (KIND, 1, 1)
-        return self._estimate if whole else None
+        is_unsplit = (gpu, tensor_parallel_size, pipeline_parallel_size) == (KIND, 1, 1)
+        return self._estimate if is_unsplit else None
 
     def why_not(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int

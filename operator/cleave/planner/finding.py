@@ -50,8 +50,8 @@ def drafts(
     plans = list(_colocated(problem, trials, found, targets, tick))
     if problem.planning.disaggregation is not Disaggregation.NEVER:
         if affinity is Affinity.HIGH:
-            spare = plans[0].draft.groups[0] if plans else None
-            plans += _high(problem, trials, found, targets, spare, tick)
+            mixed_group = plans[0].draft.groups[0] if plans else None
+            plans += _high(problem, trials, found, targets, mixed_group, tick)
         else:
             plans += _low(problem, trials, found, targets, tick)
     return plans
@@ -75,9 +75,9 @@ def _colocated(
 
     kinds = candidates.by_gpu(found).values()
     rated = [colocated.fewest(problem, trials, of_kind, targets, step) for of_kind in kinds]
-    best = [each for each in rated if each is not None]
+    smallest_per_gpu = [each for each in rated if each is not None]
     fitted: list[Draft] = []
-    for each in best:
+    for each in smallest_per_gpu:
         tick("replicas of the colocated plan")
         start = replication.copies(problem, each.draft, each.goodput.rate, problem.rate)
         if start is not None:
@@ -86,10 +86,10 @@ def _colocated(
             fitted += [fit] if fit else []
     if fitted:
         ordered = sorted(fitted, key=weight_in(problem))
-        yield from (Found(draft, COLOCATED, True) for draft in ordered)
-    elif best:
-        most = max(best, key=lambda one: _served_by_copies(problem, one))
-        groups, rates = most.draft.groups, [most.goodput.rate]
+        yield from (Found(placement, COLOCATED, True) for placement in ordered)
+    elif smallest_per_gpu:
+        largest = max(smallest_per_gpu, key=lambda option: _served_by_copies(problem, option))
+        groups, rates = largest.draft.groups, [largest.goodput.rate]
         filled = replication.fill(problem, trials, groups, rates, targets)
         if filled is not None:
             yield Found(filled, COLOCATED, False)
@@ -104,7 +104,7 @@ def _high(
     trials: Trials,
     found: Sequence[Candidate],
     targets: Targets,
-    spare: Group | None,
+    mixed_group: Group | None,
     tick: Tick,
 ) -> Iterator[Found]:
     """Fitted plans; where the nodes have no room for any, the one that fills them best."""
@@ -118,19 +118,19 @@ def _high(
     fitted: list[Draft] = []
     for pair in pairs[:_MOST_PAIRS]:
         tick("replicas of prefill and decode instances")
-        wanted = high_affinity.replicated(pair[0], pair[1], problem.rate)
+        replicated = high_affinity.replicated(pair[0], pair[1], problem.rate)
         taken = min((each.resources(objective) for each in fitted), default=math.inf)
-        if wanted.resources(objective) > WORTH_SHOWING * taken:
+        if replicated.resources(objective) > WORTH_SHOWING * taken:
             break
         start = (
-            wanted
-            if packing.fits(problem, wanted)
+            replicated
+            if packing.fits(problem, replicated)
             else _all_there_is(problem, trials, pair, targets)
         )
-        best = _fitted(problem, trials, start, load, spare) if start else None
+        best = _fitted(problem, trials, start, load, mixed_group) if start else None
         if best is not None:
             fitted.append(best)
-    yield from (Found(draft, HIGH, True) for draft in _distinct(fitted))
+    yield from (Found(placement, HIGH, True) for placement in _distinct(fitted))
     if not fitted:
         best_pair = max(pairs, key=lambda pair: _served_by_all(problem, pair), default=None)
         filled = _all_there_is(problem, trials, best_pair, targets) if best_pair else None
@@ -173,8 +173,8 @@ def _phases(
         tick("prefill and decode apart")
 
     efficient = high_affinity.optimise(problem, trials, found, targets, step)
-    rated = [each for one in efficient for each in (one.prefill, one.decode) if each]
-    if not rated or all(problem.rate > _MANY * each.goodput.rate for each in rated):
+    rated = [option for phases in efficient for option in (phases.prefill, phases.decode) if option]
+    if not rated or all(problem.rate > _MANY * option.goodput.rate for option in rated):
         return efficient
     return efficient + high_affinity.fewest(problem, trials, found, targets, step)
 
@@ -192,35 +192,39 @@ def _low(
         return
     cells = [efficient]
     if problem.rate <= _MANY * efficient.goodput.rate:
-        least = low_affinity.fewest(problem, trials, found, targets, step)
-        cells += [least] if least else []
+        smallest = low_affinity.fewest(problem, trials, found, targets, step)
+        cells += [smallest] if smallest else []
     fitted: list[Draft] = []
     for cell in cells:
         tick("replicas of prefill and decode in one node")
-        wanted = replication.copies(problem, cell.draft, cell.goodput.rate, problem.rate)
-        best = _fitted(problem, trials, wanted, Load(problem.rate, targets)) if wanted else None
+        replicated = replication.copies(problem, cell.draft, cell.goodput.rate, problem.rate)
+        best = (
+            _fitted(problem, trials, replicated, Load(problem.rate, targets))
+            if replicated
+            else None
+        )
         if best is not None:
             fitted.append(best)
-    yield from (Found(draft, LOW, True) for draft in _distinct(fitted))
+    yield from (Found(placement, LOW, True) for placement in _distinct(fitted))
     if not fitted:
-        all_there_is = packing.most_copies(problem, efficient.draft)
-        yield Found(efficient.draft.copied(all_there_is), LOW, False)
+        num_cells = packing.most_copies(problem, efficient.draft)
+        yield Found(efficient.draft.copied(num_cells), LOW, False)
 
 
-def _distinct(drafts: Sequence[Draft]) -> list[Draft]:
+def _distinct(placements: Sequence[Draft]) -> list[Draft]:
     """Without those that differ in the limits of a pass, or in their cells, only."""
     shapes = {
         tuple(
-            (g.role, g.instance.candidate, g.replicas * draft.copies) for g in draft.groups
-        ): draft
-        for draft in reversed(drafts)
+            (g.role, g.instance.candidate, g.replicas * placement.copies) for g in placement.groups
+        ): placement
+        for placement in reversed(placements)
     }
     return list(reversed(shapes.values()))
 
 
 def _fitted(
-    problem: Problem, trials: Trials, start: Draft, load: Load, spare: Group | None = None
+    problem: Problem, trials: Trials, start: Draft, load: Load, mixed_group: Group | None = None
 ) -> Draft | None:
     """Shrunk in short trials, then held in long ones."""
-    fitted = replication.fit(problem, trials, start, load, spare)
+    fitted = replication.fit(problem, trials, start, load, mixed_group)
     return replication.hold(problem, trials.at(CONFIRMED), fitted, load) if fitted else None

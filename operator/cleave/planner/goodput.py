@@ -89,20 +89,20 @@ def confirm(
 
     Also tries rates away from the first answer, for an attainment that is not monotone.
     """
-    found = [first]
+    samples = [first]
     for number in range(1, seeds + 1):
         other = trials.reseeded(trials.seed + number)
-        found.append(near(other, fleet, targets, found[-1].rate))
-    found = found[1:]
-    rates = [each.rate for each in found]
+        samples.append(near(other, fleet, targets, samples[-1].rate))
+    samples = samples[1:]
+    rates = [each.rate for each in samples]
     mean = statistics.fmean(rates)
     half = _T_95[seeds] * statistics.stdev(rates) / math.sqrt(seeds)
     return replace(
         first,
         rate=mean,
-        attainment=statistics.fmean(each.attainment for each in found),
+        attainment=statistics.fmean(each.attainment for each in samples),
         is_monotone=first.is_monotone
-        and all(each.is_monotone for each in found)
+        and all(each.is_monotone for each in samples)
         and (not mean or _falls(trials, fleet, targets, mean)),
         interval=(max(mean - half, 0.0), mean + half),
     )
@@ -132,11 +132,11 @@ def _falls(trials: Trials, fleet: Fleet, targets: Targets, rate: float) -> bool:
     """
     long = trials.span(rate, targets)
     span = replace(long, counted=min(long.counted, trials.precision.min_requests))
-    met = [
+    is_met = [
         trials.shares(fleet, rate * factor, targets, span).both >= targets.attainment
         for factor in _AROUND
     ]
-    return met == sorted(met, reverse=True)
+    return is_met == sorted(is_met, reverse=True)
 
 
 @dataclass(slots=True)
@@ -198,16 +198,16 @@ class _Bisection:
 
     def _between(self, low: float, high: float) -> float:
         """Where a straight line through both attainments meets the goal, not too near an end."""
-        goal = self.targets.attainment
-        above, below = self.tried[low] - goal, goal - self.tried.get(high, 0.0)
+        target = self.targets.attainment
+        above, below = self.tried[low] - target, target - self.tried.get(high, 0.0)
         # Near the flat top of the curve the line says little; halving keeps the pace.
         part = above / (above + below) if above + below > 0 else 0.5
         return low + (high - low) * min(max(part, _EDGE), 1 - _EDGE)
 
     def _found(self, rate: float) -> Goodput:
-        met = [self.tried[each] >= self.targets.attainment for each in sorted(self.tried)]
+        is_met = [self.tried[each] >= self.targets.attainment for each in sorted(self.tried)]
         return Goodput(
             rate=rate,
             attainment=self.tried.get(rate, 0.0),
-            is_monotone=met == sorted(met, reverse=True),
+            is_monotone=is_met == sorted(is_met, reverse=True),
         )

@@ -55,7 +55,7 @@ def best_size(problem: Problem) -> BestSize:
 
     Raises ScalingError when no size decodes within the TPOT target.
     """
-    found: list[BestSize] = []
+    best_sizes: list[BestSize] = []
     faults: list[ScalingError] = []
     for gpu, workers in _workers(problem).items():
         try:
@@ -63,10 +63,10 @@ def best_size(problem: Problem) -> BestSize:
         except ScalingError as error:
             faults.append(error)
         else:
-            found.append(BestSize(gpu, sizes))
-    if not found:
+            best_sizes.append(BestSize(gpu, sizes))
+    if not best_sizes:
         raise faults[0] if faults else ScalingError("the model fits no worker without a pipeline")
-    return max(found, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
+    return max(best_sizes, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
 
 
 def growth(problem: Problem, plan: Plan) -> Growth:
@@ -101,10 +101,10 @@ def growth(problem: Problem, plan: Plan) -> Growth:
 def told(problem: Problem, plan: Plan) -> PlanGrowth | None:
     """Eq. 7 as a status tells it; None where it cannot be said."""
     try:
-        found = growth(problem, plan)
+        fitted = growth(problem, plan)
     except ScalingError:
         return None
-    worker, law = found.worker[0], found.law
+    worker, law = fitted.worker[0], fitted.law
     planned = next(pool for pool in plan.pools if pool.role is worker.role)
     return PlanGrowth(
         workers=planned.replicas // worker.replicas,
@@ -138,28 +138,28 @@ def _sizes_document(problem: Problem) -> dict[str, Any] | None:
 
 def _growth_document(problem: Problem, plan: Plan) -> dict[str, Any] | None:
     try:
-        found = growth(problem, plan)
+        fitted = growth(problem, plan)
     except ScalingError:
         return None
     return {
-        "worker": " + ".join(pool_label(pool) for pool in found.worker),
-        "k5": found.law.k5,
-        "c5": found.law.c5,
-        "lowestRate": found.law.lowest_rate,
-        "counts": [{"rate": rate, "workers": count} for rate, count in found.counts.items()],
+        "worker": " + ".join(pool_label(pool) for pool in fitted.worker),
+        "k5": fitted.law.k5,
+        "c5": fitted.law.c5,
+        "lowestRate": fitted.law.lowest_rate,
+        "counts": [{"rate": rate, "workers": count} for rate, count in fitted.counts.items()],
     }
 
 
 def _workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
     """By kind of GPU and number of GPUs, for the kinds on which the model fits."""
-    found: dict[str, dict[int, Estimate]] = {}
+    workers: dict[str, dict[int, Estimate]] = {}
     for supply in problem.supplies:
-        most = min(supply.gpus_per_node, supply.max_gpus, problem.max_gpus)
-        for gpus in range(1, most + 1):
+        max_gpus = min(supply.gpus_per_node, supply.max_gpus, problem.max_gpus)
+        for gpus in range(1, max_gpus + 1):
             estimate = problem.estimator.estimate(supply.gpu, gpus, 1)
             if estimate is not None:
-                found.setdefault(supply.gpu, {})[gpus] = estimate
-    return found
+                workers.setdefault(supply.gpu, {})[gpus] = estimate
+    return workers
 
 
 def _times(cell: Draft, workers: int) -> Draft:

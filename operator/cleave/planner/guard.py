@@ -89,8 +89,8 @@ class Judgement:
     @property
     def error(self) -> float | None:
         """The largest, by amount; None: nothing was judged."""
-        judged = (each.error for each in self.comparisons if each.is_judged)
-        return max(judged, key=abs, default=None)
+        assessed = (each.error for each in self.comparisons if each.is_judged)
+        return max(assessed, key=abs, default=None)
 
     @property
     def reason(self) -> str:
@@ -107,135 +107,138 @@ class Judgement:
 
 def judge(
     problem: Problem,
-    running: Running,
+    running_plan: Running,
     windows: Sequence[Window],
     correction: Correction = NONE,
     threshold: float = THRESHOLD,
     settle_s: float = SETTLE_S,
 ) -> Judgement:
-    """Compare what `running` did in `windows` with what the model says, and correct that.
+    """Compare what `running_plan` did in `windows` with what the model says, and correct that.
 
     `problem` states their traffic, and the model as it is without a correction; `correction` is
     the one in force. Raises PlanError when the pools cannot be simulated.
     """
     settled = list_settled(windows, settle_s)
-    seen = join(settled) if settled else Window(0.0, 0.0, 0.0)
-    model = Model(problem, running, seen.length_s)
-    is_enough = min(seen.ttft.num, seen.tpot.num) >= FEWEST
+    observed = join(settled) if settled else Window(0.0, 0.0, 0.0)
+    model = Model(problem, running_plan, observed.length_s)
+    is_enough = min(observed.ttft.num, observed.tpot.num) >= FEWEST
     expected = model.show(correction) if is_enough else None
     if expected is None or len(expected.tpot_ms) < FEWEST:
-        return Judgement((), find_attainment(model.corrected(correction), running), correction)
+        return Judgement((), find_attainment(model.corrected(correction), running_plan), correction)
     faster = model.show(correction.times(1 - _SLACK))
     slower = model.show(correction.times(1 + _SLACK))
-    comparisons = tuple(_compare(seen, expected, faster, slower, threshold))
-    long_run = find_attainment(model.corrected(correction), running)
-    is_better = (seen.attainment or 0.0) > expected.attainment + _SURPRISE
-    if expected.is_lending or _fails(long_run, seen, problem.slo.attainment):
+    comparisons = tuple(_compare(observed, expected, faster, slower, threshold))
+    long_run = find_attainment(model.corrected(correction), running_plan)
+    is_better = (observed.attainment or 0.0) > expected.attainment + _SURPRISE
+    if expected.is_lending or _fails(long_run, observed, problem.slo.attainment):
         comparisons = tuple(
             each if is_better and each.error < 0 else each.excused() for each in comparisons
         )
         if not any(each.is_judged for each in comparisons):
             return Judgement(comparisons, expected.attainment, correction)
-    if expected.is_overloaded and _is_late(model, seen):
+    if expected.is_overloaded and _is_late(model, observed):
         comparisons = tuple(
             each if each.name.endswith("TPOT") else each.excused() for each in comparisons
         )
-    wanted = _seek(model, seen, correction)
+    fitted = _seek(model, observed, correction)
     weight = 1.0 if is_better or any(each.is_beyond for each in comparisons) else _GENTLE
-    return Judgement(comparisons, expected.attainment, _step(correction, wanted, weight, seen))
+    return Judgement(comparisons, expected.attainment, _step(correction, fitted, weight, observed))
 
 
-def _fails(long_run: float, seen: Window, goal: float) -> bool:
+def _fails(long_run: float, observed: Window, target: float) -> bool:
     """Whether what runs fails badly by both: how badly depends on since when."""
-    return long_run < goal / 2 and (seen.attainment or 0.0) < goal
+    return long_run < target / 2 and (observed.attainment or 0.0) < target
 
 
 def _compare(
-    seen: Window, expected: Shown, faster: Shown, slower: Shown, threshold: float
+    observed: Window, expected: Shown, faster: Shown, slower: Shown, threshold: float
 ) -> Iterable[Comparison]:
     """Through the same buckets: the quantiles of both sides are then coarse alike."""
-    for name, observed, times in (
-        ("TTFT", seen.ttft, [each.ttft_ms for each in (expected, faster, slower)]),
-        ("TPOT", seen.tpot, [each.tpot_ms for each in (expected, faster, slower)]),
+    for name, buckets, times in (
+        ("TTFT", observed.ttft, [each.ttft_ms for each in (expected, faster, slower)]),
+        ("TPOT", observed.tpot, [each.tpot_ms for each in (expected, faster, slower)]),
     ):
-        foreseen = [Buckets.of((each / 1000).tolist(), observed.bounds) for each in times]
+        foreseen = [Buckets.of((each / 1000).tolist(), buckets.bounds) for each in times]
         for quantile in (0.5, 0.9):
             middle, low, high = (each.find_quantile_ms(quantile) or 0.0 for each in foreseen)
-            found = observed.find_quantile_ms(quantile) or 0.0
-            is_beyond = not low / (1 + threshold) <= found <= high * (1 + threshold)
-            yield Comparison(f"P{quantile * 100:.0f} {name}", middle, found, is_beyond)
+            observed_ms = buckets.find_quantile_ms(quantile) or 0.0
+            is_beyond = not low / (1 + threshold) <= observed_ms <= high * (1 + threshold)
+            yield Comparison(f"P{quantile * 100:.0f} {name}", middle, observed_ms, is_beyond)
 
 
-def _seek(model: Model, seen: Window, start: Correction) -> Correction:
+def _seek(model: Model, observed: Window, start: Correction) -> Correction:
     """The correction with which the model shows what was seen, one step from `start` at most."""
-    tpot_s, middle = seen.tpot.mean or 0.0, _find_middle(seen.ttft)
+    tpot_s, middle = observed.tpot.mean or 0.0, _find_middle(observed.ttft)
     # Where both phases share passes, the time per token says as much of the one as of the other.
-    is_apart = any(pool.role is Role.DECODE for pool in model.running.pools)
+    is_disaggregated = any(pool.role is Role.DECODE for pool in model.running.pools)
     ratio = start.prefill / start.decode
-    found = start
+    fitted = start
     for _ in range(_ROUNDS):
-        prefill = found.prefill
+        prefill = fitted.prefill
 
         def slow_tokens(
             factor: float, prefill: float = prefill, ratio: float = ratio
         ) -> Correction:
             shared = corrected.bound(factor * ratio)
-            return replace(start, decode=factor, prefill=prefill if is_apart else shared)
+            return replace(start, decode=factor, prefill=prefill if is_disaggregated else shared)
 
         def slow_prompts(factor: float, decode: float) -> Correction:
             return replace(start, decode=decode, prefill=factor)
 
-        found = _solve(
-            slow_tokens, lambda one: _mean_s(model.show(one).tpot_ms), start.decode, tpot_s
+        fitted = _solve(
+            slow_tokens,
+            lambda candidate: _mean_s(model.show(candidate).tpot_ms),
+            start.decode,
+            tpot_s,
         )
-        shown = model.show(found)
-        if shown.is_overloaded and _is_late(model, seen):
+        simulated = model.show(fitted)
+        if simulated.is_overloaded and _is_late(model, observed):
             # How long queues are tells since when it is overloaded, and nothing of passes.
             break
-        found = _solve(
-            partial(slow_prompts, decode=found.decode),
-            lambda one: _middle_of(model.show(one), seen),
+        fitted = _solve(
+            partial(slow_prompts, decode=fitted.decode),
+            lambda candidate: _middle_of(model.show(candidate), observed),
             start.prefill,
             middle,
         )
-        ratio = found.prefill / found.decode
-    return found
+        ratio = fitted.prefill / fitted.decode
+    return fitted
 
 
-def _is_late(model: Model, seen: Window) -> bool:
-    return (seen.ttft_p50_ms or 0.0) > model.problem.slo.ttft_ms
+def _is_late(model: Model, observed: Window) -> bool:
+    return (observed.ttft_p50_ms or 0.0) > model.problem.slo.ttft_ms
 
 
 def _solve(
     make: Callable[[float], Correction],
     show: Callable[[Correction], float],
     start: float,
-    wanted: float,
+    target: float,
 ) -> Correction:
     """Bisection in the logarithm: longer passes never show shorter times."""
     low, high = (math.log(corrected.bound(each)) for each in (start / _STEP, start * _STEP))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if show(make(math.exp(middle))) < wanted:
+        if show(make(math.exp(middle))) < target:
             low = middle
         else:
             high = middle
     return make(math.exp((low + high) / 2))
 
 
-def _step(start: Correction, wanted: Correction, weight: float, seen: Window) -> Correction:
+def _step(start: Correction, fitted: Correction, weight: float, observed: Window) -> Correction:
     def move(old: float, new: float) -> float:
         part = (new / old) ** weight
         return old if abs(part - 1) < _CLOSE else float(f"{old * part:.4g}")
 
-    prefill, decode = move(start.prefill, wanted.prefill), move(start.decode, wanted.decode)
+    prefill, decode = move(start.prefill, fitted.prefill), move(start.decode, fitted.decode)
     if (prefill, decode) == (start.prefill, start.decode):
         return start
-    return Correction(prefill, decode, start.num_requests + round(seen.ttft.num))
+    return Correction(prefill, decode, start.num_requests + round(observed.ttft.num))
 
 
-def _middle_of(foreseen: Shown, seen: Window) -> float:
-    return _find_middle(Buckets.of((foreseen.ttft_ms / 1000).tolist(), seen.ttft.bounds))
+def _middle_of(foreseen: Shown, observed: Window) -> float:
+    return _find_middle(Buckets.of((foreseen.ttft_ms / 1000).tolist(), observed.ttft.bounds))
 
 
 def _find_middle(buckets: Buckets) -> float:

@@ -31,7 +31,7 @@ class Phases:
 def optimise(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Phases, ...]:
@@ -40,13 +40,13 @@ def optimise(
     def best(tried: list[Entry], alone: Targets) -> Rated | None:
         return rating.best(trials, tried, alone, weight_in(problem), tick)
 
-    return _phases(problem, trials, found, targets, best)
+    return _phases(problem, trials, candidates, targets, best)
 
 
 def fewest(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Phases, ...]:
@@ -55,7 +55,7 @@ def fewest(
     def least(tried: list[Entry], alone: Targets) -> Rated | None:
         return rating.fewest(trials, tried, alone, weight_in(problem), problem.rate, tick)
 
-    return _phases(problem, trials, found, targets, least)
+    return _phases(problem, trials, candidates, targets, least)
 
 
 def pairs(problem: Problem, phases: Sequence[Phases]) -> list[tuple[Rated, Rated]]:
@@ -87,15 +87,15 @@ def single(problem: Problem, candidate: Candidate, role: Role) -> Draft:
 def _phases(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     choose: Callable[[list[Entry], Targets], Rated | None],
 ) -> tuple[Phases, ...]:
     """What `choose` takes for either phase, of each kind of GPU."""
 
     def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
-        def chosen(drafts: list[Draft]) -> Rated | None:
-            return choose(rating.entries(problem, trials, drafts, _phase_fleet), alone)
+        def chosen(placements: list[Draft]) -> Rated | None:
+            return choose(rating.entries(problem, trials, placements, _phase_fleet), alone)
 
         return refined(chosen([single(problem, each, role) for each in of_kind]), chosen)
 
@@ -105,13 +105,13 @@ def _phases(
             phase(of_kind, Role.PREFILL, targets.prefill_only),
             phase(of_kind, Role.DECODE, targets.decode_only),
         )
-        for gpu, of_kind in by_gpu(found).items()
+        for gpu, of_kind in by_gpu(candidates).items()
     )
 
 
-def _phase_fleet(problem: Problem, draft: Draft) -> Fleet:
+def _phase_fleet(problem: Problem, placement: Draft) -> Fleet:
     """Of one phase. simu_decode's requests bring their first token, so waits count in TPOT."""
-    return replace(cell_fleet(problem, draft), first_token_by_decode=False)
+    return replace(cell_fleet(problem, placement), first_token_by_decode=False)
 
 
 def _parallelism(rated: Rated) -> Parallelism:

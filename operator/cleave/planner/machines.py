@@ -43,21 +43,21 @@ def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
     Of the ways to split the model over all GPUs of a node, the one with the most tensor
     parallelism counts. Raises ProvisioningError when the model fits no kind of node.
     """
-    found, missing = [], []
+    nodes_found, missing = [], []
     for supply in {each.gpu: each for each in problem.supplies}.values():
         node = _node(problem, supply, suffix)
         if node is None:
             reason = problem.estimator.why_not(supply.gpu, supply.gpus_per_node, 1)
             missing.append(f"{supply.gpus_per_node} x {supply.gpu}: {reason}")
         else:
-            found.append(node)
-    if not found:
+            nodes_found.append(node)
+    if not nodes_found:
         raise ProvisioningError(f"the model fits no kind of node ({'; '.join(missing)})")
-    return tuple(found)
+    return tuple(nodes_found)
 
 
 def capped(
-    problem: Problem, found: Sequence[Node], cluster: Cluster, folder: Path, share: float
+    problem: Problem, uncapped: Sequence[Node], cluster: Cluster, folder: Path, share: float
 ) -> tuple[Node, ...]:
     """The same machines with each GPU held to `share` of its power (HHcap's token machines).
 
@@ -70,29 +70,32 @@ def capped(
             power_cap_watts=share * node.machine.estimate.power_watts / math.prod(node.sizes),
             price_per_hour=node.machine.estimate.cost_per_hour / math.prod(node.sizes),
         )
-        for node in found
+        for node in uncapped
     ]
-    held = for_cluster(problem.shape, cluster, choices, folder)
-    return nodes(replace(problem, estimator=held), f" at {share:.0%}")
+    estimator = for_cluster(problem.shape, cluster, choices, folder)
+    return nodes(replace(problem, estimator=estimator), f" at {share:.0%}")
 
 
 def pairs(shape: ModelShape, prompt: Sequence[Node], token: Sequence[Node]) -> tuple[Pair, ...]:
     """Every prompt kind with every token kind, and each prompt kind alone with mixed machines."""
-    split = (
+    disaggregated = (
         Pair(
-            f"{one.machine.name} + {other.machine.name}",
-            one.machine,
+            f"{prompt_node.machine.name} + {other.machine.name}",
+            prompt_node.machine,
             other.machine,
-            _transfer(shape, one, other),
+            _transfer(shape, prompt_node, other),
         )
-        for one in prompt
+        for prompt_node in prompt
         for other in token
     )
-    mixed = (Pair(f"{one.machine.name} mixed", one.machine, None) for one in prompt)
-    return (*split, *mixed)
+    mixed = (
+        Pair(f"{prompt_node.machine.name} mixed", prompt_node.machine, None)
+        for prompt_node in prompt
+    )
+    return (*disaggregated, *mixed)
 
 
-def slowest(found: Sequence[Node], demand: Demand) -> Machine:
+def slowest(candidates: Sequence[Node], demand: Demand) -> Machine:
     """The machine on which a request of mean lengths alone takes longest: slowdowns' reference."""
     prompt, output = round(demand.mean_prompt_tokens), demand.mean_output_tokens
 
@@ -100,7 +103,7 @@ def slowest(found: Sequence[Node], demand: Demand) -> Machine:
         timing = node.machine.estimate.timing
         return timing.prefill_ms([prompt]) + output * timing.decode_pass_ms(1, prompt)
 
-    return max(found, key=alone_ms).machine
+    return max(candidates, key=alone_ms).machine
 
 
 def _node(problem: Problem, supply: Supply, suffix: str) -> Node | None:

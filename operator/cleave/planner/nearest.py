@@ -39,15 +39,15 @@ class _Option:
 
 
 def nearest_slo(
-    problem: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets
+    problem: Problem, trials: Trials, candidates: Sequence[Candidate], targets: Targets
 ) -> NearestSlo | None:
     """The tightest multiple of both targets that some plan holds at the asked rate.
 
     None: none was found, mostly as the GPUs cannot keep up with the rate however long it may take.
     """
     options = [
-        _Option(draft, _scale(problem, trials, draft, targets))
-        for draft in _drafts(problem, trials, found)
+        _Option(placement, _scale(problem, trials, placement, targets))
+        for placement in _drafts(problem, trials, candidates)
     ]
     best = min(options, key=lambda option: option.scale, default=None)
     if best is None or math.isinf(best.scale):
@@ -58,18 +58,20 @@ def nearest_slo(
     return NearestSlo(scale, targets.ttft_ms * scale, targets.tpot_ms * scale, describe(best.draft))
 
 
-def _drafts(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Iterator[Draft]:
+def _drafts(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) -> Iterator[Draft]:
     """Colocated and split plans with instances in plenty, as far as the nodes have room."""
     lengths, rate = trials.lengths(), problem.rate
-    for candidate in found:
+    for candidate in candidates:
         for batching in problem.policies.mixed:
             group = Group(Role.MIXED, mixed_instance(problem, candidate, batching), 1)
-            one = Draft((group,))
-            bound = capacity.fleet_rate(cell_fleet(problem, one), lengths)
-            copies = packing.most_copies(problem, one, math.ceil(_UNHURRIED * rate / bound))
+            single_instance = Draft((group,))
+            bound = capacity.fleet_rate(cell_fleet(problem, single_instance), lengths)
+            copies = packing.most_copies(
+                problem, single_instance, math.ceil(_UNHURRIED * rate / bound)
+            )
             if copies:
                 yield replication.celled(Draft((Group(group.role, group.instance, copies),)))
-    prefills, decodes = _shortlists(found, lengths)
+    prefills, decodes = _shortlists(candidates, lengths)
     for prefill in prefills:
         for decode in decodes:
             if prefill.supply == decode.supply and problem.can_pair(
@@ -83,7 +85,7 @@ def _drafts(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Ite
 
 
 def _shortlists(
-    found: Sequence[Candidate], lengths: capacity.Lengths
+    candidates: Sequence[Candidate], lengths: capacity.Lengths
 ) -> tuple[list[Candidate], list[Candidate]]:
     """The quickest for a mean prompt, and the quickest for one token; the smaller of equals."""
 
@@ -93,7 +95,7 @@ def _shortlists(
     def decode_ms(candidate: Candidate) -> float:
         return candidate.estimate.timing.decode_pass_ms(1, round(lengths.decode_context))
 
-    by_size = sorted(found, key=lambda each: each.gpus)
+    by_size = sorted(candidates, key=lambda each: each.gpus)
     return sorted(by_size, key=prefill_ms)[:_SHORT], sorted(by_size, key=decode_ms)[:_SHORT]
 
 
@@ -102,20 +104,20 @@ def _split(problem: Problem, groups: list[Group], lengths: capacity.Lengths) -> 
         capacity.prefill_rate(groups[0].instance.engine, lengths),
         capacity.decode_rate(groups[1].instance.engine, lengths),
     ]
-    wanted = tuple(
+    replicated = tuple(
         Group(g.role, g.instance, max(1, math.ceil(_UNHURRIED * problem.rate / bound)))
         for g, bound in zip(groups, bounds, strict=True)
     )
-    plenty = replication.celled(Draft(wanted))
+    plenty = replication.celled(Draft(replicated))
     if packing.fits(problem, plenty):
         yield plenty
     elif (filled := replication.filled(problem, groups, bounds)) is not None:
         yield filled
 
 
-def _scale(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> float:
+def _scale(problem: Problem, trials: Trials, placement: Draft, targets: Targets) -> float:
     """Smallest factor on both targets that enough requests stay below."""
-    fleet, rate = cell_fleet(problem, draft), problem.rate / draft.copies
+    fleet, rate = cell_fleet(problem, placement), problem.rate / placement.copies
     span = trials.span(rate, targets)
     if capacity.fleet_rate(fleet, trials.lengths(span.total)) <= rate:
         return math.inf  # its queues would grow for ever; a finite trace does not show that

@@ -10,38 +10,39 @@ from cleave.planner.draft import Draft
 from cleave.planner.problem import Problem, Supply
 
 
-def fits(problem: Problem, draft: Draft) -> bool:
+def fits(problem: Problem, placement: Draft) -> bool:
     """Whether all cells find room."""
-    if draft.gpus > problem.max_gpus:
+    if placement.gpus > problem.max_gpus:
         return False
     return all(
         sum(size * count for size, count in pieces.items()) <= supply.max_gpus
         and _is_packable(pieces, supply)
-        for supply, pieces in _pieces(draft).items()
+        for supply, pieces in _pieces(placement).items()
     )
 
 
-def most_copies(problem: Problem, draft: Draft, limit: int = 1 << 20) -> int:
+def most_copies(problem: Problem, placement: Draft, limit: int = 1 << 20) -> int:
     """How many cells like this one find room, at most `limit`."""
-    low, high = 0, min(limit, problem.max_gpus // max(draft.copied(1).gpus, 1)) + 1
+    low, high = 0, min(limit, problem.max_gpus // max(placement.copied(1).gpus, 1)) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(problem, draft.copied(middle)) else (low, middle)
+        low, high = (middle, high) if fits(problem, placement.copied(middle)) else (low, middle)
     return low
 
 
-def _pieces(draft: Draft) -> dict[Supply, Counter[int]]:
+def _pieces(placement: Draft) -> dict[Supply, Counter[int]]:
     """GPUs that must share a node, and how often, by supply."""
     pieces: dict[Supply, Counter[int]] = {}
-    if draft.is_in_node:
-        first = draft.groups[0].instance.candidate
+    if placement.is_in_node:
+        first = placement.groups[0].instance.candidate
         segment = sum(
-            group.replicas * group.instance.candidate.parallelism.tensor for group in draft.groups
+            group.replicas * group.instance.candidate.parallelism.tensor
+            for group in placement.groups
         )
-        return {first.supply: Counter({segment: first.parallelism.pipeline * draft.copies})}
-    for group in draft.groups:
+        return {first.supply: Counter({segment: first.parallelism.pipeline * placement.copies})}
+    for group in placement.groups:
         candidate = group.instance.candidate
-        stages = group.replicas * draft.copies * candidate.parallelism.pipeline
+        stages = group.replicas * placement.copies * candidate.parallelism.pipeline
         pieces.setdefault(candidate.supply, Counter())[candidate.parallelism.tensor] += stages
     return pieces
 

@@ -57,8 +57,8 @@ def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
     engine = deployment.spec.engine
     if reads_files or not latency.is_file(engine.emulation.latency):
         _must_be_measured(engine)
-    stated = deployment.spec.placement
-    if stated is None:
+    manual = deployment.spec.placement
+    if manual is None:
         return Placement(
             pools=(PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)),
             reason=_why_smallest(deployment, reads_files=reads_files),
@@ -67,7 +67,7 @@ def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
         raise PlanError(faults)
     order = list(Role)
     return Placement(
-        pools=tuple(map(to_planned, sorted(stated.manual, key=lambda p: order.index(p.role)))),
+        pools=tuple(map(to_planned, sorted(manual.manual, key=lambda p: order.index(p.role)))),
         reason="stated by hand in spec.placement.manual",
     )
 

@@ -23,12 +23,12 @@ ADMISSIONS = {
 
 def policies(engine: Engine) -> Policies:
     """Those that are stated, else vLLM's own."""
-    stated = engine.scheduling
-    if stated is None:
+    scheduling = engine.scheduling
+    if scheduling is None:
         return Policies(connector=engine.connector)
     return Policies(
         connector=engine.connector,
-        order=ORDERS[stated.order],
-        prefill_sched_batch=stated.sorted_prompts,
-        admission=ADMISSIONS[stated.admission],
+        order=ORDERS[scheduling.order],
+        prefill_sched_batch=scheduling.sorted_prompts,
+        admission=ADMISSIONS[scheduling.admission],
     )

@@ -48,34 +48,34 @@ class Finalist:
 
 
 def predict(
-    problem: Problem, trials: Trials, draft: Draft, targets: Targets, algorithm: str
+    problem: Problem, trials: Trials, placement: Draft, targets: Targets, algorithm: str
 ) -> Finalist:
-    """Simulate `draft` at the asked rate and around its goodput."""
-    fleet, rate = cell_fleet(problem, draft), problem.rate / draft.copies
+    """Simulate `placement` at the asked rate and around its goodput."""
+    fleet, rate = cell_fleet(problem, placement), problem.rate / placement.copies
     span = trials.span(rate, targets)
     outcome = trials.serve(fleet, rate, span)
     seeds = _SEEDS if span.counted < _LONG else _FEW_SEEDS
-    found = goodput.confirm(trials, fleet, targets, Goodput(rate, 0.0), seeds)
-    served = found.rate * draft.copies
+    goodput_found = goodput.confirm(trials, fleet, targets, Goodput(rate, 0.0), seeds)
+    served = goodput_found.rate * placement.copies
     trace = trials.trace(span.total, rate)
     plan = Plan(
-        pools=planned_pools(draft),
-        prediction=_prediction(draft, outcome, span, targets, found),
+        pools=planned_pools(placement),
+        prediction=_prediction(placement, outcome, span, targets, goodput_found),
         algorithm=algorithm,
-        score=score(draft, served, problem.rate, problem.planning.objective),
+        score=score(placement, served, problem.rate, problem.planning.objective),
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
-        whole_below_tokens=short_prompts.find(problem, draft, outcome, trace),
-        ahead_from_tokens=ahead_from_tokens(problem, draft),
+        whole_below_tokens=short_prompts.find(problem, placement, outcome, trace),
+        ahead_from_tokens=ahead_from_tokens(problem, placement),
     )
-    return Finalist(draft, plan, found.is_monotone, outcome, trace, span)
+    return Finalist(placement, plan, goodput_found.is_monotone, outcome, trace, span)
 
 
-def score(draft: Draft, served: float, rate: float, objective: Objective) -> float:
+def score(placement: Draft, served: float, rate: float, objective: Objective) -> float:
     """Requests per second that are served of those asked for, per GPU, price or watt.
 
     Goodput above the asked rate is worth nothing yet; what was asked for should take little.
     """
-    return min(served, rate) / draft.resources(objective)
+    return min(served, rate) / placement.resources(objective)
 
 
 def worst(trusts: list[Trust]) -> Trust:
@@ -97,18 +97,18 @@ def percentiles(values: Times) -> Percentiles:
 
 
 def _prediction(
-    draft: Draft, outcome: Outcome, span: Span, targets: Targets, found: Goodput
+    placement: Draft, outcome: Outcome, span: Span, targets: Targets, goodput_found: Goodput
 ) -> Prediction:
     ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
-    met = (ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms)
-    low, high = found.interval or (found.rate, found.rate)
+    is_met = (ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms)
+    low, high = goodput_found.interval or (goodput_found.rate, goodput_found.rate)
     return Prediction(
-        goodput=found.rate * draft.copies,
-        goodput_interval=(low * draft.copies, high * draft.copies),
-        attainment=float(np.mean(met)),
+        goodput=goodput_found.rate * placement.copies,
+        goodput_interval=(low * placement.copies, high * placement.copies),
+        attainment=float(np.mean(is_met)),
         ttft_ms=percentiles(ttft_ms),
         tpot_ms=percentiles(tpot_ms),
-        cost_per_hour=draft.cost_per_hour,
-        power_watts=draft.power_watts,
-        trust=worst([group.instance.candidate.estimate.trust for group in draft.groups]),
+        cost_per_hour=placement.cost_per_hour,
+        power_watts=placement.power_watts,
+        trust=worst([group.instance.candidate.estimate.trust for group in placement.groups]),
     )

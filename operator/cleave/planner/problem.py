@@ -86,9 +86,9 @@ class Problem:
     @property
     def max_gpus(self) -> int:
         """Most GPUs of the whole plan."""
-        there = sum(supply.max_gpus for supply in self.supplies)
+        available = sum(supply.max_gpus for supply in self.supplies)
         limit = self.planning.max_gpus
-        return there if limit is None else min(there, limit)
+        return available if limit is None else min(available, limit)
 
     def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
         """Whether decode instances of this size can take KV from prefill instances of that one."""

@@ -147,22 +147,22 @@ class Design:
 
 
 def provision(
-    question: Question, progress: Callable[[int, int, str], None] | None = None
+    request: Question, progress: Callable[[int, int, str], None] | None = None
 ) -> tuple[Design, ...]:
     """The best cluster of each pair that has one, best first.
 
     `progress` is told (done, total, what). Raises ProvisioningError.
     """
-    _check(question)
-    found = []
-    for done, pair in enumerate(question.pairs):
+    _check(request)
+    designs = []
+    for done, pair in enumerate(request.pairs):
         if progress is not None:
-            progress(done, len(question.pairs), pair.name)
-        search = Search(question, pair)
-        found.append(
-            search.most_throughput() if question.goal is Goal.THROUGHPUT else search.least()
+            progress(done, len(request.pairs), pair.name)
+        search = Search(request, pair)
+        designs.append(
+            search.most_throughput() if request.goal is Goal.THROUGHPUT else search.least()
         )
-    return tuple(sorted((each for each in found if each), key=lambda each: _rank(question, each)))
+    return tuple(sorted((each for each in designs if each), key=lambda each: _rank(request, each)))
 
 
 @dataclass(slots=True)
@@ -186,9 +186,9 @@ class Search:
         """
         rate = self.question.rate or 0.0
         first_prompt, first_token = self._fewest(rate)
-        most = self.question.max_machines
+        max_machines = self.question.max_machines
         best: tuple[int, int] | None = None
-        for prompts in range(first_prompt, most + 1):
+        for prompts in range(first_prompt, max_machines + 1):
             tokens = self._most_tokens(prompts, first_token, best)
             if tokens is None:
                 if best is not None:
@@ -241,11 +241,11 @@ class Search:
         return float(reference.e2e_ms.mean()) / 1000 * self.question.limits.e2e.p90
 
     def _reference(self, num: int) -> Alone:
-        known = self._alone.get(num)
-        if known is None:
-            known = slowdown.alone(self.question.reference, self.trials.trace(num, 1.0))
-            self._alone[num] = known
-        return known
+        unloaded = self._alone.get(num)
+        if unloaded is None:
+            unloaded = slowdown.alone(self.question.reference, self.trials.trace(num, 1.0))
+            self._alone[num] = unloaded
+        return unloaded
 
     def _fewest(self, rate: float) -> tuple[int, int]:
         """Machines of each kind below which the passes alone take too long."""
@@ -264,9 +264,9 @@ class Search:
 
     def _most_tokens(self, prompts: int, fewest: int, best: tuple[int, int] | None) -> int | None:
         """Token machines that are still within the budgets and cheaper than `best`; None: none."""
-        most = 0 if self.pair.token is None else self.question.max_machines
+        max_tokens = 0 if self.pair.token is None else self.question.max_machines
         below = self._weight(*best) if best is not None else math.inf
-        for tokens in range(most, fewest - 1, -1):
+        for tokens in range(max_tokens, fewest - 1, -1):
             if self._weight(prompts, tokens) < below and self._affordable(prompts, tokens):
                 return tokens
         return None
@@ -289,12 +289,12 @@ class Search:
 
     def splits(self) -> Iterator[tuple[float, int, int]]:
         """(bound on the rate, prompt machines, token machines) that use the budget up."""
-        most = self.question.max_machines
+        max_machines = self.question.max_machines
         if self.pair.token is None:
-            mixed = (n for n in range(most, 0, -1) if self._affordable(n, 0))
+            mixed = (n for n in range(max_machines, 0, -1) if self._affordable(n, 0))
             yield from ((self.bound(n, 0), n, 0) for n in islice(mixed, 1))
             return
-        for prompts in range(1, most + 1):
+        for prompts in range(1, max_machines + 1):
             tokens = self._most_tokens(prompts, 1, None)
             if tokens is None:
                 return
@@ -324,23 +324,23 @@ class Search:
         )
 
 
-def _rank(question: Question, design: Design) -> tuple[float, float]:
-    if question.goal is Goal.THROUGHPUT:
+def _rank(request: Question, design: Design) -> tuple[float, float]:
+    if request.goal is Goal.THROUGHPUT:
         return -design.rate, design.cost_per_hour
-    if question.goal is Goal.COST:
+    if request.goal is Goal.COST:
         return design.cost_per_hour, design.power_watts
     return design.power_watts, design.cost_per_hour
 
 
-def _check(question: Question) -> None:
-    if not question.pairs:
+def _check(request: Question) -> None:
+    if not request.pairs:
         raise ProvisioningError("pairs: state at least one pair of machine kinds")
-    budgets = (question.max_cost_per_hour, question.max_power_watts)
-    if question.goal is Goal.THROUGHPUT and budgets == (None, None):
+    budgets = (request.max_cost_per_hour, request.max_power_watts)
+    if request.goal is Goal.THROUGHPUT and budgets == (None, None):
         raise ProvisioningError("goal Throughput: state max_power_watts or max_cost_per_hour")
-    if question.goal is not Goal.THROUGHPUT and question.rate is None:
-        raise ProvisioningError(f"goal {question.goal}: state the rate to hold")
+    if request.goal is not Goal.THROUGHPUT and request.rate is None:
+        raise ProvisioningError(f"goal {request.goal}: state the rate to hold")
     for name in ("rate", "max_cost_per_hour", "max_power_watts", "max_machines"):
-        value = getattr(question, name)
+        value = getattr(request, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ProvisioningError(f"{name} {value:g}: must be above 0")

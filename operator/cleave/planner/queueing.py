@@ -64,9 +64,9 @@ def applies(trace: Trace) -> bool:
     if len(trace) < 100:
         return False
     prompts, gaps = trace.prompt_tokens, trace.arrival_ms[1:] - trace.arrival_ms[:-1]
-    least, most = _POISSON
+    low, high = _POISSON
     is_alike = float(prompts.std()) <= _ALIKE * float(prompts.mean())
-    return is_alike and least <= float(gaps.std()) / float(gaps.mean()) <= most
+    return is_alike and low <= float(gaps.std()) / float(gaps.mean()) <= high
 
 
 def _is_inter_op_ahead(rate: float, prefill_ms: float, speedup: float) -> bool:

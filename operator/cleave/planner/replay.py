@@ -62,10 +62,10 @@ class Shown:
         ttft_ms, tpot_ms, waited_ms, tokens = rows
         if not len(ttft_ms):
             return cls(ttft_ms, tpot_ms, 0.0, True, is_lending)
-        met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
+        is_met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
         middle_ms = float(np.median(ttft_ms))
         is_overloaded = middle_ms > slo.ttft_ms and float(np.median(waited_ms)) > middle_ms / 2
-        attainment = float(np.mean(met))
+        attainment = float(np.mean(is_met))
         return cls(ttft_ms, tpot_ms[tokens > 1], attainment, is_overloaded, is_lending)
 
 
@@ -82,18 +82,21 @@ class Model:
     def show(self, correction: Correction) -> Shown:
         """What gateways would have counted. Raises PlanError."""
         problem = self.corrected(correction)
-        draft = draft_of(problem, self.running)
-        rate, fleet = problem.rate / draft.copies, prepare(to_fleet(problem, self.running, draft))
+        placement = draft_of(problem, self.running)
+        rate, fleet = (
+            problem.rate / placement.copies,
+            prepare(to_fleet(problem, self.running, placement)),
+        )
         length_s = min(self.length_s, _MOST / rate)
         counted = max(round(rate * length_s), 1)
-        found, num_flips = [], 0
+        rows, num_flips = [], 0
         for seed in range(min(-(-_ENOUGH // counted), _MOST_TIMES)):
             trials = Trials(problem.demand, seed)
             ramp = trials.span(rate, Targets.of(problem.slo)).ramp
             outcome = trials.serve(fleet, rate, Span(ramp, counted))
             num_flips += outcome.num_flips
-            found.append(_count(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
-        return Shown.of(np.concatenate(found, axis=1), problem.slo, num_flips > 0)
+            rows.append(_count(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
+        return Shown.of(np.concatenate(rows, axis=1), problem.slo, num_flips > 0)
 
     def corrected(self, correction: Correction) -> Problem:
         """The problem with passes of other length."""
@@ -101,23 +104,23 @@ class Model:
         return replace(self.problem, estimator=estimator)
 
 
-def find_attainment(problem: Problem, running: Running) -> float:
+def find_attainment(problem: Problem, running_plan: Running) -> float:
     """Of what runs, once the problem's traffic has come for long. Raises PlanError."""
-    draft = draft_of(problem, running)
-    rate, targets = problem.rate / draft.copies, Targets.of(problem.slo)
+    placement = draft_of(problem, running_plan)
+    rate, targets = problem.rate / placement.copies, Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
     span = trials.span(rate, targets)
-    return trials.shares(to_fleet(problem, running, draft), rate, targets, span).both
+    return trials.shares(to_fleet(problem, running_plan, placement), rate, targets, span).both
 
 
-def draft_of(problem: Problem, running: Running) -> Draft:
+def draft_of(problem: Problem, running_plan: Running) -> Draft:
     """The pools as the search has them. Raises PlanError."""
-    return to_draft(problem, running.pools, running.algorithm)
+    return to_draft(problem, running_plan.pools, running_plan.algorithm)
 
 
-def to_fleet(problem: Problem, running: Running, draft: Draft) -> Fleet:
-    """One cell of `draft` as the simulator takes it."""
-    return replace(cell_fleet(problem, draft), flipping=running.flipping)
+def to_fleet(problem: Problem, running_plan: Running, placement: Draft) -> Fleet:
+    """One cell of `placement` as the simulator takes it."""
+    return replace(cell_fleet(problem, placement), flipping=running_plan.flipping)
 
 
 def _count(outcome: Outcome, start_ms: float, length_ms: float) -> NDArray[np.float64]:

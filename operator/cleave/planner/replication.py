@@ -24,30 +24,30 @@ _MOST_MOVES = 64
 
 
 def fit(
-    problem: Problem, trials: Trials, draft: Draft, load: Load, spare: Group | None = None
+    problem: Problem, trials: Trials, placement: Draft, load: Load, mixed_group: Group | None = None
 ) -> Draft | None:
-    """The smallest plan near `draft` that holds the load; None: the nodes have no room for one.
+    """The smallest plan near `placement` that holds the load; None: the nodes have no room for one.
 
-    `spare` is a mixed instance that may stand in for a prefill and a decode instance.
+    `mixed_group` is a mixed instance that may stand in for a prefill and a decode instance.
     """
-    if draft.is_in_node:
-        return _fitted(Fitting(problem, trials, load), draft, spare)
-    start = celled(draft)
-    cell = _fitted(Fitting(problem, trials, load), start, spare)
+    if placement.is_in_node:
+        return _fitted(Fitting(problem, trials, load), placement, mixed_group)
+    start = celled(placement)
+    cell = _fitted(Fitting(problem, trials, load), start, mixed_group)
     if start.copies == 1:
         return cell
     # Alike cells round every count up; the fleet as a whole says which of them it needs. Its trials
     # are long in any case, and what short ones save `hold` would have to give back.
-    whole = Fitting(problem, trials.at(CONFIRMED), load)
-    return _fitted(whole, merged(cell) if cell else draft, spare)
+    fitter = Fitting(problem, trials.at(CONFIRMED), load)
+    return _fitted(fitter, merged(cell) if cell else placement, mixed_group)
 
 
-def hold(problem: Problem, trials: Trials, draft: Draft, load: Load) -> Draft | None:
-    """`draft`, with as many more instances as `trials` ask for; None: no room."""
+def hold(problem: Problem, trials: Trials, placement: Draft, load: Load) -> Draft | None:
+    """`placement`, with as many more instances as `trials` ask for; None: no room."""
     fitting = Fitting(problem, trials, load)
-    if fitting.holds(draft):
-        return draft
-    grown = fitting.grown(draft)
+    if fitting.holds(placement):
+        return placement
+    grown = fitting.grown(placement)
     return fitting.shrunk(grown) if grown else None
 
 
@@ -56,8 +56,8 @@ def copies(problem: Problem, cell: Draft, served: float, rate: float) -> Draft |
 
     `served` is the goodput of one cell.
     """
-    wanted = cell.copied(math.ceil(rate / served * (1 - 1e-9)))
-    return wanted if packing.fits(problem, wanted) else None
+    replicated = cell.copied(math.ceil(rate / served * (1 - 1e-9)))
+    return replicated if packing.fits(problem, replicated) else None
 
 
 def fill(
@@ -81,60 +81,62 @@ def fill(
 
 def filled(problem: Problem, groups: Sequence[Group], goodputs: Sequence[float]) -> Draft | None:
     """The same without a simulation."""
-    one = Draft(tuple(Group(group.role, group.instance, 1) for group in groups))
-    if not packing.fits(problem, one):
+    unit = Draft(tuple(Group(group.role, group.instance, 1) for group in groups))
+    if not packing.fits(problem, unit):
         return None
-    most = problem.max_gpus // math.ceil(problem.max_gpus / CELL_GPUS)
-    cell = _filled(problem, one, goodputs, max(most, one.gpus))
+    max_gpus = problem.max_gpus // math.ceil(problem.max_gpus / CELL_GPUS)
+    cell = _filled(problem, unit, goodputs, max(max_gpus, unit.gpus))
     return cell.copied(packing.most_copies(problem, cell))
 
 
-def merged(draft: Draft) -> Draft:
+def merged(placement: Draft) -> Draft:
     """Its cells as one of all their instances, behind one dispatcher."""
-    groups = (Group(g.role, g.instance, g.replicas * draft.copies) for g in draft.groups)
+    groups = (Group(g.role, g.instance, g.replicas * placement.copies) for g in placement.groups)
     return Draft(tuple(groups))
 
 
-def celled(draft: Draft) -> Draft:
+def celled(placement: Draft) -> Draft:
     """A large plan as cells of about CELL_GPUS, rounded up; a small one is one cell."""
-    cells = max(1, round(draft.gpus / CELL_GPUS))
-    groups = (Group(g.role, g.instance, math.ceil(g.replicas / cells)) for g in draft.groups)
-    return Draft(tuple(groups), cells, draft.is_in_node)
+    cells = max(1, round(placement.gpus / CELL_GPUS))
+    groups = (Group(g.role, g.instance, math.ceil(g.replicas / cells)) for g in placement.groups)
+    return Draft(tuple(groups), cells, placement.is_in_node)
 
 
-def _fitted(fitting: Fitting, start: Draft, spare: Group | None) -> Draft | None:
+def _fitted(fitting: Fitting, start: Draft, mixed_group: Group | None) -> Draft | None:
     grown = fitting.grown(start)
-    return fitting.shrunk(grown, spare) if grown else None
+    return fitting.shrunk(grown, mixed_group) if grown else None
 
 
-def _filled(problem: Problem, one: Draft, goodputs: Sequence[float], most: int) -> Draft:
-    draft = one
+def _filled(problem: Problem, unit: Draft, goodputs: Sequence[float], max_gpus: int) -> Draft:
+    placement = unit
     while True:
-        served = [group.replicas * each for group, each in zip(draft.groups, goodputs, strict=True)]
+        served = [
+            group.replicas * each for group, each in zip(placement.groups, goodputs, strict=True)
+        ]
         weakest = sorted(range(len(served)), key=served.__getitem__)
-        grown = (draft.changed({draft.groups[place].role: 1}) for place in weakest)
-        able = (each for each in grown if each.gpus <= most and packing.fits(problem, each))
-        larger = next(able, None)
+        grown = (placement.changed({placement.groups[index].role: 1}) for index in weakest)
+        feasible = (each for each in grown if each.gpus <= max_gpus and packing.fits(problem, each))
+        larger = next(feasible, None)
         if larger is None:
-            return draft
-        draft = larger
+            return placement
+        placement = larger
 
 
-def _climbed(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> Draft:
+def _climbed(problem: Problem, trials: Trials, placement: Draft, targets: Targets) -> Draft:
     """Exchange prefill and decode instances while the cell serves more."""
-    served = goodput.find(trials, cell_fleet(problem, draft), targets).rate
+    served = goodput.find(trials, cell_fleet(problem, placement), targets).rate
     for _ in range(_MOST_MOVES):
         for more, less in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-            if draft.replicas(less) < 2:
+            if placement.replicas(less) < 2:
                 continue
-            exchanged = draft.changed({more: 1, less: -1})
-            if exchanged.gpus > draft.gpus or not packing.fits(problem, exchanged):
+            exchanged = placement.changed({more: 1, less: -1})
+            if exchanged.gpus > placement.gpus or not packing.fits(problem, exchanged):
                 continue
             fleet = cell_fleet(problem, exchanged)
-            found = goodput.find(trials, fleet, targets, at_least=served).rate
-            if found > served:
-                draft, served = exchanged, found
+            rate = goodput.find(trials, fleet, targets, at_least=served).rate
+            if rate > served:
+                placement, served = exchanged, rate
                 break
         else:
-            return draft
-    return draft
+            return placement
+    return placement

@@ -72,14 +72,14 @@ def best_worker_size(
     """
     context = demand.mean_prompt_tokens + demand.mean_output_tokens / 2
     sizes = [_size(gpus, each, context, tpot_ms) for gpus, each in workers.items()]
-    able = [size for size in sizes if size.batch]
-    if not able:
+    feasible = [size for size in sizes if size.batch]
+    if not feasible:
         tried = ", ".join(str(gpus) for gpus in workers) or "none"
         raise ScalingError(
             f"tpot_ms {tpot_ms:g}: no worker of {tried} GPUs decodes a request of {context:.0f} "
             "tokens in that time"
         )
-    return tuple(sorted(able, key=lambda size: -size.tokens_per_s_per_gpu))
+    return tuple(sorted(feasible, key=lambda size: -size.tokens_per_s_per_gpu))
 
 
 def _size(gpus: int, estimate: Estimate, context: float, tpot_ms: float) -> WorkerSize:
@@ -138,13 +138,13 @@ def fit_workers(counts: Mapping[float, int], lowest_rate: float = 0.0) -> Worker
     raised until no count is undercut: a worker too many is cheaper than a missed target. Rates up
     to `lowest_rate` are left out. Raises ScalingError when fewer than two remain.
     """
-    known = {rate: count for rate, count in counts.items() if rate > lowest_rate}
-    if len(known) < 2:
+    usable = {rate: count for rate, count in counts.items() if rate > lowest_rate}
+    if len(usable) < 2:
         raise ScalingError(
-            f"{len(known)} rates above {lowest_rate:g} req/s; a fit of Eq. 7 needs two"
+            f"{len(usable)} rates above {lowest_rate:g} req/s; a fit of Eq. 7 needs two"
         )
-    rates = np.array(list(known))
-    workers = np.array(list(known.values()), dtype=float)
+    rates = np.array(list(usable))
+    workers = np.array(list(usable.values()), dtype=float)
     k5, c5 = np.polyfit(rates, workers - 0.5, 1).tolist()
     k5 = max(k5, 0.0)
     undercut = float(np.max(workers - 1 - (k5 * rates + c5)))
@@ -153,28 +153,30 @@ def fit_workers(counts: Mapping[float, int], lowest_rate: float = 0.0) -> Worker
 
 
 def count_workers(
-    holds: Callable[[int, float], bool], rates: Sequence[float], most: int = _MOST_WORKERS
+    holds: Callable[[int, float], bool], rates: Sequence[float], max_workers: int = _MOST_WORKERS
 ) -> dict[float, int]:
     """Fewest workers at each rate, by simulation: `holds(workers, rate)` says whether they do.
 
     More workers never serve worse and higher rates never need fewer, so each search starts where
-    the last one ended. Raises ScalingError when even `most` do not hold a rate.
+    the last one ended. Raises ScalingError when even `max_workers` do not hold a rate.
     """
     counts: dict[float, int] = {}
     enough = 1
     for rate in sorted(rates):
-        enough = _fewest(holds, rate, enough, most)
+        enough = _fewest(holds, rate, enough, max_workers)
         counts[rate] = enough
     return counts
 
 
-def _fewest(holds: Callable[[int, float], bool], rate: float, low: int, most: int) -> int:
+def _fewest(holds: Callable[[int, float], bool], rate: float, low: int, max_workers: int) -> int:
     """Doubling steps up from `low`, then bisection."""
     step, high = 1, low
     while not holds(high, rate):
-        if high >= most:
-            raise ScalingError(f"rate {rate:g}: {most} workers do not hold it; raise the targets")
-        low, high, step = high + 1, min(high + step, most), step * 2
+        if high >= max_workers:
+            raise ScalingError(
+                f"rate {rate:g}: {max_workers} workers do not hold it; raise the targets"
+            )
+        low, high, step = high + 1, min(high + step, max_workers), step * 2
     while low < high:
         middle = (low + high) // 2
         if holds(middle, rate):

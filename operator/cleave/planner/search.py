@@ -53,16 +53,16 @@ def plan(problem: Problem, progress: Progress | None = None) -> Answer:
     counts what is not known.
     """
     started = time.perf_counter()
-    found = _candidates(problem)
+    feasible = _candidates(problem)
     targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    meter = _Meter(progress, total=8 * len(found) + 20)
-    choice = affinity.choose(problem, trials, found)
-    drafts = finding.drafts(problem, trials, found, targets, choice.affinity, meter.tick)
-    finalists = _predicted(problem, trials, drafts, targets, meter)
+    meter = _Meter(progress, total=8 * len(feasible) + 20)
+    choice = affinity.choose(problem, trials, feasible)
+    options = finding.drafts(problem, trials, feasible, targets, choice.affinity, meter.tick)
+    finalists = _predicted(problem, trials, options, targets, meter)
     ranking = verdict.rank(problem, finalists, targets)
-    said = (
-        _infeasible(problem, trials, found, targets, ranking, meter)
+    explanation = (
+        _infeasible(problem, trials, feasible, targets, ranking, meter)
         if ranking.verdict is Verdict.INFEASIBLE
         else _chosen(problem, trials, ranking, targets, choice.reason)
     )
@@ -71,11 +71,11 @@ def plan(problem: Problem, progress: Progress | None = None) -> Answer:
         verdict=ranking.verdict,
         selected=None if ranking.verdict is Verdict.INFEASIBLE else plans[0],
         alternatives=tuple(plans if ranking.verdict is Verdict.INFEASIBLE else plans[1:]),
-        reason=said.reason,
-        what_would_change=said.what_would_change,
-        nearest_slo=said.nearest_slo,
+        reason=explanation.reason,
+        what_would_change=explanation.what_would_change,
+        nearest_slo=explanation.nearest_slo,
         warnings=_warnings(problem, finalists),
-        num_candidates=len(found),
+        num_candidates=len(feasible),
         num_simulated_requests=trials.tally.requests,
         elapsed_s=time.perf_counter() - started,
     )
@@ -89,11 +89,11 @@ class _Said:
 
 
 def _candidates(problem: Problem) -> tuple[Candidate, ...]:
-    found = candidates(problem)
-    if not found:
+    feasible = candidates(problem)
+    if not feasible:
         raise PlanError([f"spec.model: {_why_none(problem)}"])
     objective = problem.planning.objective
-    unknown = {each.supply.gpu for each in found if not each.resources(objective) > 0}
+    unknown = {each.supply.gpu for each in feasible if not each.resources(objective) > 0}
     if unknown:
         missing = "price" if objective is Objective.COST else "power"
         fault = (
@@ -101,7 +101,7 @@ def _candidates(problem: Problem) -> tuple[Candidate, ...]:
             f"{', '.join(sorted(unknown))}; state it, or choose GoodputPerGPU"
         )
         raise PlanError([fault])
-    return found
+    return feasible
 
 
 def _why_none(problem: Problem) -> str:
@@ -117,18 +117,24 @@ def _why_none(problem: Problem) -> str:
 
 
 def _predicted(
-    problem: Problem, trials: Trials, drafts: Sequence[Found], targets: Targets, meter: _Meter
+    problem: Problem, trials: Trials, options: Sequence[Found], targets: Targets, meter: _Meter
 ) -> list[Finalist]:
     """The most promising drafts; the best of each kind is among them."""
     objective = problem.planning.objective
-    ordered = sorted(drafts, key=lambda each: (not each.is_enough, each.draft.resources(objective)))
-    split = [each for each in ordered if each.draft.is_disaggregated]
-    if split:
-        most = finding.WORTH_SHOWING * split[0].draft.resources(objective)
-        split = [each for each in split[:_MOST_SPLIT] if each.draft.resources(objective) <= most]
-    whole = [each for each in ordered if not each.draft.is_disaggregated][:1]
+    ordered = sorted(
+        options, key=lambda each: (not each.is_enough, each.draft.resources(objective))
+    )
+    disaggregated = [each for each in ordered if each.draft.is_disaggregated]
+    if disaggregated:
+        max_resources = finding.WORTH_SHOWING * disaggregated[0].draft.resources(objective)
+        disaggregated = [
+            each
+            for each in disaggregated[:_MOST_SPLIT]
+            if each.draft.resources(objective) <= max_resources
+        ]
+    colocated = [each for each in ordered if not each.draft.is_disaggregated][:1]
     finalists = []
-    for each in (*split, *whole):
+    for each in (*disaggregated, *colocated):
         meter.tick("predictions")
         long = trials.at(CONFIRMED)
         finalists.append(predict(problem, long, each.draft, targets, each.algorithm))
@@ -160,22 +166,22 @@ def _switch_tpot_ms(
     replicas = int(ranking.ordered[0].draft.resources(objective) / each)
     if replicas == 0:
         return None
-    draft = Draft((Group(group.role, group.instance, replicas),))
+    placement = Draft((Group(group.role, group.instance, replicas),))
     span = trials.span(problem.rate, targets)
-    outcome = trials.serve(cell_fleet(problem, draft), problem.rate, span)
+    outcome = trials.serve(cell_fleet(problem, placement), problem.rate, span)
     return verdict.least_tpot_ms(outcome, span, targets)
 
 
 def _infeasible(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    feasible: Sequence[Candidate],
     targets: Targets,
     ranking: Ranking,
     meter: _Meter,
 ) -> _Said:
     meter.tick("the nearest SLO")
-    nearest = nearest_slo(problem, trials, found, targets)
+    nearest = nearest_slo(problem, trials, feasible, targets)
     return _Said(
         verdict.infeasible(problem, ranking, nearest, targets),
         verdict.what_would_help(problem, ranking, nearest),

@@ -63,8 +63,8 @@ class Alone:
 
 def alone(reference: Timing, trace: Trace) -> Alone:
     """One prompt pass, then decode passes of one request."""
-    prompts, place = np.unique(trace.prompt_tokens, return_inverse=True)
-    ttft_ms = np.array([reference.prefill_ms([prompt]) for prompt in prompts.tolist()])[place]
+    prompts, index = np.unique(trace.prompt_tokens, return_inverse=True)
+    ttft_ms = np.array([reference.prefill_ms([prompt]) for prompt in prompts.tolist()])[index]
     gaps = trace.output_tokens - 1
     # The passes lie on a straight line over the context, so that their mean is the middle one.
     first = reference.decode_pass_ms(1, 0)

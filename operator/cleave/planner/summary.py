@@ -48,37 +48,35 @@ def instances(pools: Iterable[PlannedPool]) -> list[ManualPool]:
 
 def predicted(plan: Plan) -> Predicted:
     """The prediction of a plan."""
-    seen: Prediction = plan.prediction
+    prediction: Prediction = plan.prediction
     return Predicted(
-        goodput=_rounded(seen.goodput),
-        goodput_low=_rounded(seen.goodput_interval[0]),
-        goodput_high=_rounded(seen.goodput_interval[1]),
+        goodput=_rounded(prediction.goodput),
+        goodput_low=_rounded(prediction.goodput_interval[0]),
+        goodput_high=_rounded(prediction.goodput_interval[1]),
         goodput_per_gpu=_rounded(plan.goodput_per_gpu),
-        attainment=seen.attainment,
-        ttft_ms=_percentiles(seen.ttft_ms),
-        tpot_ms=_percentiles(seen.tpot_ms),
-        cost_per_hour=seen.cost_per_hour,
-        power_watts=seen.power_watts,
-        trust=trust_sentence(seen.trust),
+        attainment=prediction.attainment,
+        ttft_ms=_percentiles(prediction.ttft_ms),
+        tpot_ms=_percentiles(prediction.tpot_ms),
+        cost_per_hour=prediction.cost_per_hour,
+        power_watts=prediction.power_watts,
+        trust=trust_sentence(prediction.trust),
     )
 
 
-def document(answer: Answer, most_alternatives: int) -> Document:
+def document(result: Answer, max_alternatives: int) -> Document:
     """All that the planner said, ready for JSON."""
     return {
-        "verdict": str(answer.verdict),
-        "reason": answer.reason,
-        "whatWouldChange": answer.what_would_change,
-        "nearestSlo": answer.nearest_slo and _nearest(answer.nearest_slo),
-        "selected": answer.selected and _written(option(answer.selected)),
-        "alternatives": [
-            _written(option(plan)) for plan in answer.alternatives[:most_alternatives]
-        ],
-        "warnings": list(answer.warnings),
+        "verdict": str(result.verdict),
+        "reason": result.reason,
+        "whatWouldChange": result.what_would_change,
+        "nearestSlo": result.nearest_slo and _nearest(result.nearest_slo),
+        "selected": result.selected and _written(option(result.selected)),
+        "alternatives": [_written(option(plan)) for plan in result.alternatives[:max_alternatives]],
+        "warnings": list(result.warnings),
         "search": {
-            "candidates": answer.num_candidates,
-            "simulatedRequests": answer.num_simulated_requests,
-            "elapsedSeconds": round(answer.elapsed_s, 3),
+            "candidates": result.num_candidates,
+            "simulatedRequests": result.num_simulated_requests,
+            "elapsedSeconds": round(result.elapsed_s, 3),
         },
     }
 
@@ -87,8 +85,8 @@ def placement(plan: Plan) -> Document:
     """The block under `spec.placement` that states a plan by hand."""
     # Emulated instances run anywhere; nobody can ask a node for their kind.
     pools = (replace(pool, gpu=_real(pool.gpu)) for pool in plan.pools)
-    stated = (each.model_dump(mode="json", exclude_none=True) for each in instances(pools))
-    return {"manual": list(stated)}
+    manual_pools = (each.model_dump(mode="json", exclude_none=True) for each in instances(pools))
+    return {"manual": list(manual_pools)}
 
 
 def _real(gpu: str | None) -> str | None:

@@ -121,10 +121,10 @@ class Trials:
         """How many requests a trial at `rate` takes."""
         life_s = self._life_ms(targets) / 1000
         overload_s = targets.ttft_ms / 1000 * OVERLOAD if math.isfinite(targets.ttft_ms) else 0.0
-        least = self.precision.min_requests
-        lives = min(rate * life_s * self.precision.lives, _LARGE * least)
+        min_requests = self.precision.min_requests
+        lives = min(rate * life_s * self.precision.lives, _LARGE * min_requests)
         overload = rate * min(overload_s, _LONGEST_DURATION_S)
-        counted = int(min(max(lives, overload, least), _MOST_REQUESTS))
+        counted = int(min(max(lives, overload, min_requests), _MOST_REQUESTS))
         return Span(ramp=int(min(math.ceil(rate * life_s), counted)), counted=counted)
 
     def shares(
@@ -150,10 +150,10 @@ class Trials:
 
     def lengths(self, num: int | None = None) -> Lengths:
         """Of the requests of a trial of `num`; what bounds are computed from."""
-        wanted = num or self.precision.min_requests
-        if wanted not in self._lengths:
-            self._lengths[wanted] = Lengths.of(self._unit(wanted))
-        return self._lengths[wanted]
+        num_requests = num or self.precision.min_requests
+        if num_requests not in self._lengths:
+            self._lengths[num_requests] = Lengths.of(self._unit(num_requests))
+        return self._lengths[num_requests]
 
     def sample(self) -> Trace:
         """Requests of a short trial, at one per second."""
@@ -164,14 +164,14 @@ class Trials:
         self.tally.requests += span.total
 
     def _unit(self, num: int) -> Trace:
-        known = self._units.get((self.seed, num))
-        if known is None:
+        unit = self._units.get((self.seed, num))
+        if unit is None:
             drawn = self.demand.draw(num, 1.0, self.seed)
             span_ms = float(drawn.arrival_ms[-1])
             stretch = num * 1000.0 / span_ms if span_ms else 1.0
-            known = replace(drawn, arrival_ms=drawn.arrival_ms * stretch)
-            self._units[self.seed, num] = known
-        return known
+            unit = replace(drawn, arrival_ms=drawn.arrival_ms * stretch)
+            self._units[self.seed, num] = unit
+        return unit
 
     def _life_ms(self, targets: Targets) -> float:
         lengths = self.lengths()
@@ -199,5 +199,5 @@ class Span:
         return slice(self.ramp, self.ramp + self.counted)
 
 
-def _share(met: NDArray[np.bool_]) -> float:
-    return float(np.count_nonzero(met)) / len(met)
+def _share(is_met: NDArray[np.bool_]) -> float:
+    return float(np.count_nonzero(is_met)) / len(is_met)

@@ -28,11 +28,13 @@ def refined(coarse: Rated | None, choose: Choose) -> Rated | None:
     return choose([coarse.draft, *variants(coarse.draft)]) or coarse
 
 
-def variants(draft: Draft) -> list[Draft]:
+def variants(placement: Draft) -> list[Draft]:
     """The draft with one group's limits changed, others left."""
     return [
-        replace(draft, groups=tuple(changed if each is group else each for each in draft.groups))
-        for group in draft.groups
+        replace(
+            placement, groups=tuple(changed if each is group else each for each in placement.groups)
+        )
+        for group in placement.groups
         for changed in (replace(group, instance=instance) for instance in _limits(group))
         if changed != group
     ]
@@ -50,4 +52,8 @@ def _limits(group: Group) -> list[Instance]:
         case Role.DECODE:
             return [instance.limited(each, instance.max_num_batched_tokens) for each in seqs]
         case Role.MIXED:
-            return [instance.limited(one, other) for one in seqs for other in NUM_BATCHED_TOKENS]
+            return [
+                instance.limited(num_seqs, num_tokens)
+                for num_seqs in seqs
+                for num_tokens in NUM_BATCHED_TOKENS
+            ]

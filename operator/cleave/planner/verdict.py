@@ -41,13 +41,13 @@ def rank(problem: Problem, finalists: Sequence[Finalist], targets: Targets) -> R
         return each.holds(targets.attainment), each.plan.score, per_resource
 
     ordered = sorted(finalists, key=key, reverse=True)
-    able = [each for each in ordered if _is_allowed(problem, each)]
-    if not able or not able[0].holds(targets.attainment):
+    allowed = [each for each in ordered if _is_allowed(problem, each)]
+    if not allowed or not allowed[0].holds(targets.attainment):
         return Ranking(Verdict.INFEASIBLE, tuple(ordered))
-    selected = _simplest(able, targets, objective)
+    selected = _simplest(allowed, targets, objective)
     others = [each for each in ordered if each is not selected]
-    is_split = selected.draft.is_disaggregated
-    verdict = Verdict.DISAGGREGATE if is_split else Verdict.COLOCATE
+    is_disaggregated = selected.draft.is_disaggregated
+    verdict = Verdict.DISAGGREGATE if is_disaggregated else Verdict.COLOCATE
     return Ranking(verdict, (selected, *others))
 
 
@@ -62,24 +62,24 @@ def reason(problem: Problem, ranking: Ranking, targets: Targets, why_affinity: s
     """One sentence: why the selected plan."""
     selected, other = ranking.ordered[0], rival(ranking)
     plan = selected.plan
-    holds = (
+    summary = (
         f"{plan_label(plan)} holds {number(problem.rate)} req/s with {_gpus(plan.gpus)} "
         f"({percent(plan.prediction.attainment)} of requests in time)"
     )
-    asked = problem.planning.disaggregation
-    if asked is not Disaggregation.AUTO:
-        return f"{holds}; disaggregation: {asked.value} was asked for"
+    requested = problem.planning.disaggregation
+    if requested is not Disaggregation.AUTO:
+        return f"{summary}; disaggregation: {requested.value} was asked for"
     compared = _compared(problem, selected, other, targets)
     if ranking.verdict is Verdict.COLOCATE:
-        return f"do not disaggregate: {holds}; {compared}"
-    return f"{holds}; {compared}; {why_affinity}"
+        return f"do not disaggregate: {summary}; {compared}"
+    return f"{summary}; {compared}; {why_affinity}"
 
 
 def infeasible(
     problem: Problem, ranking: Ranking | None, nearest: NearestSlo | None, targets: Targets
 ) -> str:
     """One sentence: why there is no plan, and what would hold."""
-    asked = (
+    target = (
         f"TTFT {milliseconds(targets.ttft_ms)} and TPOT {milliseconds(targets.tpot_ms)} for "
         f"{percent(targets.attainment)} of {number(problem.rate)} req/s"
     )
@@ -95,29 +95,29 @@ def infeasible(
         would = f"{would}; {names} targets are in milliseconds: are these seconds?"
     best = _most(ranking)
     if best is None or best.plan.prediction.goodput <= 0:
-        return f"infeasible: no plan meets {asked} at any rate; {would}"
+        return f"infeasible: no plan meets {target} at any rate; {would}"
     served = best.plan.prediction.goodput
     return (
-        f"infeasible: {asked} is more than {_gpus(problem.max_gpus)} serve; "
+        f"infeasible: {target} is more than {_gpus(problem.max_gpus)} serve; "
         f"{plan_label(best.plan)} serves {number(served)} req/s within it; {would}"
     )
 
 
 def what_would_help(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
     """One sentence: what would make an infeasible question feasible."""
-    ways = [f"an SLO {number(nearest.scale)} times as long"] if nearest else []
+    remedies = [f"an SLO {number(nearest.scale)} times as long"] if nearest else []
     best = _most(ranking)
     if best is not None and best.plan.prediction.goodput > 0:
         needed = math.ceil(best.plan.gpus * problem.rate / best.plan.prediction.goodput)
-        ways.append(f"about {_gpus(needed)} in the proportion of the best plan")
-        ways.append(f"a rate of {number(best.plan.prediction.goodput)} req/s")
-    if not ways:
+        remedies.append(f"about {_gpus(needed)} in the proportion of the best plan")
+        remedies.append(f"a rate of {number(best.plan.prediction.goodput)} req/s")
+    if not remedies:
         # Neither this SLO at any rate nor any SLO at this rate was found to hold.
         return (
             "faster GPUs, or a longer SLO together with a lower rate or more GPUs, would make it "
             "feasible"
         )
-    return f"{' or '.join(ways)} would make it feasible"
+    return f"{' or '.join(remedies)} would make it feasible"
 
 
 def what_would_change(
@@ -162,12 +162,12 @@ def _is_allowed(problem: Problem, finalist: Finalist) -> bool:
             return True
 
 
-def _simplest(able: Sequence[Finalist], targets: Targets, objective: Objective) -> Finalist:
+def _simplest(allowed: Sequence[Finalist], targets: Targets, objective: Objective) -> Finalist:
     """The first, or a colocated plan that takes no more and is not surely worse."""
-    first = able[0]
+    first = allowed[0]
     if not first.draft.is_disaggregated:
         return first
-    for other in able[1:]:
+    for other in allowed[1:]:
         takes_no_more = other.draft.resources(objective) <= first.draft.resources(objective)
         if (
             not other.draft.is_disaggregated
@@ -179,9 +179,9 @@ def _simplest(able: Sequence[Finalist], targets: Targets, objective: Objective) 
     return first
 
 
-def _is_surely_better(one: Finalist, other: Finalist) -> bool:
+def _is_surely_better(finalist: Finalist, other: Finalist) -> bool:
     """Whether the confidence intervals of goodput lie apart."""
-    return one.plan.prediction.goodput_interval[0] > other.plan.prediction.goodput_interval[1]
+    return finalist.plan.prediction.goodput_interval[0] > other.plan.prediction.goodput_interval[1]
 
 
 def _compared(

@@ -48,9 +48,9 @@ def pool_sentence(pool: PlannedPool) -> str:
     return f"{pool.replicas} {pool.role} {instances} on {size.gpus} x {device}{detail}"
 
 
-def reason_alone(answer: Answer) -> str:
+def reason_alone(result: Answer) -> str:
     """The reason where the verdict stands beside it, and need not be said twice."""
-    return answer.reason.removeprefix(f"{VERDICTS[answer.verdict]}: ")
+    return result.reason.removeprefix(f"{VERDICTS[result.verdict]}: ")
 
 
 def number(value: float) -> str:

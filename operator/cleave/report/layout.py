@@ -58,17 +58,17 @@ def lay_out(plan: Plan, shapes: tuple[NodeShape, ...]) -> tuple[Node, ...]:
     free = [gpus for _, gpus in machines]
     first_free: dict[tuple[str | None, int], int] = {}
     for group in _groups(plan):
-        kind, wanted = group[0].gpu, sum(segment.gpus for segment in group)
+        kind, num_gpus = group[0].gpu, sum(segment.gpus for segment in group)
         # Groups of one size fill from the left, so the search goes on where the last one ended.
-        place = first_free.get((kind, wanted), 0)
-        while place < len(machines) and (
-            free[place] < wanted or kind not in (None, machines[place][0])
+        node_index = first_free.get((kind, num_gpus), 0)
+        while node_index < len(machines) and (
+            free[node_index] < num_gpus or kind not in (None, machines[node_index][0])
         ):
-            place += 1
-        first_free[kind, wanted] = place
-        if place < len(machines):
-            filled[place].extend(group)
-            free[place] -= wanted
+            node_index += 1
+        first_free[kind, num_gpus] = node_index
+        if node_index < len(machines):
+            filled[node_index].extend(group)
+            free[node_index] -= num_gpus
     return tuple(
         Node(gpu, gpus, tuple(segments))
         for (gpu, gpus), segments in zip(machines, filled, strict=True)

@@ -90,23 +90,23 @@ class Study:
 
 
 def study(
-    subject: Subject, answer: Answer, bench: Bench, neighbours: tuple[Plan, ...] = ()
+    subject: Subject, result: Answer, bench: Bench, neighbours: tuple[Plan, ...] = ()
 ) -> Study:
-    """Simulate the plans of `answer` and their neighbours as far as the page needs it."""
-    listed = shown_plans(answer)
+    """Simulate the plans of `result` and their neighbours as far as the page needs it."""
+    listed = shown_plans(result)
     plans = (*listed, *neighbours)
     return Study(
         subject=subject,
-        answer=answer,
+        answer=result,
         neighbours=neighbours,
         sweeps=tuple(_sweep(subject, plan, bench) for plan in plans),
         latencies=tuple(_latencies(subject, plan, bench) for plan in rivals(listed)),
     )
 
 
-def shown_plans(answer: Answer) -> tuple[Plan, ...]:
+def shown_plans(result: Answer) -> tuple[Plan, ...]:
     """The plans that the page looks into; the best of each kind is always among them."""
-    every = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    every = ((result.selected,) if result.selected else ()) + result.alternatives
     best = every[:_MOST_PLANS]
     return best + tuple(plan for plan in rivals(every) if plan not in best)
 
@@ -118,16 +118,16 @@ def rivals(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     return (*plans[:1], *((other,) if other else ()))
 
 
-def goodput(rates: Sequence[float], attainment: Sequence[float], goal: float) -> float:
-    """Where attainment first falls below `goal`, on straight lines between the rates.
+def goodput(rates: Sequence[float], attainment: Sequence[float], target: float) -> float:
+    """Where attainment first falls below `target`, on straight lines between the rates.
 
     0 when the lowest rate misses the goal, the highest rate when none does.
     """
     for low, (rate, share) in enumerate(zip(rates[1:], attainment[1:], strict=True)):
-        if attainment[low] < goal:
+        if attainment[low] < target:
             return 0.0
-        if share < goal:
-            part = (attainment[low] - goal) / (attainment[low] - share)
+        if share < target:
+            part = (attainment[low] - target) / (attainment[low] - share)
             return rates[low] + part * (rate - rates[low])
     return rates[-1]
 
@@ -158,16 +158,16 @@ def _by_scale(outcome: Outcome, slo: Slo) -> NDArray[np.float64]:
 
 def _latencies(subject: Subject, plan: Plan, bench: Bench) -> Latencies:
     outcome = bench.serve(plan, subject.rate)
-    places = np.linspace(0, 1, _CDF_POINTS)
+    levels = np.linspace(0, 1, _CDF_POINTS)
     return Latencies(
         plan=plan,
-        ttft_ms=tuple(_quantile(outcome.ttft_ms, place) for place in places),
-        tpot_ms=tuple(_quantile(outcome.tpot_ms, place) for place in places),
+        ttft_ms=tuple(_quantile(outcome.ttft_ms, level) for level in levels),
+        tpot_ms=tuple(_quantile(outcome.tpot_ms, level) for level in levels),
         stages=stage_shares(outcome),
     )
 
 
-def _quantile(values: Times, place: float) -> float:
-    """The value at or above the share `place` of requests; those without a value are the worst."""
-    whole = np.where(np.isnan(values), np.inf, values)
-    return float(np.quantile(whole, place, method="higher"))
+def _quantile(values: Times, level: float) -> float:
+    """The value at or above the share `level` of requests; those without a value are the worst."""
+    latencies = np.where(np.isnan(values), np.inf, values)
+    return float(np.quantile(latencies, level, method="higher"))

@@ -32,8 +32,8 @@ def subject(deployment: LLMDeployment, problem: Problem) -> Subject:
 
 def bench(problem: Problem) -> Bench:
     """Serves the problem's requests, as many as a point of the page deserves."""
-    wanted = int(problem.rate * _DURATION_S)
-    return Bench(problem, min(max(wanted, _LEAST_REQUESTS), _MOST_REQUESTS))
+    num_requests = int(problem.rate * _DURATION_S)
+    return Bench(problem, min(max(num_requests, _LEAST_REQUESTS), _MOST_REQUESTS))
 
 
 def _traffic(deployment: LLMDeployment, problem: Problem) -> str:

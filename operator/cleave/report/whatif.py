@@ -50,10 +50,10 @@ class WhatIf:
 
 def what_if(study: Study) -> WhatIf:
     """Every combination of RATES and SCALES."""
-    slo, goal = study.subject.slo, study.subject.slo.attainment
-    goodputs = [_goodputs(sweep, goal) for sweep in study.sweeps]
+    slo, target = study.subject.slo, study.subject.slo.attainment
+    goodputs = [_goodputs(sweep, target) for sweep in study.sweeps]
     rates = tuple(factor * study.subject.rate for factor in RATES)
-    places = range(len(SCALES))
+    indices = range(len(SCALES))
     return WhatIf(
         rates=rates,
         ttft_ms=tuple(scale * slo.ttft_ms for scale in SCALES),
@@ -61,8 +61,8 @@ def what_if(study: Study) -> WhatIf:
         points=tuple(
             _best(study, [table[ttft][tpot] for table in goodputs], rate)
             for rate in rates
-            for ttft in places
-            for tpot in places
+            for ttft in indices
+            for tpot in indices
         ),
     )
 
@@ -70,18 +70,18 @@ def what_if(study: Study) -> WhatIf:
 def _best(study: Study, goodputs: Sequence[float], rate: float) -> Point:
     """Least of what the objective counts that carries `rate`; among equals the most goodput."""
     sweeps = study.sweeps
-    found = [
-        Point(index, most, copies, copies * sweep.plan.gpus)
-        for index, (sweep, most) in enumerate(zip(sweeps, goodputs, strict=True))
-        if most > 0
-        and (copies := math.ceil(rate / most)) * sweep.plan.gpus <= study.subject.max_gpus
+    feasible = [
+        Point(index, rate_served, copies, copies * sweep.plan.gpus)
+        for index, (sweep, rate_served) in enumerate(zip(sweeps, goodputs, strict=True))
+        if rate_served > 0
+        and (copies := math.ceil(rate / rate_served)) * sweep.plan.gpus <= study.subject.max_gpus
     ]
 
     def rank(point: Point) -> tuple[float, float]:
         taken = point.copies * _resources(sweeps[point.plan].plan, study.subject.rate)
         return taken, -point.goodput * point.copies
 
-    return min(found, key=rank, default=Point(plan=-1, goodput=0.0, copies=0, gpus=0))
+    return min(feasible, key=rank, default=Point(plan=-1, goodput=0.0, copies=0, gpus=0))
 
 
 def _resources(plan: Plan, rate: float) -> float:
@@ -90,17 +90,17 @@ def _resources(plan: Plan, rate: float) -> float:
     return served / plan.score if served and plan.score else float(plan.gpus)
 
 
-def _goodputs(sweep: Sweep, goal: float) -> list[list[float]]:
+def _goodputs(sweep: Sweep, target: float) -> list[list[float]]:
     """(TTFT scales, TPOT scales). Scaled so that the asked SLO has the goodput of the answer."""
     by_scale = sweep.attainment_by_scale
     raw = [
         [
-            goodput(sweep.rates, by_scale[:, ttft, tpot].tolist(), goal)
+            goodput(sweep.rates, by_scale[:, ttft, tpot].tolist(), target)
             for tpot in range(len(SCALES))
         ]
         for ttft in range(len(SCALES))
     ]
-    asked = SCALES.index(1.0)
-    said, seen = sweep.plan.prediction.goodput, raw[asked][asked]
-    factor = said / seen if said and seen else 1.0
-    return [[factor * most for most in row] for row in raw]
+    unscaled = SCALES.index(1.0)
+    predicted, interpolated = sweep.plan.prediction.goodput, raw[unscaled][unscaled]
+    factor = predicted / interpolated if predicted and interpolated else 1.0
+    return [[factor * value for value in row] for row in raw]

@@ -148,58 +148,58 @@ def watch(detector: Detector, window: Window) -> tuple[Detector, Change | None]:
     """
     if window.length_s <= 0:
         return detector, None
-    reference, seen = detector.reference, (*detector.seen, window)[-_MOST_KEPT:]
+    reference, windows = detector.reference, (*detector.seen, window)[-_MOST_KEPT:]
     sums = detector.sums
     if reference is not None:
         sums = tuple(_add(each, reference, window) for each in sums)
         highest = max(sums, key=lambda each: each.value)
         if highest.value >= LIMIT:
-            recent = tuple(each for each in seen if each.end_s > highest.since_s)
+            recent = tuple(each for each in windows if each.end_s > highest.since_s)
             return Detector(least_dispersion=reference.dispersion), _tell(
                 highest, reference, recent
             )
-    least = detector.least_dispersion
+    min_dispersion = detector.least_dispersion
     if reference is None or reference.num_windows < _MOST_LEARNT:
-        reference = _learn(seen, least) or reference
-    return Detector(reference, seen, sums, least), None
+        reference = _learn(windows, min_dispersion) or reference
+    return Detector(reference, windows, sums, min_dispersion), None
 
 
-def _learn(seen: tuple[Window, ...], least_dispersion: float) -> Reference | None:
-    whole = join(seen)
-    known = min(whole.prompts.num, whole.outputs.num, whole.num_requests)
-    if not known:
+def _learn(windows: tuple[Window, ...], min_dispersion: float) -> Reference | None:
+    joined = join(windows)
+    num_requests = min(joined.prompts.num, joined.outputs.num, joined.num_requests)
+    if not num_requests:
         return None
-    is_enough = known >= _ENOUGH and len(seen) >= _ENOUGH_WINDOWS
-    if not is_enough and whole.length_s < _LONGEST_S:
+    is_enough = num_requests >= _ENOUGH and len(windows) >= _ENOUGH_WINDOWS
+    if not is_enough and joined.length_s < _LONGEST_S:
         return None
     return Reference(
-        whole.rate,
-        max(find_dispersion(seen), least_dispersion),
-        Spread.seen(whole.prompts),
-        Spread.seen(whole.outputs),
-        known,
-        len(seen),
+        joined.rate,
+        max(find_dispersion(windows), min_dispersion),
+        Spread.seen(joined.prompts),
+        Spread.seen(joined.outputs),
+        num_requests,
+        len(windows),
     )
 
 
 def _tell(highest: _Sum, reference: Reference, recent: tuple[Window, ...]) -> Change:
-    whole = join(recent)
+    joined = join(recent)
     before, after = {
-        Quantity.RATE: (reference.rate, whole.rate),
-        Quantity.PROMPT_TOKENS: (reference.prompt_tokens.mean, whole.prompts.mean or 0.0),
-        Quantity.OUTPUT_TOKENS: (reference.output_tokens.mean, whole.outputs.mean or 0.0),
+        Quantity.RATE: (reference.rate, joined.rate),
+        Quantity.PROMPT_TOKENS: (reference.prompt_tokens.mean, joined.prompts.mean or 0.0),
+        Quantity.OUTPUT_TOKENS: (reference.output_tokens.mean, joined.outputs.mean or 0.0),
     }[highest.quantity]
-    return Change(whole.end_s, highest.since_s, highest.quantity, before, after)
+    return Change(joined.end_s, highest.since_s, highest.quantity, before, after)
 
 
 def _add(former: _Sum, reference: Reference, window: Window) -> _Sum:
-    found = _deviate(former.quantity, reference, window)
-    if found is None:
+    deviations = _deviate(former.quantity, reference, window)
+    if deviations is None:
         return former
-    deviation, scale, spread = found
+    deviation, scale, spread = deviations
     # A reference that is off by its own standard error is no change either.
-    doubt = spread / math.sqrt(reference.num_requests)
-    allowance = max(_ALLOWANCE, (math.log1p(DIFFERENCE) / 2) * scale) + doubt * scale
+    reference_error = spread / math.sqrt(reference.num_requests)
+    allowance = max(_ALLOWANCE, (math.log1p(DIFFERENCE) / 2) * scale) + reference_error * scale
     value = former.value + min(former.sign * deviation - allowance, _MOST)
     if value <= 0:
         return replace(former, value=0.0, since_s=window.end_s)
@@ -227,15 +227,15 @@ def _deviate(
             return _deviate_length(reference.output_tokens, window.outputs)
 
 
-def _deviate_length(reference: Spread, seen: Buckets) -> tuple[float, float, float] | None:
-    if not seen.num or not seen.total:
+def _deviate_length(reference: Spread, buckets: Buckets) -> tuple[float, float, float] | None:
+    if not buckets.num or not buckets.total:
         return None
-    now = Spread.seen(seen)
+    current = Spread.seen(buckets)
     # The mean of n log-normal lengths is nearly log-normal itself, with this variance.
-    variation = max(reference.variation, now.variation, 0.01)
-    variance = math.log1p(variation**2 / seen.num)
+    variation = max(reference.variation, current.variation, 0.01)
+    variance = math.log1p(variation**2 / buckets.num)
     return (
-        (math.log(now.mean / reference.mean) + variance / 2) / math.sqrt(variance),
+        (math.log(current.mean / reference.mean) + variance / 2) / math.sqrt(variance),
         1 / math.sqrt(variance),
         variation,
     )

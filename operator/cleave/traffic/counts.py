@@ -90,8 +90,8 @@ class Buckets:
 
     def find_quantile_ms(self, share: float) -> float | None:
         """The same of seconds."""
-        found = self.find_quantile(share)
-        return None if found is None else found * 1000
+        quantile_s = self.find_quantile(share)
+        return None if quantile_s is None else quantile_s * 1000
 
     def _up_to(self, bound: float) -> float:
         """How many are known to be at most so much."""
@@ -135,14 +135,14 @@ class Counts:
 def read_page(page: str, at_s: float) -> Counts:
     """What a gateway's `/metrics` says at `at_s`. Raises CountsError."""
     try:
-        found = _gather(page)
+        samples = _gather(page)
     except ValueError as error:
         raise CountsError("no page of metrics") from error
-    if not any(name.startswith(_PREFIX) for name in found):
+    if not any(name.startswith(_PREFIX) for name in samples):
         raise CountsError("a page without a metric of a gateway")
 
     def total(name: str, **labels: str) -> float:
-        return sum(sample.value for sample in _find(found, name, labels))
+        return sum(sample.value for sample in _find(samples, name, labels))
 
     def target_ms(slo: str) -> float | None:
         # 0 is none.
@@ -151,16 +151,16 @@ def read_page(page: str, at_s: float) -> Counts:
     refused = total("requests_total", outcome=_NOT_ASKED_OF_MODELS)
     return Counts(
         at_s=at_s,
-        started_s=sum(sample.value for sample in found.get(_START, ())),
+        started_s=sum(sample.value for sample in samples.get(_START, ())),
         requests=total("requests_total") - refused,
         prompt_tokens=total("prompt_tokens_total"),
         output_tokens=total("output_tokens_total"),
         judged=total("slo_total"),
         attained=total("slo_total", missed=""),
-        ttft=_read_buckets(found, "ttft_seconds"),
-        tpot=_read_buckets(found, "tpot_seconds"),
-        prompts=_read_buckets(found, "request_prompt_tokens"),
-        outputs=_read_buckets(found, "request_output_tokens"),
+        ttft=_read_buckets(samples, "ttft_seconds"),
+        tpot=_read_buckets(samples, "tpot_seconds"),
+        prompts=_read_buckets(samples, "request_prompt_tokens"),
+        outputs=_read_buckets(samples, "request_output_tokens"),
         shed=total("shed_total"),
         retries=total("retries_total"),
         recoveries=total("recoveries_total"),
@@ -173,28 +173,28 @@ def read_page(page: str, at_s: float) -> Counts:
 
 
 def _gather(page: str) -> Mapping[str, list[Sample]]:
-    found = defaultdict(list)
+    samples = defaultdict(list)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            found[sample.name].append(sample)
-    return found
+            samples[sample.name].append(sample)
+    return samples
 
 
 def _find(
-    found: Mapping[str, list[Sample]], name: str, labels: Mapping[str, str]
+    samples: Mapping[str, list[Sample]], name: str, labels: Mapping[str, str]
 ) -> Iterator[Sample]:
-    for sample in found.get(_PREFIX + name, ()):
+    for sample in samples.get(_PREFIX + name, ()):
         if labels.items() <= sample.labels.items():
             yield sample
 
 
-def _read_buckets(found: Mapping[str, list[Sample]], name: str) -> Buckets:
+def _read_buckets(samples: Mapping[str, list[Sample]], name: str) -> Buckets:
     """Of all labels together."""
     counts: dict[float, float] = defaultdict(float)
-    for sample in _find(found, name + "_bucket", {}):
+    for sample in _find(samples, name + "_bucket", {}):
         counts[float(sample.labels["le"])] += sample.value
     bounds = sorted(counts)
-    total = sum(sample.value for sample in _find(found, name + "_sum", {}))
+    total = sum(sample.value for sample in _find(samples, name + "_sum", {}))
     return Buckets(tuple(bounds), tuple(counts[bound] for bound in bounds), total)
 
 
@@ -225,15 +225,15 @@ def compare(before: Counts, after: Counts) -> Traffic | None:
     window_s = after.at_s - before.at_s
     if window_s <= 0:
         return None
-    judged, attained = after.judged - before.judged, after.attained - before.attained
+    measured, attained = after.judged - before.judged, after.attained - before.attained
     ttft, tpot = after.ttft - before.ttft, after.tpot - before.tpot
     return Traffic(
         window_s=window_s,
         requests_per_s=(after.requests - before.requests) / window_s,
         prompt_tokens_per_s=(after.prompt_tokens - before.prompt_tokens) / window_s,
         output_tokens_per_s=(after.output_tokens - before.output_tokens) / window_s,
-        slo_attainment=attained / judged if judged else None,
-        goodput=attained / window_s if judged else None,
+        slo_attainment=attained / measured if measured else None,
+        goodput=attained / window_s if measured else None,
         ttft_p50_ms=ttft.find_quantile_ms(0.5),
         ttft_p90_ms=ttft.find_quantile_ms(0.9),
         tpot_p50_ms=tpot.find_quantile_ms(0.5),
@@ -265,9 +265,10 @@ class History:
         """The last `window_s`, or as much of it as is known; None: nothing yet."""
         if not self._kept:
             return None
-        now = self._kept[-1]
-        begins = now.at_s - window_s
+        latest = self._kept[-1]
+        begins = latest.at_s - window_s
         before = next(
-            (one for one, after in pairwise(self._kept) if after.at_s > begins), self._kept[0]
+            (earlier for earlier, after in pairwise(self._kept) if after.at_s > begins),
+            self._kept[0],
         )
-        return compare(before, now)
+        return compare(before, latest)

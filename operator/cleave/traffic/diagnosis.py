@@ -88,13 +88,13 @@ def diagnose(trace: Trace) -> Diagnosis:
     prompts, outputs = _lengths(trace.prompt_tokens), _lengths(trace.output_tokens)
     arrivals = _arrivals(trace) if trace.rate else None
     correlation = _rank_correlation(trace.prompt_tokens, trace.output_tokens)
-    doubts = [
+    misfits = [
         *([] if arrivals is None else _arrival_doubts(arrivals, len(trace))),
         *_length_doubts(prompts, outputs, correlation),
     ]
     if len(trace) < _TOO_FEW:
-        doubts = []
-    verdict = ["replay the trace rather than its fit: " + "; ".join(doubts)] if doubts else []
+        misfits = []
+    verdict = ["replay the trace rather than its fit: " + "; ".join(misfits)] if misfits else []
     return Diagnosis(
         len(trace),
         arrivals,
@@ -103,23 +103,23 @@ def diagnose(trace: Trace) -> Diagnosis:
         correlation,
         tuple((limit, float(np.mean(trace.prompt_tokens > limit))) for limit in THRESHOLDS),
         (*_notes(trace, arrivals), *verdict),
-        not doubts,
+        not misfits,
     )
 
 
 def remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
     """What to say of a demand beside a plan for a model of that length, a sentence each."""
-    said = []
+    messages = []
     cut = demand.share_longer_than(max_model_len)
     if cut > 0:
-        said.append(
+        messages.append(
             f"{cut:.1%} of the requests are longer than the model's {max_model_len:,} tokens and "
             "were cut"
         )
     if isinstance(demand.source, Replay):
         trace = demand.source.trace
-        said += _notes(trace, _arrivals(trace))
-    return tuple(said)
+        messages += _notes(trace, _arrivals(trace))
+    return tuple(messages)
 
 
 def fit(trace: Trace, rate: float | None = None, burstiness: float | None = None) -> api.Workload:
@@ -196,12 +196,12 @@ def _counts(seconds: NDArray[np.float64], num: int, width_s: float) -> NDArray[n
     return np.diff(np.searchsorted(seconds, edges))
 
 
-def _rank_correlation(left: NDArray[np.int64], right: NDArray[np.int64]) -> float:
+def _rank_correlation(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
     """Equal lengths share their mean rank; 0 when either side is constant."""
     ranks = []
-    for tokens in (left, right):
-        _, place, counts = np.unique(tokens, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place])
+    for tokens in (first, second):
+        _, inverse, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse])
     if min(float(np.std(each)) for each in ranks) == 0:
         return 0.0
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
@@ -209,23 +209,23 @@ def _rank_correlation(left: NDArray[np.int64], right: NDArray[np.int64]) -> floa
 
 def _notes(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
     """What to mind with a fit and with a replay alike."""
-    notes = []
+    cautions = []
     error = 1.96 * float(np.std(trace.prompt_tokens)) / math.sqrt(len(trace))
     if len(trace) < _FEW:
-        notes.append(
+        cautions.append(
             f"only {len(trace)} requests: the mean prompt is known to +-"
             f"{error / float(np.mean(trace.prompt_tokens)):.0%}, rare long ones hardly at all; "
             f"record {_FEW:,} or more"
         )
     if arrivals is None:
-        notes.append("no arrival times: state a rate and a burstiness")
+        cautions.append("no arrival times: state a rate and a burstiness")
     elif arrivals.peak_to_mean > 1.5 and _is_a_peak(arrivals, len(trace)):
-        notes.append(
+        cautions.append(
             f"the busiest tenth of the recording has {arrivals.peak_to_mean:.1f} times the mean "
             f"rate: to hold the SLO there, plan for {arrivals.rate * arrivals.peak_to_mean:.3g} "
             "req/s"
         )
-    return notes
+    return cautions
 
 
 def _is_a_peak(arrivals: ArrivalSummary, num: int) -> bool:
@@ -239,38 +239,38 @@ def _is_beyond_chance(difference: float, arrivals: ArrivalSummary, num: int) -> 
 
 
 def _arrival_doubts(arrivals: ArrivalSummary, num: int) -> list[str]:
-    doubts = []
+    misfits = []
     independent = max(1.0, arrivals.burstiness**2)
     if arrivals.dispersion is not None and arrivals.dispersion > 2 * independent:
-        doubts.append(
+        misfits.append(
             f"arrivals come in waves (counts in windows of {arrivals.window_s:.0f} s vary "
             f"{arrivals.dispersion:.1f} times as much as Poisson's, where independent gaps give "
             f"{independent:.1f})"
         )
     between_halves = num * abs(arrivals.drift - 1) / (arrivals.drift + 1)
     if not 0.75 < arrivals.drift < 1.33 and _is_beyond_chance(between_halves, arrivals, num):
-        doubts.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
+        misfits.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
     if arrivals.burstiness > MAX_BURSTINESS:
-        doubts.append(
+        misfits.append(
             f"gaps vary by {arrivals.burstiness:.0f} times their mean; up to "
             f"{MAX_BURSTINESS:.0f} can be stated"
         )
-    return doubts
+    return misfits
 
 
 def _length_doubts(prompts: LengthSummary, outputs: LengthSummary, correlation: float) -> list[str]:
-    doubts = [
+    misfits = [
         f"{name} lengths are not log-normal ({lengths.fit_distance:.0%} of requests lie elsewhere)"
         for name, lengths in (("prompt", prompts), ("output", outputs))
         if lengths.fit_distance > 0.1
     ]
     if abs(correlation) > 0.3:
         longer = "longer" if correlation > 0 else "shorter"
-        doubts.append(
+        misfits.append(
             f"longer prompts have {longer} outputs (correlation {correlation:.2f}), which a fit "
             "draws apart"
         )
-    return doubts
+    return misfits
 
 
 def shorten(value: float) -> float:

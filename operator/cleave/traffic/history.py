@@ -82,8 +82,12 @@ def read_with(path: Path, *named: Sequence[str]) -> tuple[Trace, list[NDArray[np
     """
     table = _table(path)
     plain = _plain_names(table)
-    places = [next((plain.index(name) for name in names if name in plain), None) for names in named]
-    return _trace(table), [None if at is None else _stated_counts(table, at) for at in places]
+    indices = [
+        next((plain.index(name) for name in names if name in plain), None) for names in named
+    ]
+    return _trace(table), [
+        None if index is None else _stated_counts(table, index) for index in indices
+    ]
 
 
 def write(path: Path, trace: Trace) -> None:
@@ -166,12 +170,12 @@ def _json_table(path: Path, text: str) -> _Table:
         if not line or line.isspace():
             continue
         try:
-            found = decoder.decode(line)
+            record = decoder.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
             raise HistoryError(f"{path}:{number}: no JSON object: {error}") from error
-        if not isinstance(found, dict):
-            raise HistoryError(f"{path}:{number}: no JSON object: {_shown(found)}")
-        objects.append(found)
+        if not isinstance(record, dict):
+            raise HistoryError(f"{path}:{number}: no JSON object: {_shown(record)}")
+        objects.append(record)
         lines.append(number)
     names = list(objects[0]) if objects else []
     # A request without a key that the first one has is told where the value is converted.
@@ -190,12 +194,12 @@ def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
             f"{table.path}: no column {missing} (or a usual name for it) among {named}; rename one"
         )
     units = ((plain.index(name), unit) for name, unit in ARRIVAL_NAMES.items() if name in plain)
-    place, unit = next(units, (None, 1.0))
-    if place is None:
+    column_index, unit = next(units, (None, 1.0))
+    if column_index is None:
         return prompt, output, None
     # Mooncake's traces say `timestamp` and mean milliseconds.
-    is_mooncake = plain[prompt] == "inputlength" and plain[place] == "timestamp"
-    return prompt, output, (place, 0.001 if is_mooncake else unit)
+    is_mooncake = plain[prompt] == "inputlength" and plain[column_index] == "timestamp"
+    return prompt, output, (column_index, 0.001 if is_mooncake else unit)
 
 
 def _plain_names(table: _Table) -> list[str]:
@@ -204,14 +208,15 @@ def _plain_names(table: _Table) -> list[str]:
 
 def _arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
     """Milliseconds from the first arrival on."""
-    place, unit_s = column
-    cells = [row[place] for row in table.rows]
-    seconds = _dates(table, cells) if _is_date(cells[0]) else _numbers(table, place) * unit_s
+    column_index, unit_s = column
+    cells = [row[column_index] for row in table.rows]
+    seconds = _dates(table, cells) if _is_date(cells[0]) else _numbers(table, column_index) * unit_s
     backwards = np.flatnonzero(np.diff(seconds) < 0)
     if len(backwards):
         at = int(backwards[0]) + 1
         raise table.fault(
-            at, f"{_shown(cells[at])} is before the request above; sort by {table.names[place]}"
+            at,
+            f"{_shown(cells[at])} is before the request above; sort by {table.names[column_index]}",
         )
     arrivals_ms: NDArray[np.float64] = (seconds - seconds[0]) * 1000
     return arrivals_ms
@@ -241,31 +246,31 @@ def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
     return np.array([each / timedelta(seconds=1) for each in since])
 
 
-def _stated_counts(table: _Table, place: int) -> NDArray[np.int64]:
+def _stated_counts(table: _Table, column_index: int) -> NDArray[np.int64]:
     """0 where nothing is stated."""
     rows = [
-        [0 if at == place and cell in (None, "") else cell for at, cell in enumerate(row)]
+        [0 if at == column_index and cell in (None, "") else cell for at, cell in enumerate(row)]
         for row in table.rows
     ]
-    return _tokens(table._replace(rows=rows), place, least=0)
+    return _tokens(table._replace(rows=rows), column_index, minimum=0)
 
 
-def _tokens(table: _Table, place: int, least: int = 1) -> NDArray[np.int64]:
-    numbers = _numbers(table, place)
-    wrong = np.flatnonzero((numbers < least) | (numbers > _MOST_TOKENS) | (numbers % 1 != 0))
+def _tokens(table: _Table, column_index: int, minimum: int = 1) -> NDArray[np.int64]:
+    numbers = _numbers(table, column_index)
+    wrong = np.flatnonzero((numbers < minimum) | (numbers > _MOST_TOKENS) | (numbers % 1 != 0))
     if len(wrong):
         at = int(wrong[0])
         raise table.fault(
             at,
-            f"{table.names[place]} {_shown(table.rows[at][place])}: must be a whole number from "
-            f"{least} to {_MOST_TOKENS:,}; drop or mend the request",
+            f"{table.names[column_index]} {_shown(table.rows[at][column_index])}: must be a whole number from "
+            f"{minimum} to {_MOST_TOKENS:,}; drop or mend the request",
         )
     return numbers.astype(np.int64)
 
 
-def _numbers(table: _Table, place: int) -> NDArray[np.float64]:
+def _numbers(table: _Table, column_index: int) -> NDArray[np.float64]:
     """A column of finite numbers, at once; the culprit is looked for when that fails."""
-    cells = [row[place] for row in table.rows]
+    cells = [row[column_index] for row in table.rows]
     try:
         # JSON's true is no number, though Python counts with it.
         odd = bool in set(map(type, cells))
@@ -276,7 +281,8 @@ def _numbers(table: _Table, place: int) -> NDArray[np.float64]:
     if len(wrong):
         at = int(wrong[0])
         raise table.fault(
-            at, f"{table.names[place]} {_shown(cells[at])}: no number; drop or mend the request"
+            at,
+            f"{table.names[column_index]} {_shown(cells[at])}: no number; drop or mend the request",
         )
     return numbers
 

@@ -107,18 +107,18 @@ def read(path: Path) -> LengthFile:
     except OSError as error:
         raise LengthsError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        found = msgspec.json.decode(content, type=LengthFile)
+        trained = msgspec.json.decode(content, type=LengthFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _fault(path, str(error)) from error
-    if fault := _find_fault(found):
+    if fault := _find_fault(trained):
         raise _fault(path, fault)
-    return found
+    return trained
 
 
-def write(path: Path, found: LengthFile) -> None:
+def write(path: Path, trained: LengthFile) -> None:
     """Raises LengthsError."""
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(trained), indent=1) + b"\n")
     except OSError as error:
         raise LengthsError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -127,26 +127,26 @@ def _fault(path: Path, what: str) -> LengthsError:
     return LengthsError(f"{path}: no trained lengths: {what}; make it with cleave lengths train")
 
 
-def _find_fault(found: LengthFile) -> str:
+def _find_fault(trained: LengthFile) -> str:
     """Empty: a request finds its way through it."""
-    if found.format != FORMAT:
-        return f"format {found.format} instead of {FORMAT}"
-    scores = (found.scores.classifier, found.scores.conditional_mean, found.scores.constant)
+    if trained.format != FORMAT:
+        return f"format {trained.format} instead of {FORMAT}"
+    scores = (trained.scores.classifier, trained.scores.conditional_mean, trained.scores.constant)
     if any(len(score.accuracy) != len(GRANULARITIES) for score in scores):
         return f"accuracy must be {len(GRANULARITIES)} numbers"
-    count = len(found.tokens)
-    columns = (found.features, found.thresholds, found.below, found.above, found.ranges)
+    count = len(trained.tokens)
+    columns = (trained.features, trained.thresholds, trained.below, trained.above, trained.ranges)
     if count == 0 or any(len(column) != count for column in columns):
         return "nodes are not whole"
     for at in range(count):
-        below, above = found.below[at], found.above[at]
+        below, above = trained.below[at], trained.above[at]
         # Children behind their parents: every way ends.
         if (below, above) != (0, 0) and not (at < below < count and at < above < count):
             return f"node {at} leads nowhere"
-        if found.features[at] not in (PROMPT_TOKENS, LIMIT):
-            return f"node {at} compares an unknown feature {found.features[at]}"
-        if not (math.isfinite(found.tokens[at]) and found.tokens[at] >= 0):
-            return f"node {at} foretells {found.tokens[at]} tokens"
-        if len(found.ranges[at]) != len(GRANULARITIES):
-            return f"node {at} has {len(found.ranges[at])} ranges"
+        if trained.features[at] not in (PROMPT_TOKENS, LIMIT):
+            return f"node {at} compares an unknown feature {trained.features[at]}"
+        if not (math.isfinite(trained.tokens[at]) and trained.tokens[at] >= 0):
+            return f"node {at} foretells {trained.tokens[at]} tokens"
+        if len(trained.ranges[at]) != len(GRANULARITIES):
+            return f"node {at} has {len(trained.ranges[at])} ranges"
     return ""

@@ -41,21 +41,21 @@ class Answers:
         )
 
 
-def judge(found: LengthFile, answers: Answers, begin: int = 0) -> Scores:
+def judge(trained: LengthFile, answers: Answers, begin: int = 0) -> Scores:
     """Of the answers from `begin` on; the mean learns from those before, too."""
-    judged = answers.part(begin, len(answers))
-    outputs = judged.output_tokens
-    tree = found.tree
-    asked = list(zip(judged.prompt_tokens.tolist(), judged.limits.tolist(), strict=True))
-    leaves = np.array([tree.find_leaf(*each) for each in asked])
-    ranges = np.array(found.ranges)
+    evaluated = answers.part(begin, len(answers))
+    outputs = evaluated.output_tokens
+    tree = trained.tree
+    inputs = list(zip(evaluated.prompt_tokens.tolist(), evaluated.limits.tolist(), strict=True))
+    leaves = np.array([tree.find_leaf(*each) for each in inputs])
+    ranges = np.array(trained.ranges)
     means = play_mean(answers)[begin:]
     return Scores(
-        score(np.array([tree.predict(*each) for each in asked]), ranges[leaves], outputs),
+        score(np.array([tree.predict(*each) for each in inputs]), ranges[leaves], outputs),
         score(means, _ranges_of(means), outputs),
         # The root's: those of all requests that it was trained on.
         score(
-            np.full(len(outputs), found.tokens[0]),
+            np.full(len(outputs), trained.tokens[0]),
             np.repeat(ranges[:1], len(outputs), axis=0),
             outputs,
         ),

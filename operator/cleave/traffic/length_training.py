@@ -72,7 +72,7 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
     """
     answers, error = read(path, prompt_error)
     trained = round(_TRAINED * len(answers))
-    found = _fit(answers.part(0, trained))
+    tree_fields = _fit(answers.part(0, trained))
     file = LengthFile(
         format=FORMAT,
         trace=path.name,
@@ -80,7 +80,7 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
         judged_by=len(answers) - trained,
         prompt_error=error,
         scores=Scores(_UNJUDGED, _UNJUDGED, _UNJUDGED),
-        **found,
+        **tree_fields,
     )
     return msgspec.structs.replace(file, scores=judge(file, answers, trained))
 
@@ -101,14 +101,14 @@ def _fit(answers: Answers) -> dict[str, Any]:
             f"training needs the extra lengths: {distribution.install(['lengths'])} "
             "(gateways do not need it)"
         ) from None
-    asked = np.column_stack([answers.prompt_tokens, answers.limits])
+    inputs = np.column_stack([answers.prompt_tokens, answers.limits])
     outputs = answers.output_tokens
     classes = np.minimum(outputs, _LONGEST) // GRANULARITIES[0]
     model = DecisionTreeClassifier(
         max_leaf_nodes=_MOST_LEAVES, min_samples_leaf=_LEAST_IN_LEAF, random_state=0
     )
-    tree = model.fit(asked, classes).tree_
-    came = model.decision_path(asked).tocsc()
+    tree = model.fit(inputs, classes).tree_
+    came = model.decision_path(inputs).tocsc()
     members = [
         outputs[came.indices[begin:end]]
         for begin, end in zip(came.indptr[:-1], came.indptr[1:], strict=True)

@@ -84,15 +84,15 @@ def _client(url: str) -> Iterator[httpx.Client]:
         base = httpx.URL(url)
         if base.scheme not in ("http", "https") or not base.host:
             raise httpx.InvalidURL("state a URL such as http://prometheus:9090")
-        shown = str(base.copy_with(userinfo=b""))
+        server = str(base.copy_with(userinfo=b""))
         with httpx.Client(base_url=base, timeout=TIMEOUT_S) as client:
             yield client
     except httpx.InvalidURL as error:
         raise HistoryError(f"Prometheus: {error}") from error
     except httpx.TimeoutException as error:
-        raise HistoryError(f"Prometheus at {shown}: no answer in {TIMEOUT_S:g} s") from error
+        raise HistoryError(f"Prometheus at {server}: no answer in {TIMEOUT_S:g} s") from error
     except httpx.HTTPError as error:
-        raise HistoryError(f"Prometheus at {shown}: {error}") from error
+        raise HistoryError(f"Prometheus at {server}: {error}") from error
 
 
 class _Histogram(NamedTuple):
@@ -118,16 +118,16 @@ def _histogram(client: httpx.Client, metric: str, end_s: float, window_s: float)
     # `increase` over the window counts right across restarts of engines.
     query = f"sum by (le) (increase({metric}[{int(window_s)}s]))"
     series = _ask(client, "/api/v1/query", {"query": query, "time": str(end_s)})
-    found = sorted(
+    buckets = sorted(
         (_number(each.metric.get("le")), _number(each.value[1])) for each in series if each.value
     )
-    if not found or not found[-1][1] > 0:
+    if not buckets or not buckets[-1][1] > 0:
         raise HistoryError(
             f"Prometheus holds no {metric} in these {int(window_s)} s: choose a longer window or "
             "another model, or look whether vLLM is scraped"
         )
-    total = found[-1][1]
-    finite = np.array([each for each in found if math.isfinite(each[0])]).reshape(-1, 2)
+    total = buckets[-1][1]
+    finite = np.array([each for each in buckets if math.isfinite(each[0])]).reshape(-1, 2)
     # Counters scraped one after the other may make a cumulative count fall a little.
     shares = np.minimum(np.maximum.accumulate(finite[:, 1]) / total, 1.0)
     if not shares.any():
@@ -143,10 +143,10 @@ def _rates(
     span = {"start": str(end_s - window_s + step_s), "end": str(end_s), "step": str(step_s)}
     series = _ask(client, "/api/v1/query_range", {"query": query, **span})
     points = [(at, _number(rate)) for each in series for at, rate in each.values]
-    known = np.array([point for point in points if math.isfinite(point[1])]).reshape(-1, 2)
-    if not known[:, 1].any():
+    points_found = np.array([point for point in points if math.isfinite(point[1])]).reshape(-1, 2)
+    if not points_found[:, 1].any():
         raise HistoryError(f"Prometheus holds no rate of {metric} in the window")
-    return known[:, 0], known[:, 1]
+    return points_found[:, 0], points_found[:, 1]
 
 
 class _Series(msgspec.Struct):
@@ -179,14 +179,14 @@ def _ask(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[
             if time.monotonic() > latest_s:
                 raise httpx.ReadTimeout("the answer trickles")
     try:
-        answer = msgspec.json.decode(body, type=_Answer)
+        reply = msgspec.json.decode(body, type=_Answer)
     except msgspec.DecodeError as error:
         raise HistoryError(
             f"Prometheus: {path} answered {response.status_code}, not as Prometheus does: {error}"
         ) from error
-    if answer.status != "success" or answer.data is None:
-        raise HistoryError(f"Prometheus: {path} answered {response.status_code}: {answer.error}")
-    return answer.data.result
+    if reply.status != "success" or reply.data is None:
+        raise HistoryError(f"Prometheus: {path} answered {response.status_code}: {reply.error}")
+    return reply.data.result
 
 
 def _number(text: object) -> float:

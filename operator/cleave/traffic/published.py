@@ -44,17 +44,17 @@ class Published:
     def demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
         """Its requests, at its own rate unless another is stated."""
         lengths = Independent(self.prompt_tokens, self.output_tokens)
-        stated = self.rate if rate is None else rate
-        return Demand(stated, Drawn(lengths, burstiness), self.max_model_len)
+        arrivals_per_s = self.rate if rate is None else rate
+        return Demand(arrivals_per_s, Drawn(lengths, burstiness), self.max_model_len)
 
 
 def find(name: str) -> Published:
     """The workload of that name. Raises DemandError, which lists the names there are."""
-    wanted = name.strip().lower().replace("_", "-")
+    normalized = name.strip().lower().replace("_", "-")
     for workload in WORKLOADS:
-        if workload.name == wanted:
+        if workload.name == normalized:
             return workload
-    near = get_close_matches(wanted, names(), n=1)
+    near = get_close_matches(normalized, names(), n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names())}"
     raise DemandError(f"no published workload {name!r}{hint}")
 
@@ -64,11 +64,11 @@ def names() -> tuple[str, ...]:
     return tuple(workload.name for workload in WORKLOADS)
 
 
-def _geometric(least: float, median: float, p90: float, largest: float) -> Quantiles:
+def _geometric(smallest: float, median: float, p90: float, largest: float) -> Quantiles:
     """Equal ratios between the four quantiles: right-skewed inside, as lengths are."""
-    known = (0.0, 0.5, 0.9, 1.0)
-    levels = np.unique(np.concatenate([np.linspace(a, b, 9) for a, b in pairwise(known)]))
-    logs = np.interp(levels, known, np.log([least, median, p90, largest]))
+    quantile_levels = (0.0, 0.5, 0.9, 1.0)
+    levels = np.unique(np.concatenate([np.linspace(a, b, 9) for a, b in pairwise(quantile_levels)]))
+    logs = np.interp(levels, quantile_levels, np.log([smallest, median, p90, largest]))
     return Quantiles(tuple(levels.tolist()), tuple(np.exp(logs).tolist()))
 
 

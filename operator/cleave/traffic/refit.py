@@ -29,11 +29,11 @@ class RefitError(LookupError):
 
 def refit(windows: Sequence[Window]) -> Workload:
     """The workload that came in `windows`. Raises RefitError when too few requests did."""
-    whole = _join(windows)
+    joined = _join(windows)
     return Workload(
-        rate=shorten(whole.rate),
-        prompt_tokens=_to_lengths(whole.prompts),
-        output_tokens=_to_lengths(whole.outputs),
+        rate=shorten(joined.rate),
+        prompt_tokens=_to_lengths(joined.prompts),
+        output_tokens=_to_lengths(joined.outputs),
         burstiness=shorten(_find_burstiness(windows)),
     )
 
@@ -43,9 +43,9 @@ def to_demand(windows: Sequence[Window]) -> Demand:
 
     Raises RefitError.
     """
-    whole = _join(windows)
-    lengths = Independent(_to_quantiles(whole.prompts), _to_quantiles(whole.outputs))
-    return Demand(whole.rate, Drawn(lengths, _find_burstiness(windows)))
+    joined = _join(windows)
+    lengths = Independent(_to_quantiles(joined.prompts), _to_quantiles(joined.outputs))
+    return Demand(joined.rate, Drawn(lengths, _find_burstiness(windows)))
 
 
 def find_margin(windows: Sequence[Window]) -> float:
@@ -53,10 +53,10 @@ def find_margin(windows: Sequence[Window]) -> float:
 
     Two standard errors of rate and mean length. Raises RefitError.
     """
-    whole = _join(windows)
-    lengths = max(find_variation(each) for each in (whole.prompts, whole.outputs))
+    joined = _join(windows)
+    lengths = max(find_variation(each) for each in (joined.prompts, joined.outputs))
     variance = find_dispersion(windows) + lengths**2
-    return min(2 * math.sqrt(variance / whole.num_requests), _MOST_MARGIN)
+    return min(2 * math.sqrt(variance / joined.num_requests), _MOST_MARGIN)
 
 
 def find_dispersion(windows: Sequence[Window]) -> float:
@@ -64,15 +64,16 @@ def find_dispersion(windows: Sequence[Window]) -> float:
 
     Less than Poisson's is not believed: it takes little else than chance to see that.
     """
-    seen = [each for each in windows if each.length_s > 0]
-    requests = sum(each.num_requests for each in seen)
-    if len(seen) < _FEWEST_WINDOWS or not requests:
+    nonempty = [each for each in windows if each.length_s > 0]
+    requests = sum(each.num_requests for each in nonempty)
+    if len(nonempty) < _FEWEST_WINDOWS or not requests:
         return 1.0
-    rate = requests / sum(each.length_s for each in seen)
+    rate = requests / sum(each.length_s for each in nonempty)
     squares = (
-        (each.num_requests - rate * each.length_s) ** 2 / (rate * each.length_s) for each in seen
+        (each.num_requests - rate * each.length_s) ** 2 / (rate * each.length_s)
+        for each in nonempty
     )
-    return max(sum(squares) / (len(seen) - 1), 1.0)
+    return max(sum(squares) / (len(nonempty) - 1), 1.0)
 
 
 def find_variation(buckets: Buckets) -> float:
@@ -84,13 +85,13 @@ def find_variation(buckets: Buckets) -> float:
 
 
 def _join(windows: Sequence[Window]) -> Window:
-    whole = join(windows) if windows else Window(0.0, 0.0, 0.0)
-    known = min(whole.prompts.num, whole.outputs.num, whole.num_requests)
-    if known < FEWEST:
+    joined = join(windows) if windows else Window(0.0, 0.0, 0.0)
+    num_requests = min(joined.prompts.num, joined.outputs.num, joined.num_requests)
+    if num_requests < FEWEST:
         raise RefitError(
-            f"{known:.0f} requests have been seen; {FEWEST} are needed to state their lengths"
+            f"{num_requests:.0f} requests have been seen; {FEWEST} are needed to state their lengths"
         )
-    return whole
+    return joined
 
 
 def _find_burstiness(windows: Sequence[Window]) -> float:

@@ -33,25 +33,25 @@ class Total:
     heard: Mapping[str, Counts] = field(default_factory=dict)
     """The last page of each gateway, by address."""
 
-    def add(self, asked: frozenset[str], pages: Mapping[str, Counts], at_s: float) -> "Total":
-        """With the pages that came of the gateways `asked`; itself where it is better to wait.
+    def add(self, gateways: frozenset[str], pages: Mapping[str, Counts], at_s: float) -> "Total":
+        """With the pages that came of the gateways `gateways`; itself where it is better to wait.
 
         What one has counted while it did not answer would come all at once later, as a wave of
         traffic that there was not.
         """
-        silent = (asked & self.heard.keys()) - pages.keys()
+        silent = (gateways & self.heard.keys()) - pages.keys()
         if not pages or (silent and self._waits(at_s)):
             return self
         grown = self.counts or Counts()
         for address, page in pages.items():
             if address in self.heard:
                 grown = _joined(grown, _since(self.heard[address], page))
-        now = {name: sum(getattr(page, name) for page in pages.values()) for name in _NOW}
-        one = next(iter(pages.values()))
-        same = {name: getattr(one, name) for name in _SAME_FOR_ALL}
-        known = {address: page for address, page in self.heard.items() if address in silent}
-        counts = replace(grown, at_s=at_s, started_s=0.0, **now, **same)
-        return Total(counts, {**known, **pages})
+        gauges = {name: sum(getattr(page, name) for page in pages.values()) for name in _NOW}
+        any_page = next(iter(pages.values()))
+        same = {name: getattr(any_page, name) for name in _SAME_FOR_ALL}
+        retained = {address: page for address, page in self.heard.items() if address in silent}
+        counts = replace(grown, at_s=at_s, started_s=0.0, **gauges, **same)
+        return Total(counts, {**retained, **pages})
 
     def _waits(self, at_s: float) -> bool:
         return self.counts is not None and at_s - self.counts.at_s < PATIENCE_S
@@ -66,5 +66,7 @@ def _since(before: Counts, after: Counts) -> Counts:
     )
 
 
-def _joined(one: Counts, other: Counts) -> Counts:
-    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in _COUNTED})
+def _joined(first: Counts, second: Counts) -> Counts:
+    return replace(
+        first, **{name: getattr(first, name) + getattr(second, name) for name in _COUNTED}
+    )

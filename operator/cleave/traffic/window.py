@@ -101,8 +101,8 @@ def list_settled(windows: Sequence[Window], settle_s: float) -> tuple[Window, ..
     if not windows:
         return ()
     begun_s = windows[0].start_s + settle_s
-    left = (windows[at:] for at in range(len(windows) + 1))
-    calm = next(each for each in left if not _drains(each))
+    suffixes = (windows[at:] for at in range(len(windows) + 1))
+    calm = next(each for each in suffixes if not _drains(each))
     return tuple(each for each in calm if each.start_s >= begun_s)
 
 
@@ -113,15 +113,15 @@ def _drains(windows: Sequence[Window]) -> bool:
     return any(b - a > _CHANCE * math.sqrt(max(a, 1.0)) for a, b in zip(came, ended, strict=True))
 
 
-def _add(one: Window, other: Window) -> Window:
+def _add(first: Window, second: Window) -> Window:
     return Window(
-        end_s=max(one.end_s, other.end_s),
-        length_s=one.length_s + other.length_s,
-        num_requests=one.num_requests + other.num_requests,
-        prompts=one.prompts + other.prompts,
-        outputs=one.outputs + other.outputs,
-        ttft=one.ttft + other.ttft,
-        tpot=one.tpot + other.tpot,
-        judged=one.judged + other.judged,
-        attained=one.attained + other.attained,
+        end_s=max(first.end_s, second.end_s),
+        length_s=first.length_s + second.length_s,
+        num_requests=first.num_requests + second.num_requests,
+        prompts=first.prompts + second.prompts,
+        outputs=first.outputs + second.outputs,
+        ttft=first.ttft + second.ttft,
+        tpot=first.tpot + second.tpot,
+        judged=first.judged + second.judged,
+        attained=first.attained + second.attained,
     )

@@ -213,13 +213,15 @@ class Demand:
         Equal seeds give equal lengths and equal gaps apart from the rate; a longer draw begins with
         the shorter one.
         """
-        wanted = self.rate if rate is None else rate
-        if not (math.isfinite(wanted) and wanted > 0):
-            raise DemandError(f"rate {wanted:g}: must be above 0 requests per second")
+        requests_per_s = self.rate if rate is None else rate
+        if not (math.isfinite(requests_per_s) and requests_per_s > 0):
+            raise DemandError(f"rate {requests_per_s:g}: must be above 0 requests per second")
         if num_requests < 1:
             raise DemandError(f"num_requests {num_requests}: must be at least 1")
         unit = _unit(self.source, self.max_model_len, num_requests, seed)
-        return Trace(unit.arrival_ms / wanted, unit.prompt_tokens.copy(), unit.output_tokens.copy())
+        return Trace(
+            unit.arrival_ms / requests_per_s, unit.prompt_tokens.copy(), unit.output_tokens.copy()
+        )
 
     def at(self, rate: float) -> "Demand":
         """The same requests at another rate."""
@@ -314,5 +316,5 @@ def _unit(source: Source, max_model_len: int | None, num: int, seed: int) -> Tra
 
 
 def _whole(lengths: Values) -> Counts:
-    whole: Counts = np.maximum(np.rint(lengths), 1).astype(np.int64)
-    return whole
+    rounded: Counts = np.maximum(np.rint(lengths), 1).astype(np.int64)
+    return rounded
