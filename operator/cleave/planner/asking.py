@@ -1,7 +1,7 @@
-"""The question to the planner where engines run on the machines of a cluster file.
+"""Builds the planner's `Problem` for engines on the machines of a cluster file.
 
-Called by `cleave plan`, `cleave simulate` and `cleave up`. Everything that can be wrong with a
-deployment or a cluster is said here, with its path in the file, before anything is simulated.
+Called by `cleave plan`, `cleave simulate` and `cleave up`. All faults of a deployment or a cluster
+are reported here, with their path in the file, before anything is simulated.
 """
 
 from pathlib import Path
@@ -23,7 +23,8 @@ from cleave.traffic.workload import Demand
 def problem(
     deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
 ) -> Problem:
-    """What `deployment` asks on `cluster`; relative traces and profiles are looked for in `folder`.
+    """The problem of planning `deployment` on `cluster`; relative trace and profile paths start at
+    `folder`.
 
     Raises PlanError or ManifestError.
     """
@@ -52,9 +53,9 @@ def problem(
 def supplies(
     cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice]
 ) -> tuple[Supply, ...]:
-    """The nodes whose kind of GPU may be used; equal groups are one.
+    """The nodes whose GPU type may be used, with equal groups merged.
 
-    A kind's limit is spent on its groups in their order.
+    The limit of a GPU type is used up by its groups in their order.
     """
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     groups: dict[tuple[str, int], int] = {}
@@ -87,7 +88,7 @@ def _shape(deployment: LLMDeployment) -> ModelShape:
 
 
 def demand(deployment: LLMDeployment, folder: Path) -> Demand:
-    """The traffic of `deployment`; a relative trace is looked for in `folder`. Raises PlanError."""
+    """The traffic of `deployment`; a relative trace path starts at `folder`. Raises PlanError."""
     workload_spec = deployment.spec.workload
     if workload_spec is None:
         raise PlanError(

@@ -1,8 +1,8 @@
-"""The best plan whose instances serve both phases: what disaggregation has to beat.
+"""The best plan of mixed instances: the baseline that disaggregation has to beat.
 
-Vidur's search (section 6 and 7.3): parallelism, batching policy, batch size and tokens per pass,
-coarse to fine. Also what it costs to serve one workload with the best configuration of another
-(Vidur, fig. 1b).
+Vidur's search (sections 6 and 7.3): parallelism, batching policy, batch size and tokens per step,
+coarse to fine. Also the cost of serving one workload with the best configuration of another (Vidur,
+fig. 1b).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def optimise(
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """One mixed instance with most goodput per resource; None: none meets the targets."""
+    """The mixed instance with most goodput per resource; None: none meets the targets."""
 
     def best(placements: list[Draft]) -> Rated | None:
         entries = rating.entries(problem, trials, placements)
@@ -42,7 +42,7 @@ def fewest(
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """Instead: the instance whose replicas for the asked rate take least."""
+    """The mixed instance whose replicas for the requested rate need least resources."""
 
     def least(placements: list[Draft]) -> Rated | None:
         entries = rating.entries(problem, trials, placements)
@@ -54,9 +54,9 @@ def fewest(
 def misconfiguration_cost(
     problem: Problem, trials: Trials, targets: Targets, own: Draft, foreign: Draft
 ) -> float:
-    """How many times the resources per request `foreign` takes, the best plan of another workload.
+    """Resources per request of `foreign`, the best plan of another workload, relative to `own`.
 
-    1: it is as good as `own`; infinite: it never meets the targets.
+    1: as good as `own`; infinite: it never meets the targets.
     """
     weigh = problem.planning.objective
     rates = [

@@ -1,8 +1,8 @@
-"""A plan before it is predicted: groups of instances, and the fleet that simulates them.
+"""A placement before it is predicted: groups of instances, and the fleet that simulates them.
 
-The search makes, changes and compares drafts. What is hard: a large plan, or one whose prefill and
-decode instances must stay together, is made of alike cells; one cell is simulated at its share of
-the rate. Requests that may choose among all cells are never served worse.
+The search creates, changes and compares these placements. What is hard: a large placement, or one
+whose prefill and decode instances must share nodes, consists of equal cells; one cell is simulated
+at its share of the rate. Real requests may choose among all cells and are never served worse.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from cleave.simulator.fleet import Fleet, Pool, Transfer
 _ROLES = tuple(Role)
 _HANDING = (Role.PREFILL, Role.DECODE)
 _PROMPT_TOKENS = 2048
-"""At which a prompt token's computation is taken."""
+"""Prompt length at which the compute time per prompt token is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Instances that are alike and have one role."""
+    """Equal instances of one role."""
 
     role: Role
     instance: Instance
@@ -34,7 +34,7 @@ class Group:
 
     @property
     def gpus(self) -> int:
-        """Of all replicas."""
+        """GPUs of all replicas."""
         return self.replicas * self.instance.candidate.gpus
 
 
@@ -44,40 +44,41 @@ class Draft:
 
     groups: tuple[Group, ...]
     copies: int = 1
-    """Cells that are alike; `groups` is one of them."""
+    """Number of equal cells; `groups` describes one of them."""
     is_in_node: bool = False
     """The same pipeline stage of all instances of a cell lies in one node (Algorithm 2)."""
 
     @property
     def gpus(self) -> int:
-        """Of all cells."""
+        """GPUs of all cells."""
         return self.copies * sum(group.gpus for group in self.groups)
 
     @property
     def cost_per_hour(self) -> float:
-        """Of all cells."""
+        """Price of all cells."""
         return self._sum(Objective.COST)
 
     @property
     def power_watts(self) -> float:
-        """Provisioned, of all cells."""
+        """Provisioned power of all cells."""
         return self._sum(Objective.POWER)
 
     @property
     def is_disaggregated(self) -> bool:
-        """Whether prefill has instances of its own."""
+        """Whether there are prefill instances."""
         return self.replicas(Role.PREFILL) > 0
 
     def resources(self, objective: Objective) -> float:
-        """What all cells take of what the objective counts."""
+        """Resources of all cells in the unit of the objective: GPUs, price of an hour, watts."""
         return self._sum(objective)
 
     def replicas(self, role: Role) -> int:
-        """Instances of a role in one cell."""
+        """Number of instances of `role` in one cell."""
         return sum(group.replicas for group in self.groups if group.role is role)
 
     def changed(self, changes: dict[Role, int]) -> "Draft":
-        """With so many more (or, negative, fewer) instances per role; roles left empty vanish."""
+        """A copy with `changes` added to the replicas per role; a role without replicas is
+        dropped."""
         counted = (
             replace(group, replicas=group.replicas + changes.get(group.role, 0))
             for group in self.groups
@@ -85,14 +86,14 @@ class Draft:
         return replace(self, groups=tuple(group for group in counted if group.replicas > 0))
 
     def joined(self, group: Group) -> "Draft":
-        """With one more group, or more replicas of the one of its role."""
+        """A copy with `group` added, merged with the group of the same role."""
         if self.replicas(group.role):
             return self.changed({group.role: group.replicas})
         groups = sorted((*self.groups, group), key=lambda each: _ROLES.index(each.role))
         return replace(self, groups=tuple(groups))
 
     def copied(self, copies: int) -> "Draft":
-        """So many cells of it."""
+        """A copy that consists of `copies` cells."""
         return replace(self, copies=copies)
 
     def _sum(self, objective: Objective) -> float:
@@ -102,13 +103,13 @@ class Draft:
 
 
 def weight_in(problem: Problem) -> Callable[[Draft], float]:
-    """What a draft takes of what the objective counts."""
+    """A function that returns a placement's resources in the unit of the objective."""
     objective = problem.planning.objective
     return lambda placement: placement.resources(objective)
 
 
 def cell_fleet(problem: Problem, placement: Draft) -> Fleet:
-    """One cell, as the simulator takes it; it serves the rate divided by `draft.copies`."""
+    """One cell as a simulator fleet; it serves the rate divided by `placement.copies`."""
     policies = problem.policies
     return Fleet(
         prefill=_pools(placement, Role.PREFILL),
@@ -121,9 +122,9 @@ def cell_fleet(problem: Problem, placement: Draft) -> Fleet:
 
 
 def transfer(problem: Problem, placement: Draft) -> Transfer:
-    """Moving KV from prefill to decode instances after the prompt, as vLLM's engines pull it.
+    """The KV transfer from prefill to decode instances after the prompt, as vLLM's engines pull it.
 
-    Nothing without both.
+    Without cost when either role is missing.
     """
     sizes = [
         _size(placement, role) for role in (Role.PREFILL, Role.DECODE) if placement.replicas(role)
@@ -135,9 +136,10 @@ def transfer(problem: Problem, placement: Draft) -> Transfer:
 
 
 def ahead_from_tokens(problem: Problem, placement: Draft) -> int:
-    """Prompt tokens from which a transfer per layer beats one after the prompt; 0: none do.
+    """Prompt tokens from which a layer-wise transfer beats one after the prompt; 0: never.
 
-    Splitwise, section IV-C; rounded up to a power of two, so that little changes change nothing.
+    Splitwise, section IV-C. Rounded up to a power of two, so that small changes of the input do not
+    change it.
     """
     engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:
@@ -155,7 +157,8 @@ def ahead_from_tokens(problem: Problem, placement: Draft) -> int:
 
 
 def link(placement: Draft) -> Link:
-    """What KV takes: the way inside a node when a draft says so or one node holds all of it."""
+    """The link for KV: that inside a node when all of a cell shares a node, else the slowest
+    network."""
     supplies = list({group.instance.candidate.supply for group in placement.groups})
     first = supplies[0]
     is_small = first.num_nodes == 1 or placement.gpus <= first.gpus_per_node
@@ -165,7 +168,7 @@ def link(placement: Draft) -> Link:
 
 
 def planned_pools(placement: Draft) -> tuple[PlannedPool, ...]:
-    """The pools of all cells, as the answer lists them."""
+    """The pools of all cells, as listed in a `Plan`."""
     return tuple(
         PlannedPool(
             role=group.role,
@@ -182,7 +185,7 @@ def planned_pools(placement: Draft) -> tuple[PlannedPool, ...]:
 
 
 def describe(placement: Draft) -> str:
-    """In words: `2 prefill (TP 2) + 1 decode (TP 1, PP 2)`."""
+    """A text such as `2 prefill (TP 2) + 1 decode (TP 1, PP 2)`."""
     return " + ".join(
         f"{group.replicas * placement.copies} {group.role} ({_spread(group.instance)})"
         for group in placement.groups

@@ -1,7 +1,7 @@
-"""Drafts that hold the asked rate, from each algorithm: what the search then predicts and ranks.
+"""Placements of each algorithm that serve the requested rate, for the search to predict and rank.
 
-Called by `search.plan`. An algorithm that finds no draft says why by its absence: its targets are
-met by no instance, or the nodes have no room for as many as the rate takes.
+Called by `search.plan`. An algorithm that yields no placement found none: no instance meets its
+targets, or the nodes have no room for as many as the rate needs.
 """
 
 import math
@@ -20,18 +20,19 @@ from cleave.planner.trials import CONFIRMED, Targets, Trials
 
 HIGH, LOW, COLOCATED = "Algorithm 1", "Algorithm 2", "colocated"
 _MOST_PAIRS = 3
-"""Pairs of kinds and sizes whose replicas are fitted; the others would take more."""
+"""Pairs of instances (GPU type and size) whose replicas are fitted; the others need more
+resources."""
 WORTH_SHOWING = 1.5
-"""A further disaggregated plan that takes more than this many times the first one is no choice."""
+"""A further disaggregated plan that needs more than this many times the first one is not listed."""
 _MANY = 8
-"""Instances from which a smaller size would save too little to look for."""
+"""From this many instances on, a smaller instance size would save too little to search for it."""
 
 Tick = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A draft and whether it holds the rate; if not, it is all that the nodes have room for."""
+    """A placement and whether it serves the rate; if not, it uses all GPUs of the nodes."""
 
     draft: Draft
     algorithm: str
@@ -46,7 +47,7 @@ def drafts(
     affinity: Affinity,
     tick: Tick,
 ) -> list[Found]:
-    """Of all algorithms that are asked for; the best colocated one is always among them."""
+    """Placements of all requested algorithms; the best colocated one is always among them."""
     plans = list(_colocated(problem, trials, found, targets, tick))
     if problem.planning.disaggregation is not Disaggregation.NEVER:
         if affinity is Affinity.HIGH:
@@ -64,10 +65,10 @@ def _colocated(
     targets: Targets,
     tick: Tick,
 ) -> Iterator[Found]:
-    """Of each kind of GPU the instance that takes least, fitted; the plan that takes least first.
+    """For each GPU type the colocated plan that needs least resources, the smallest plan first.
 
-    Kinds are fitted apart, as many instances behind one dispatcher do with fewer than as many apart
-    and how much that saves differs.
+    GPU types are fitted one by one: many instances behind one dispatcher need fewer replicas than
+    their separate goodput suggests, and how many fewer depends on the type.
     """
 
     def step() -> None:
@@ -107,7 +108,7 @@ def _high(
     mixed_group: Group | None,
     tick: Tick,
 ) -> Iterator[Found]:
-    """Fitted plans; where the nodes have no room for any, the one that fills them best."""
+    """Fitted disaggregated plans; if the nodes have room for none, the one that uses them best."""
     load, objective = Load(problem.rate, targets), problem.planning.objective
     pairs = sorted(
         high_affinity.pairs(problem, _phases(problem, trials, found, targets, tick)),
@@ -139,7 +140,7 @@ def _high(
 
 
 def _served_by_all(problem: Problem, pair: tuple[Rated, Rated]) -> float:
-    """What the phases say that the nodes full of a pair's instances serve; 0: no room for it."""
+    """The rate that all GPUs filled with a pair's instances serve, by their goodput; 0: no room."""
     groups, goodputs = _parts(pair)
     filled = replication.filled(problem, groups, goodputs)
     if filled is None:
@@ -167,7 +168,8 @@ def _phases(
     targets: Targets,
     tick: Tick,
 ) -> tuple[Phases, ...]:
-    """Algorithm 1's, and while replicas are few also those that take least for this very rate."""
+    """Algorithm 1's phases; while replicas are few, also those that need least for this very
+    rate."""
 
     def step() -> None:
         tick("prefill and decode apart")
@@ -182,7 +184,7 @@ def _phases(
 def _low(
     problem: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets, tick: Tick
 ) -> Iterator[Found]:
-    """The most efficient cell, and while cells are few also the one that takes least."""
+    """The most efficient cell; while cells are few, also the one that needs least resources."""
 
     def step() -> None:
         tick("prefill and decode in one node")
@@ -212,7 +214,7 @@ def _low(
 
 
 def _distinct(placements: Sequence[Draft]) -> list[Draft]:
-    """Without those that differ in the limits of a pass, or in their cells, only."""
+    """Without placements that differ only in step limits or in the division into cells."""
     shapes = {
         tuple(
             (g.role, g.instance.candidate, g.replicas * placement.copies) for g in placement.groups
@@ -225,6 +227,6 @@ def _distinct(placements: Sequence[Draft]) -> list[Draft]:
 def _fitted(
     problem: Problem, trials: Trials, start: Draft, load: Load, mixed_group: Group | None = None
 ) -> Draft | None:
-    """Shrunk in short trials, then held in long ones."""
+    """Remove replicas in short trials, then confirm the result in long ones."""
     fitted = replication.fit(problem, trials, start, load, mixed_group)
     return replication.hold(problem, trials.at(CONFIRMED), fitted, load) if fitted else None

@@ -1,8 +1,8 @@
-"""The fewest instances, near those of a draft, whose simulation holds a load.
+"""The fewest instances, close to a given placement, that serve a load in simulation.
 
-Called by the search for every pair of instances that it replicates. What is hard: cost. Every
-answer here is a simulation of many thousand requests, so counts that the passes alone rule out are
-never simulated, nor fewer instances than some that failed, and large fleets move in large steps.
+Called by the search for every pair of instances that it replicates. What is hard: cost. Every check
+is a simulation of many thousand requests. So counts that the rate bound excludes are not simulated,
+nor are fewer instances than some that failed, and large fleets change in large steps.
 """
 
 from collections.abc import Iterator
@@ -16,40 +16,41 @@ from cleave.planner.trials import Shares, Targets, Trials
 
 _MOST_GROWTHS = 64
 _GROWTH = 0.05
-"""Part of a role's instances that one step adds."""
+"""Share of a role's instances that one step adds."""
 _LARGE = 16
-"""So many instances of a role move two at a time at first, twice as many four at a time."""
+"""From this many instances of a role on, two are removed at a time at first; from twice as many on,
+four."""
 
 _Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a fleet has to hold."""
+    """The rate and the targets that a fleet has to meet."""
 
     rate: float
     targets: Targets
 
 
 def shares(problem: Problem, trials: Trials, placement: Draft, load: Load) -> Shares:
-    """Of one cell at its share of the rate (`load` is a cell's)."""
+    """Simulate one cell under `load`, the cell's own share."""
     span = trials.span(load.rate, load.targets)
     return trials.shares(cell_fleet(problem, placement), load.rate, load.targets, span)
 
 
 @dataclass(slots=True)
 class Fitting:
-    """All trials of drafts that differ only in how many of their instances there are."""
+    """Adds and removes replicas of one placement; remembers the results of its trials."""
 
     problem: Problem
     trials: Trials
     load: Load
-    """Of all cells together."""
+    """The load of all cells together."""
     _known: dict[_Counts, Shares] = field(default_factory=dict)
     _failed: list[_Counts] = field(default_factory=list)
 
     def grown(self, placement: Draft) -> Draft | None:
-        """With instances added until the load is held; None: the nodes have no room for them."""
+        """Add instances until the load is met; None: the nodes have no room for them."""
         for _ in range(_MOST_GROWTHS):
             if not packing.fits(self.problem, placement):
                 return None
@@ -66,9 +67,9 @@ class Fitting:
         return None
 
     def shrunk(self, placement: Draft, mixed_group: Group | None = None) -> Draft:
-        """Without what the load is held without: the move that saves most, until there is none.
+        """Remove instances while the load is still met, always by the move that saves most.
 
-        `mixed_group` is a mixed instance that may stand in for a prefill and a decode instance.
+        `mixed_group` is a mixed instance that may replace one prefill and one decode instance.
         """
         step = 1
         while max(_counts(placement)[1:]) >= _LARGE * step:
@@ -105,7 +106,7 @@ class Fitting:
         return self._known[counts]
 
     def _lacking(self, placement: Draft) -> Role | None:
-        """The role whose passes alone take longer than the load leaves; None: none."""
+        """The role whose rate bound is below the load; None: no role's is."""
         rate = self.load.rate / placement.copies
         fleet = cell_fleet(self.problem, placement)
         lengths = self.trials.lengths(self.trials.span(rate, self.load.targets).total)
@@ -118,7 +119,7 @@ class Fitting:
         return Role.PREFILL if prompts + mixed < rate else Role.DECODE
 
     def _best_larger(self, placement: Draft) -> Draft | None:
-        """The step that helps most; where none helps yet, one for the phase that is worse off."""
+        """The step that improves attainment most; while it is 0, a step for the weaker phase."""
         steps = {group.role: self._more(placement, group.role) for group in placement.groups}
         feasible = {r: each for r, each in steps.items() if packing.fits(self.problem, each)}
         if not feasible:
@@ -136,7 +137,7 @@ class Fitting:
         return grown
 
     def _smaller(self, placement: Draft, mixed_group: Group | None, step: int) -> list[Draft]:
-        """Drafts that take less, the least first."""
+        """Placements that need less resources, the smallest first."""
         objective = self.problem.planning.objective
         limit = placement.resources(objective)
         feasible = [
@@ -172,6 +173,6 @@ def _counts(placement: Draft) -> _Counts:
 
 
 def _is_whole(placement: Draft) -> bool:
-    """Whether both phases have instances of their own, or all instances are mixed."""
+    """Whether both phases have instances, or all instances are mixed."""
     both = placement.replicas(Role.PREFILL) > 0 and placement.replicas(Role.DECODE) > 0
     return both or (bool(placement.groups) and all(g.role is Role.MIXED for g in placement.groups))

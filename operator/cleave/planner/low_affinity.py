@@ -1,9 +1,9 @@
 """Algorithm 2: prefill and decode instances whose equal pipeline stages share a node.
 
 DistServe, section 4.2, for networks too slow for KV: stages of both phases that hold the same
-layers lie in one node, so that KV never leaves it. What it takes there is the supply's `node_link`:
-the GPUs' own link in the paper, the network's between pods. Both phases have the same number of
-stages; inside a node, tensor parallel sizes and counts are free.
+layers lie in one node, so that KV never leaves it. Its link there is the supply's `node_link`: the
+GPUs' own link in the paper, the network between pods. Both phases have the same number of stages;
+inside a node, tensor parallel sizes and counts are free.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from cleave.planner.tuning import refined
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Most instances of each phase whose segments share a node; the paper's search has one each."""
+    """Most instances of each phase whose stages share a node; one each in the paper's search."""
 
     prefill: int = 1
     decode: int = 1
@@ -41,8 +41,7 @@ def optimise(
 ) -> Rated | None:
     """The intra-node configuration with most goodput per resource; both phases simulated jointly.
 
-    The bound of a pair is that of its slower phase: with one queue in front of the other, neither
-    phase serves more than it could alone.
+    The bound of a pair is that of its slower phase, since every request passes through both.
     """
 
     def best(placements: list[Draft]) -> Rated | None:
@@ -59,7 +58,7 @@ def fewest(
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """Instead: the configuration whose cells for the asked rate take least."""
+    """The configuration whose cells for the requested rate need least resources."""
 
     def least(placements: list[Draft]) -> Rated | None:
         entries = rating.entries(problem, trials, placements)
@@ -71,7 +70,7 @@ def fewest(
 def configurations(
     problem: Problem, candidates: Sequence[Candidate], max_replicas: Replicas
 ) -> list[Draft]:
-    """get_intra_node_configs for every number of stages."""
+    """The paper's get_intra_node_configs, for every number of stages."""
     placements = [
         placement
         for prefill in candidates

@@ -1,8 +1,9 @@
-"""The SLO that could be held where the one asked for cannot: both targets times the least factor.
+"""The tightest feasible SLO where the requested one is infeasible: both targets times one factor.
 
-Called by the search when no plan holds the rate. What is hard: a search per factor would take long.
-One simulation of a plan says by which factor each request missed; the plan holds the SLO from the
-factor on that as many requests stay below as the goal demands.
+Called by the search when no plan serves the rate. What is hard: a search per factor would take
+long. One simulation of a plan yields the factor by which each request missed its targets; the
+quantile of these factors at the required attainment is the factor from which the plan meets the
+SLO.
 """
 
 import math
@@ -29,7 +30,7 @@ _SHORT = 5
 _STEP = 1.05
 _MOST_STEPS = 12
 _UNHURRIED = 4.0
-"""Plans are tried with so many times the instances that the rate needs at least."""
+"""Plans are tried with this many times the instances that the rate needs at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class _Option:
 def nearest_slo(
     problem: Problem, trials: Trials, candidates: Sequence[Candidate], targets: Targets
 ) -> NearestSlo | None:
-    """The tightest multiple of both targets that some plan holds at the asked rate.
+    """The smallest multiple of both targets that some plan meets at the requested rate.
 
-    None: none was found, mostly as the GPUs cannot keep up with the rate however long it may take.
+    None: none was found, mostly because the GPUs cannot serve the rate at any latency.
     """
     options = [
         _Option(placement, _scale(problem, trials, placement, targets))
@@ -59,7 +60,7 @@ def nearest_slo(
 
 
 def _drafts(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) -> Iterator[Draft]:
-    """Colocated and split plans with instances in plenty, as far as the nodes have room."""
+    """Colocated and disaggregated plans with spare instances, as far as the nodes have room."""
     lengths, rate = trials.lengths(), problem.rate
     for candidate in candidates:
         for batching in problem.policies.mixed:
@@ -87,7 +88,8 @@ def _drafts(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) -
 def _shortlists(
     candidates: Sequence[Candidate], lengths: capacity.Lengths
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """The quickest for a mean prompt, and the quickest for one token; the smaller of equals."""
+    """Candidates with the shortest prefill of a mean prompt, and with the shortest decode step; the
+    smaller of equals."""
 
     def prefill_ms(candidate: Candidate) -> float:
         return candidate.estimate.timing.prefill_ms([round(lengths.prompt_tokens)])
@@ -116,7 +118,7 @@ def _split(problem: Problem, groups: list[Group], lengths: capacity.Lengths) -> 
 
 
 def _scale(problem: Problem, trials: Trials, placement: Draft, targets: Targets) -> float:
-    """Smallest factor on both targets that enough requests stay below."""
+    """Smallest factor on both targets that enough requests meet."""
     fleet, rate = cell_fleet(problem, placement), problem.rate / placement.copies
     span = trials.span(rate, targets)
     if capacity.fleet_rate(fleet, trials.lengths(span.total)) <= rate:
@@ -131,7 +133,8 @@ def _scale(problem: Problem, trials: Trials, placement: Draft, targets: Targets)
 
 
 def _confirmed(problem: Problem, trials: Trials, option: _Option, targets: Targets) -> float | None:
-    """The factor again, from trials as long as the looser targets need; None: it runs away."""
+    """The factor again, from trials as long as the looser targets need; None: it does not
+    converge."""
     fleet, scale = cell_fleet(problem, option.draft), option.scale
     rate = problem.rate / option.draft.copies
     for _ in range(_MOST_STEPS):

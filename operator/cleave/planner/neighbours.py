@@ -1,6 +1,6 @@
-"""Plans beside those of an answer: what an instance more or less would do, of many a tenth.
+"""Plans with slightly more or fewer instances than given ones.
 
-Called for the report, which shows what another GPU buys.
+Called for the report, which shows the gain of another GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ def neighbours(
 ) -> tuple[Plan, ...]:
     """Each of `plans` with more or fewer instances of one role, where the nodes have room.
 
-    A step is a tenth of a role's instances, at least one. Where instances stay together
-    (Algorithm 2) whole cells are added or taken away. Those of `excluded` are left out.
+    A step is a tenth of a role's instances, at least one. Plans of cells (Algorithm 2) get more or
+    fewer complete cells. Plans in `excluded` are left out.
     """
     targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)

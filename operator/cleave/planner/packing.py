@@ -1,7 +1,7 @@
-"""Whether the nodes have room for a draft: tensor parallel groups never cross nodes.
+"""Whether the nodes have room for a placement: tensor parallel groups never cross nodes.
 
-Called by the search for every draft that it considers. First fit, largest first, over nodes that
-are counted rather than listed.
+Called by the search for every placement that it considers. First fit, largest first, over counts of
+equal nodes.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from cleave.planner.problem import Problem, Supply
 
 
 def fits(problem: Problem, placement: Draft) -> bool:
-    """Whether all cells find room."""
+    """Whether the nodes have room for all cells."""
     if placement.gpus > problem.max_gpus:
         return False
     return all(
@@ -22,7 +22,7 @@ def fits(problem: Problem, placement: Draft) -> bool:
 
 
 def most_copies(problem: Problem, placement: Draft, limit: int = 1 << 20) -> int:
-    """How many cells like this one find room, at most `limit`."""
+    """How many cells like this one the nodes have room for, at most `limit`."""
     low, high = 0, min(limit, problem.max_gpus // max(placement.copied(1).gpus, 1)) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -31,7 +31,7 @@ def most_copies(problem: Problem, placement: Draft, limit: int = 1 << 20) -> int
 
 
 def _pieces(placement: Draft) -> dict[Supply, Counter[int]]:
-    """GPUs that must share a node, and how often, by supply."""
+    """Per supply: GPUs that must share a node -> number of such groups."""
     pieces: dict[Supply, Counter[int]] = {}
     if placement.is_in_node:
         first = placement.groups[0].instance.candidate
@@ -53,7 +53,7 @@ def _is_packable(pieces: Counter[int], supply: Supply) -> bool:
 
 
 def _place(size: int, count: int, free: Counter[int]) -> bool:
-    """Take room for `count` pieces out of `free` (room of a node -> nodes)."""
+    """Take room for `count` groups of `size` GPUs out of `free` (free GPUs of a node -> nodes)."""
     for room in sorted(room for room, nodes in free.items() if room >= size and nodes):
         per_node = room // size
         used = min(free[room], -(-count // per_node))

@@ -1,9 +1,10 @@
-"""Goodput of many drafts, best first, without simulating the hopeless ones in full.
+"""Ranks many placements by goodput per resource, pruning those that cannot be best.
 
 Used by both placement algorithms and by the colocated search. What is hard: there are hundreds of
-drafts and a goodput takes eight simulations. Drafts are tried in the order of their bounds; one
-whose bound is not above the best goodput per resource so far is skipped, and one that fails at
-that rate is given up after one simulation. What remains unrated is below the best in any case.
+placements, and one goodput takes eight simulations. They are tried in the order of their bounds:
+one whose bound is not above the best goodput per resource so far is skipped, and one that fails at
+that rate is rejected after one simulation. So every placement without a goodput is worse than the
+best.
 """
 
 import math
@@ -21,28 +22,28 @@ from cleave.simulator.run import prepare
 _EQUAL = 1e-9
 
 Weigh = Callable[[Draft], float]
-"""What a draft takes of what the objective counts."""
+"""Returns the resources of a placement in the unit of the objective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A draft and what it serves."""
+    """A placement with its goodput."""
 
     draft: Draft
     goodput: Goodput
-    """Of one cell."""
+    """Goodput of one cell."""
     per_resource: float
-    """Goodput by what the draft takes."""
+    """Goodput divided by the resources of the placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A draft that may be tried."""
+    """A placement that may be tried, with the fleet that simulates it."""
 
     draft: Draft
     fleet: Fleet
     bound: float
-    """No goodput of it is higher."""
+    """Upper bound of its goodput."""
 
 
 def best(
@@ -52,9 +53,9 @@ def best(
     weigh: Weigh,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """The one with most goodput per resource; None: none meets the targets at any rate.
+    """The placement with most goodput per resource; None: none meets the targets at any rate.
 
-    `tick` is called once per entry. Of equals, the one that takes less.
+    `tick` is called once per entry. Among equals, the smaller placement wins.
     """
     winner: Rated | None = None
     ordered = sorted(
@@ -82,11 +83,12 @@ def fewest(
     rate: float,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """The one of which n = ceil(rate / goodput) copies take least; as its goodput, rate / n.
+    """The placement of which n = ceil(rate / goodput) copies need least resources; its goodput is
+    set to rate / n.
 
     At low rates that is not the one with most goodput per resource, which may be far too large.
-    None: none meets the targets. Cheaper than `best`: a draft only has to hold the rate of as many
-    copies as would take less than the best so far.
+    None: none meets the targets. Cheaper than `best`: a placement only has to serve its share of
+    the rate with so few copies that they need less than the best so far.
     """
     winner: Rated | None = None
     ordered = sorted(
@@ -116,7 +118,7 @@ def _taken(winner: Rated | None, weigh: Weigh, rate: float) -> float:
 def _copies(
     trials: Trials, entry: Entry, targets: Targets, rate: float, max_copies: int | None
 ) -> int | None:
-    """Fewest copies, at most `max_copies`, that hold the rate together; None: so many do not."""
+    """Fewest copies, at most `max_copies`, that together serve the rate; None: that many do not."""
     if not goodput.could_hold(trials, entry.fleet, targets):
         return None
     if max_copies is None:
@@ -144,7 +146,7 @@ def entries(
     placements: Iterable[Draft],
     lay_out: Callable[[Problem, Draft], Fleet] = cell_fleet,
 ) -> list[Entry]:
-    """Drafts with the bounds that the passes of their phases set."""
+    """Placements with the rate bounds of their fleets."""
     lengths = trials.lengths()
     fleets = [(placement, lay_out(problem, placement)) for placement in placements]
     return [

@@ -1,6 +1,7 @@
-"""What the loss of a decoding instance of a plan costs, and whether checkpoints of KV would pay.
+"""The cost of losing a decode instance of a plan, and whether KV checkpoints would pay.
 
-For `cleave plan --explain`; `perf.recovery` weighs. What is planned for has no losses in it.
+For `cleave plan --explain`; the comparison itself is in `perf.recovery`. Plans do not provide for
+losses.
 """
 
 from cleave.api.role import Role
@@ -14,7 +15,8 @@ from cleave.planner.problem import Problem
 
 
 def weigh_checkpoints(problem: Problem, plan: Plan) -> Weighing | None:
-    """At the rate that is planned for; None: the GPUs are in no catalogue, as emulated ones."""
+    """Compare recovery at the planned rate; None: the GPUs are in no catalogue, such as emulated
+    ones."""
     placement = to_draft(problem, plan.pools, plan.algorithm)
     decoding = _group(placement, Role.DECODE)
     try:
@@ -45,7 +47,7 @@ def _residents(problem: Problem, plan: Plan, placement: Draft, decoding: Group) 
 
 
 def _computing(placement: Draft) -> Computing:
-    """Prefill instances, or the mixed ones that are left."""
+    """The prefill instances, or the mixed ones that remain."""
     group = _group(placement, Role.PREFILL)
     instances = group.replicas * placement.copies
     remaining = instances if group.role is Role.PREFILL else max(instances - 1, 1)
@@ -53,6 +55,6 @@ def _computing(placement: Draft) -> Computing:
 
 
 def _group(placement: Draft, role: Role) -> Group:
-    """Of this role, or the mixed one."""
+    """The group of this role, or the mixed one."""
     groups = {group.role: group for group in placement.groups}
     return groups.get(role) or groups[Role.MIXED]

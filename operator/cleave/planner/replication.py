@@ -1,11 +1,11 @@
-"""How many instances of each role serve a rate: the fewest whose simulation, as a whole, holds it.
+"""The fewest instances of each role whose simulation, as one fleet, serves a rate.
 
-DistServe replicates each phase by its own goodput (section 4.1). Many queues behind one dispatcher
-serve more than as many queues apart, and one phase delays the other; from the replicas that the
-phases suggest, instances are therefore added, taken away and exchanged as long as the fleet holds
-the rate with less. What is hard: cost. Above CELL_GPUS alike cells are fitted
-first, each simulated at its share of the rate; only what their counts were rounded up by is then
-taken away in simulations of all instances.
+DistServe replicates each phase by its own goodput (section 4.1). Many instances behind one
+dispatcher serve more than the same instances with separate queues, and one phase delays the other.
+Starting with the paper's replicas, instances are therefore added, removed and exchanged as long as
+the fleet serves the rate with less. What is hard: cost. Above CELL_GPUS equal cells are fitted
+first, each simulated at its share of the rate; only the instances that rounding added are then
+removed in simulations of the complete fleet.
 """
 
 import math
@@ -19,16 +19,17 @@ from cleave.planner.problem import Problem
 from cleave.planner.trials import CONFIRMED, Targets, Trials
 
 CELL_GPUS = 32
-"""Larger plans are simulated in cells of about this size."""
+"""Larger plans are simulated in cells of about this many GPUs."""
 _MOST_MOVES = 64
 
 
 def fit(
     problem: Problem, trials: Trials, placement: Draft, load: Load, mixed_group: Group | None = None
 ) -> Draft | None:
-    """The smallest plan near `placement` that holds the load; None: the nodes have no room for one.
+    """The smallest plan close to `placement` that meets the load; None: the nodes have no room for
+    one.
 
-    `mixed_group` is a mixed instance that may stand in for a prefill and a decode instance.
+    `mixed_group` is a mixed instance that may replace one prefill and one decode instance.
     """
     if placement.is_in_node:
         return _fitted(Fitting(problem, trials, load), placement, mixed_group)
@@ -43,7 +44,7 @@ def fit(
 
 
 def hold(problem: Problem, trials: Trials, placement: Draft, load: Load) -> Draft | None:
-    """`placement`, with as many more instances as `trials` ask for; None: no room."""
+    """`placement` with the instances added that `trials` show to be missing; None: no room."""
     fitting = Fitting(problem, trials, load)
     if fitting.holds(placement):
         return placement
@@ -52,7 +53,7 @@ def hold(problem: Problem, trials: Trials, placement: Draft, load: Load) -> Draf
 
 
 def copies(problem: Problem, cell: Draft, served: float, rate: float) -> Draft | None:
-    """Whole cells for a rate: n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
+    """Complete cells for a rate, n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
 
     `served` is the goodput of one cell.
     """
@@ -67,10 +68,11 @@ def fill(
     goodputs: Sequence[float],
     targets: Targets,
 ) -> Draft | None:
-    """The plan that serves most on all GPUs there are, where they are too few for the rate.
+    """The plan that serves the highest rate on all GPUs, where they are too few for the requested
+    one.
 
-    In cells, filled in the ratio of what one instance of each group serves (`goodputs`), then
-    exchanged while that serves more. None: not even one of each fits.
+    It consists of cells, filled in the ratio of what one instance of each group serves
+    (`goodputs`), then improved by exchanging roles. None: not even one instance of each group fits.
     """
     cell = filled(problem, groups, goodputs)
     if cell is None:
@@ -90,13 +92,13 @@ def filled(problem: Problem, groups: Sequence[Group], goodputs: Sequence[float])
 
 
 def merged(placement: Draft) -> Draft:
-    """Its cells as one of all their instances, behind one dispatcher."""
+    """All cells merged into one, behind one dispatcher."""
     groups = (Group(g.role, g.instance, g.replicas * placement.copies) for g in placement.groups)
     return Draft(tuple(groups))
 
 
 def celled(placement: Draft) -> Draft:
-    """A large plan as cells of about CELL_GPUS, rounded up; a small one is one cell."""
+    """Divide a large plan into cells of about CELL_GPUS, rounded up; a small one stays one cell."""
     cells = max(1, round(placement.gpus / CELL_GPUS))
     groups = (Group(g.role, g.instance, math.ceil(g.replicas / cells)) for g in placement.groups)
     return Draft(tuple(groups), cells, placement.is_in_node)

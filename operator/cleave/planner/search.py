@@ -1,8 +1,8 @@
-"""`plan`: from a question to ranked plans, a verdict and what it rests on. The planner's door.
+"""`plan`, the entry point of the planner: ranked plans and a verdict for one `Problem`.
 
-Called by the command line, `cleave up`, the operator, notebooks and benchmarks. First every
-algorithm finds drafts that hold the rate in short trials, then the best of them are predicted in
-long ones, ranked and put into words.
+Called by the command line, `cleave up`, the operator, notebooks and benchmarks. 1. List the
+instances on which the model fits. 2. Every algorithm lists placements that serve the rate in short
+trials. 3. Predict the best of them in long trials. 4. Rank them and explain the result.
 """
 
 import math
@@ -25,32 +25,32 @@ from cleave.planner.verdict import Ranking
 from cleave.planner.words import plan_label
 
 Progress = Callable[[int, int, str], None]
-"""Done, of how many, and what is going on."""
+"""Called with steps done, total steps and a text for the current step."""
 
 _MOST_SPLIT = 3
-"""Disaggregated plans that are predicted."""
+"""Number of disaggregated placements that are predicted in long trials."""
 
 
 @dataclass(slots=True)
 class _Meter:
-    """Counts steps; how many there will be is a guess that is never overrun."""
+    """Reports progress; the total is an estimate that `done` never reaches."""
 
     progress: Progress | None
     total: int
     done: int = 0
 
     def tick(self, text: str) -> None:
-        """One step more."""
+        """Report one more step."""
         self.done = min(self.done + 1, self.total - 1)
         if self.progress:
             self.progress(self.done, self.total, text)
 
 
 def plan(problem: Problem, progress: Progress | None = None) -> Answer:
-    """Ranked plans for `problem`.
+    """Search ranked plans for `problem`.
 
-    Raises PlanError when the model fits on no instance that the GPUs allow, or the objective
-    counts what is not known.
+    Raises PlanError when the model fits on no instance that the GPUs allow, or when the price or
+    power that the objective needs is unknown.
     """
     started = time.perf_counter()
     feasible = _candidates(problem)
@@ -105,7 +105,7 @@ def _candidates(problem: Problem) -> tuple[Candidate, ...]:
 
 
 def _why_none(problem: Problem) -> str:
-    """The miss of the largest instance that could be split at all: the nearest one."""
+    """Why the largest possible instance does not run the model: it comes closest to fitting."""
     reasons = [
         reason
         for supply in problem.supplies
@@ -119,7 +119,7 @@ def _why_none(problem: Problem) -> str:
 def _predicted(
     problem: Problem, trials: Trials, options: Sequence[Found], targets: Targets, meter: _Meter
 ) -> list[Finalist]:
-    """The most promising drafts; the best of each kind is among them."""
+    """Predict the most promising placements, the best of each kind among them."""
     objective = problem.planning.objective
     ordered = sorted(
         options, key=lambda each: (not each.is_enough, each.draft.resources(objective))
@@ -156,7 +156,7 @@ def _chosen(
 def _switch_tpot_ms(
     problem: Problem, trials: Trials, ranking: Ranking, targets: Targets
 ) -> float | None:
-    """TPOT target at which colocated instances do with what the selected plan takes."""
+    """TPOT target at which colocated instances need no more resources than the selected plan."""
     other = verdict.rival(ranking)
     if other is None:
         return None

@@ -1,7 +1,7 @@
-"""Up to which length prompts had better be computed where they are decoded. For every split plan.
+"""The prompt length up to which a decode instance should compute prompts itself.
 
-Called when a plan is predicted; gateways get the number. What is hard: how full a decode instance
-usually is decides it, so the batch comes from the plan's own simulation.
+Called when a disaggregated plan is predicted; gateways get the number. What is hard: it depends on
+how full a decode instance usually is, so the batch size is taken from the plan's own simulation.
 """
 
 import numpy as np
@@ -15,9 +15,9 @@ from cleave.simulator.trace import Trace
 
 
 def find(problem: Problem, placement: Draft, outcome: Outcome, trace: Trace) -> int:
-    """Tokens, rounded down to a power of two so that little changes change nothing; 0: none.
+    """Tokens, rounded down to a power of two so that small changes do not change it; 0: none.
 
-    `outcome`: of one cell of `placement` serving `trace`.
+    `outcome` is that of one cell of `placement` serving `trace`.
     """
     engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:

@@ -1,4 +1,4 @@
-"""Plans in the resource's own words: for status, and for `cleave plan -o json|yaml`. Pure."""
+"""Converts plans to the types of the API: for status, and for `cleave plan -o json|yaml`. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def option(plan: Plan) -> PlanOption:
 
 
 def instances(pools: Iterable[PlannedPool]) -> list[ManualPool]:
-    """Pools as they are written under spec.placement.manual."""
+    """Pools in the form of spec.placement.manual."""
     return [
         ManualPool(
             role=pool.role,
@@ -64,7 +64,7 @@ def predicted(plan: Plan) -> Predicted:
 
 
 def document(result: Answer, max_alternatives: int) -> Document:
-    """All that the planner said, ready for JSON."""
+    """The complete result, ready for JSON."""
     return {
         "verdict": str(result.verdict),
         "reason": result.reason,
@@ -82,7 +82,7 @@ def document(result: Answer, max_alternatives: int) -> Document:
 
 
 def placement(plan: Plan) -> Document:
-    """The block under `spec.placement` that states a plan by hand."""
+    """The block under `spec.placement` that sets a plan's pools manually."""
     # Emulated instances run anywhere; nobody can ask a node for their kind.
     pools = (replace(pool, gpu=_real(pool.gpu)) for pool in plan.pools)
     manual_pools = (each.model_dump(mode="json", exclude_none=True) for each in instances(pools))
@@ -117,5 +117,5 @@ def _finite(value: float) -> float | None:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more of them would only look exact."""
+    """Four significant digits: more would suggest a precision that predictions do not have."""
     return float(f"{value:.4g}")

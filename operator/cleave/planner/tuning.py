@@ -1,4 +1,4 @@
-"""Other limits of a pass for the instances of a draft: batch size and tokens, coarse to fine.
+"""Variants of a placement with other step limits (batch size and tokens), coarse to fine.
 
 Vidur, section 7.3, tries batch sizes and chunk sizes for every parallelism; here they are tried for
 the best parallelism only. DistServe's prefill instances keep L_m (section 4.3).
@@ -14,22 +14,22 @@ from cleave.planner.rating import Rated
 from cleave.simulator.fleet import Batching
 
 NUM_SEQS = (64, 128, 256, 512, 1024)
-"""Requests in one pass and pipeline stage."""
+"""Requests per step and pipeline stage."""
 NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
-"""Tokens of one pass: Sarathi's chunk, vLLM's budget."""
+"""Tokens per step: Sarathi's chunk size, vLLM's token budget."""
 
 Choose = Callable[[list[Draft]], Rated | None]
 
 
 def refined(coarse: Rated | None, choose: Choose) -> Rated | None:
-    """`choose` again, among the first choice and its variants."""
+    """Run `choose` again, on the first choice and its variants."""
     if coarse is None:
         return None
     return choose([coarse.draft, *variants(coarse.draft)]) or coarse
 
 
 def variants(placement: Draft) -> list[Draft]:
-    """The draft with one group's limits changed, others left."""
+    """The placement with the limits of one group changed, one variant per change."""
     return [
         replace(
             placement, groups=tuple(changed if each is group else each for each in placement.groups)

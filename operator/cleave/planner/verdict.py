@@ -1,8 +1,8 @@
-"""From predicted plans to a verdict in words: disaggregate, do not, or it cannot be done.
+"""Ranks predicted plans and explains the verdict: disaggregate, colocate or infeasible.
 
-Pure but for the numbers of the finalists' own simulations. What is hard: not to claim a gain that
-another sample of requests would undo. Where two plans take the same and their confidence intervals
-overlap, the simpler one is chosen and the sentence says so.
+Pure; it only reads the simulations of the predicted plans. What is hard: not to claim a gain that
+another sample of requests would undo. Where two plans need the same resources and their confidence
+intervals overlap, the simpler one is selected and the sentence says so.
 """
 
 import math
@@ -25,15 +25,15 @@ _EQUAL = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Finalists, best first, and what they come to."""
+    """Predicted plans, best first, and the verdict."""
 
     verdict: Verdict
     ordered: tuple[Finalist, ...]
-    """The selected one first, unless infeasible."""
+    """The selected plan first, unless infeasible."""
 
 
 def rank(problem: Problem, finalists: Sequence[Finalist], targets: Targets) -> Ranking:
-    """Those that hold the rate first; then by score, then by goodput per resource."""
+    """Sort plans that serve the rate first; then by score, then by goodput per resource."""
     objective = problem.planning.objective
 
     def key(each: Finalist) -> tuple[bool, float, float]:
@@ -52,7 +52,7 @@ def rank(problem: Problem, finalists: Sequence[Finalist], targets: Targets) -> R
 
 
 def rival(ranking: Ranking) -> Finalist | None:
-    """The best of the other kind than the first."""
+    """The best plan of the other kind (disaggregated or colocated) than the first."""
     first = ranking.ordered[0].draft.is_disaggregated
     others = (each for each in ranking.ordered if each.draft.is_disaggregated != first)
     return next(others, None)
@@ -78,7 +78,7 @@ def reason(problem: Problem, ranking: Ranking, targets: Targets, why_affinity: s
 def infeasible(
     problem: Problem, ranking: Ranking | None, nearest: NearestSlo | None, targets: Targets
 ) -> str:
-    """One sentence: why there is no plan, and what would hold."""
+    """One sentence: why there is no plan, and what SLO is feasible."""
     target = (
         f"TTFT {milliseconds(targets.ttft_ms)} and TPOT {milliseconds(targets.tpot_ms)} for "
         f"{percent(targets.attainment)} of {number(problem.rate)} req/s"
@@ -104,7 +104,7 @@ def infeasible(
 
 
 def what_would_help(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
-    """One sentence: what would make an infeasible question feasible."""
+    """One sentence: what would make an infeasible deployment feasible."""
     remedies = [f"an SLO {number(nearest.scale)} times as long"] if nearest else []
     best = _most(ranking)
     if best is not None and best.plan.prediction.goodput > 0:
@@ -123,10 +123,10 @@ def what_would_help(problem: Problem, ranking: Ranking, nearest: NearestSlo | No
 def what_would_change(
     problem: Problem, ranking: Ranking, targets: Targets, switch_tpot_ms: float | None
 ) -> str:
-    """One sentence: the runner-up, and what would make it the choice.
+    """One sentence: the runner-up, and what would make it the selected plan.
 
-    `switch_tpot_ms`: TPOT target from which the best colocated plan does with what the selected
-    disaggregated one takes; None: not asked.
+    `switch_tpot_ms`: TPOT target from which the best colocated plan needs no more than the selected
+    disaggregated one; None: not computed.
     """
     if len(ranking.ordered) < 2:
         return "there is no other plan that meets this SLO"
@@ -145,7 +145,7 @@ def what_would_change(
 
 
 def least_tpot_ms(outcome: Outcome, span: Span, targets: Targets) -> float:
-    """Smallest TPOT target that these requests hold, TTFT as asked; infinite: none."""
+    """Smallest TPOT target that these requests meet with the given TTFT target; infinite: none."""
     in_time = outcome.ttft_ms[span.window] <= targets.ttft_ms
     tpot_ms = np.where(in_time, outcome.tpot_ms[span.window], np.inf)
     ended = np.where(np.isnan(tpot_ms), np.inf, tpot_ms)
@@ -163,7 +163,7 @@ def _is_allowed(problem: Problem, finalist: Finalist) -> bool:
 
 
 def _simplest(allowed: Sequence[Finalist], targets: Targets, objective: Objective) -> Finalist:
-    """The first, or a colocated plan that takes no more and is not surely worse."""
+    """The first, or a colocated plan that needs no more and is not significantly worse."""
     first = allowed[0]
     if not first.draft.is_disaggregated:
         return first
@@ -180,7 +180,7 @@ def _simplest(allowed: Sequence[Finalist], targets: Targets, objective: Objectiv
 
 
 def _is_surely_better(finalist: Finalist, other: Finalist) -> bool:
-    """Whether the confidence intervals of goodput lie apart."""
+    """Whether the confidence intervals of goodput do not overlap."""
     return finalist.plan.prediction.goodput_interval[0] > other.plan.prediction.goodput_interval[1]
 
 
@@ -238,7 +238,7 @@ def _gpus(count: int) -> str:
 
 
 def _until(selected: Finalist, targets: Targets) -> str:
-    """When a colocated plan stops being enough."""
+    """The TPOT target and the rate at which a colocated plan stops being enough."""
     tpot_ms = least_tpot_ms(selected.outcome, selected.span, targets)
     goodput = selected.plan.prediction.goodput
     return (
