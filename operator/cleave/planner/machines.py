@@ -1,8 +1,8 @@
-"""The kinds of machines that a cluster has, as `provisioning` wants them: whole nodes, in pairs.
+"""Builds the machine types of a cluster, and pairs of them, for `provisioning`.
 
-Called by `cleave provision`. A machine is a node with one instance of the model on all its GPUs, as
-Splitwise's DGX are (sections IV-D and V). How many nodes a cluster has does not matter: that is
-what is asked.
+Called by `cleave provision`. A machine is a node with one instance of the model on all its GPUs,
+like Splitwise's DGX machines (sections IV-D and V). The number of nodes in the cluster is ignored:
+it is the result.
 """
 
 import math
@@ -24,12 +24,12 @@ from cleave.traffic.workload import Demand
 
 _NO_OVERLAP = 1 << 40
 _PROMPT_TOKENS = 1024
-"""Prompt whose pass says how fast a machine computes."""
+"""Prompt length at which the compute time per token is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine and what its hand-offs depend on."""
+    """A machine with the properties that its KV transfers depend on."""
 
     machine: Machine
     sizes: tuple[int, int]
@@ -38,10 +38,10 @@ class Node:
 
 
 def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
-    """One per kind of GPU; `suffix` is added to their names.
+    """One machine type per GPU type; `suffix` is added to their names.
 
-    Of the ways to split the model over all GPUs of a node, the one with the most tensor
-    parallelism counts. Raises ProvisioningError when the model fits no kind of node.
+    Of the parallel sizes that use all GPUs of a node, the one with the most tensor parallelism is
+    used. Raises ProvisioningError when the model fits no type of node.
     """
     nodes_found, missing = [], []
     for supply in {each.gpu: each for each in problem.supplies}.values():
@@ -59,10 +59,10 @@ def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
 def capped(
     problem: Problem, uncapped: Sequence[Node], cluster: Cluster, folder: Path, share: float
 ) -> tuple[Node, ...]:
-    """The same machines with each GPU held to `share` of its power (HHcap's token machines).
+    """The same machines with each GPU limited to `share` of its power (HHcap's token machines).
 
-    `folder` is where the cluster's profiles lie. Raises ManifestError for a share so low that its
-    effect is not known.
+    `folder` contains the cluster's profiles. Raises ManifestError for a share so low that its
+    effect is unknown.
     """
     choices = [
         GpuChoice(
@@ -77,7 +77,7 @@ def capped(
 
 
 def pairs(shape: ModelShape, prompt: Sequence[Node], token: Sequence[Node]) -> tuple[Pair, ...]:
-    """Every prompt kind with every token kind, and each prompt kind alone with mixed machines."""
+    """Every prompt type with every token type, and each prompt type with mixed machines."""
     disaggregated = (
         Pair(
             f"{prompt_node.machine.name} + {other.machine.name}",
@@ -96,7 +96,8 @@ def pairs(shape: ModelShape, prompt: Sequence[Node], token: Sequence[Node]) -> t
 
 
 def slowest(candidates: Sequence[Node], demand: Demand) -> Machine:
-    """The machine on which a request of mean lengths alone takes longest: slowdowns' reference."""
+    """The machine with the highest unloaded latency of a mean request: the reference of
+    slowdowns."""
     prompt, output = round(demand.mean_prompt_tokens), demand.mean_output_tokens
 
     def alone_ms(node: Node) -> float:
@@ -117,7 +118,7 @@ def _node(problem: Problem, supply: Supply, suffix: str) -> Node | None:
 
 
 def _transfer(shape: ModelShape, prompt: Node, token: Node) -> Transfer:
-    """Serialised for short prompts, per layer for long ones (Splitwise, section IV-C)."""
+    """Serialised for short prompts, layer-wise for long ones (Splitwise, section IV-C)."""
     compute_ms = prompt.machine.estimate.timing.prefill_ms([_PROMPT_TOKENS]) / _PROMPT_TOKENS
     link = slower(prompt.network_link, token.network_link)
     moved = kv_transfer(shape, link, prompt.sizes, token.sizes, compute_ms)

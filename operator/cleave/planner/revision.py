@@ -1,10 +1,10 @@
-"""Whether another plan takes the place of what runs. The door of replanning. Pure.
+"""Decides whether another plan replaces the running one. The entry point of replanning. Pure.
 
 Called by the operator, in the planner's process, after the traffic has changed or the model was
-corrected, and by the benchmark that plays whole days. DistServe, section 4.3, replans when the
-pattern shifts; what a change costs, and that a model may be wrong, is left open there. What is
-hard: to act seldom and rightly. A plan is acted upon only if the model is right about what runs,
-if it is better by more than a little, if what it wins is more than what the change costs, and not
+corrected, and by the benchmark that simulates whole days. DistServe, section 4.3, replans when the
+pattern shifts; it does not treat the cost of a change, nor errors of the model. What is hard: to
+change plans seldom and rightly. A plan is applied only if the model is right about the running
+plan, if it is better by more than a minimum, if its gain exceeds the cost of the change, and not
 soon after the last change.
 """
 
@@ -29,24 +29,24 @@ from cleave.traffic.refit import find_margin, to_demand
 from cleave.traffic.window import Window, list_settled
 
 _SPARE = 0.05
-"""Traffic that a plan which takes less must stand beyond what may come by chance: it may rest on a
-model that is a little fast."""
+"""Additional traffic that a plan with fewer resources must serve, beyond the statistical margin:
+the model may be a little fast."""
 _ROOM = 0.25
-"""Of what the goal leaves, that a plan must have to spare where it takes less: else the next gust
-of traffic would bring the former one back."""
+"""A plan with fewer resources must exceed the attainment target by this share of the distance to 1;
+else the next burst would bring the former plan back."""
 
 
 class Verdict(StrEnum):
-    """What becomes of what runs."""
+    """What happens to the running plan."""
 
     KEEP = "Keep"
-    """It stays."""
+    """The running plan stays."""
     CORRECT = "Correct"
-    """It stays, as the model is wrong about it; the model is corrected first."""
+    """The running plan stays, because the model is wrong about it; the model is corrected first."""
     PROPOSE = "Propose"
-    """Another plan is better, and is only told."""
+    """Another plan is better; it is only reported."""
     APPLY = "Apply"
-    """Another plan is better, and takes its place."""
+    """Another plan is better and replaces the running one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,68 +54,68 @@ class Terms:
     """How readily plans are changed."""
 
     is_advisory: bool = False
-    """Plans are told, not applied."""
+    """Whether plans are reported but not applied."""
     min_gain: float = 0.1
     """Smallest relative gain that is worth a change."""
     threshold: float = THRESHOLD
-    """Prediction error beyond which nothing is acted upon."""
+    """Prediction error above which no plan is changed."""
     horizon_s: float = 3600.0
-    """For how long the traffic is taken to stay as it is: the time to win back a change's cost."""
+    """Assumed duration of the present traffic, in which a change has to pay for its cost."""
     settle_s: float = SETTLE_S
-    """So long after a change latencies are of before and after it."""
+    """For this long after a change, latencies still contain requests from before it."""
     start_s: float = 120.0
-    """From making an instance to its first request."""
+    """From the creation of an instance to its first request."""
     cooldown_s: float = 600.0
-    """Between two changes; and less is taken only where traffic was seen for so long."""
+    """Shortest time between two changes, and of observed traffic before scaling down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Pools that were in force."""
+    """Pools of a plan that was replaced."""
 
     pools: tuple[PlannedPool, ...]
     at_s: float
-    """Until when."""
+    """When it was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What some pools do at the traffic that was seen, by the corrected model."""
+    """Predicted attainment of some pools under the observed traffic, by the corrected model."""
 
     pools: tuple[PlannedPool, ...]
     attainment: float
     resources: float
-    """What the objective counts: GPUs, price of an hour, or watts."""
+    """In the unit of the objective: GPUs, price of an hour, or watts."""
     seen: float = 1.0
-    """Attainment that was seen; 1 where nothing was, as of a plan that does not run."""
+    """Observed attainment; 1 where nothing was observed, such as for a plan that does not run."""
 
     @property
     def worst(self) -> float:
-        """What it is taken to attain."""
+        """The lower of predicted and observed attainment."""
         return min(self.attainment, self.seen)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to be done, and why."""
+    """What to do with the running plan, and why."""
 
     verdict: Verdict
     reason: str
-    """One sentence."""
+    """One sentence for status."""
     gain: float = 0.0
-    """Relative: more requests in time, or, where both plans hold the targets, less taken."""
+    """Relative gain: requests in time, or, where both plans meet the targets, resources saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """One look at what runs."""
+    """Result of one review of the running plan."""
 
     decision: Decision
     judgement: Judgement
     answer: Answer | None = None
-    """The planner's; None: it was not asked, as its model is wrong."""
+    """The planner's result; None: not planned, because the model is wrong."""
     proposed: Plan | None = None
-    """What was weighed against what runs."""
+    """The plan that was compared with the running one."""
 
 
 def revise(
@@ -126,11 +126,13 @@ def revise(
     settings: Terms = Terms(),
     replaced_plans: Sequence[Left] = (),
 ) -> Revision:
-    """Judge the model by what runs, plan anew if it is right, and decide.
+    """Assess the model by the running plan, replan if the model is right, and decide.
 
-    The traffic of `problem` gives way to that of `windows`, in which nothing but `running_plan` served;
-    its model is the one without a correction. `replaced_plans`: plans that were in force before. Raises
-    RefitError when too few requests came, and PlanError.
+    The traffic of `problem` is replaced by that of `windows`, during which only `running_plan`
+    served; its model is the uncorrected one. 1. Assess and correct the model; stop if it is wrong.
+    2. Plan for the observed traffic plus a margin. 3. Reuse limits of running instances where that
+    avoids restarts. 4. Compare both plans. Raises RefitError when too few requests came, and
+    PlanError.
     """
     demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
     observed_problem = replace(problem, demand=demand)
@@ -171,7 +173,7 @@ def decide(
     replaced_plans: Sequence[Left] = (),
     seen_s: float = math.inf,
 ) -> Decision:
-    """Whether `proposed` takes the place of `current`; `seen_s`: how long traffic was seen for that."""
+    """Whether `proposed` replaces `current`; `seen_s` is for how long traffic was observed."""
     if count_kinds(current.pools) == count_kinds(proposed.pools):
         return Decision(Verdict.KEEP, "the plan that runs is still the best")
     target = problem.slo.attainment
@@ -196,7 +198,7 @@ def _spare_restarts(
 ) -> Plan:
     """`best`, or the same with limits of running instances where that serves as well.
 
-    Who starts anew does not serve meanwhile, which better limits have to win back.
+    An instance that restarts does not serve meanwhile; better limits have to make up for that.
     """
 
     def attain(pools: tuple[PlannedPool, ...]) -> float:
@@ -223,7 +225,7 @@ def _look_at(problem: Problem, running_plan: Running) -> Outlook:
 
 
 def _find_seen(windows: Sequence[Window], settle_s: float) -> float:
-    """Attainment while no backlog drained; 1 where too little was seen to doubt it."""
+    """Attainment outside of draining backlogs; 1 where too few responses were measured."""
     settled = list_settled(windows, settle_s)
     measured = sum(each.judged for each in settled)
     return sum(each.attained for each in settled) / measured if measured >= FEWEST else 1.0
@@ -238,7 +240,7 @@ def _find_gain(current: Outlook, proposed: Outlook, target: float) -> float:
 def _why_wait(
     current: Outlook, target: float, settings: Terms, at_s: float, replaced_plans: Sequence[Left]
 ) -> str | None:
-    """Not twice in a short time, unless what runs fails badly."""
+    """Why no change so soon after the last one; None where the running plan misses badly."""
     since_s = at_s - max((each.at_s for each in replaced_plans), default=-math.inf)
     if since_s >= settings.cooldown_s or current.worst < target / 2:
         return None
@@ -248,7 +250,8 @@ def _why_wait(
 def _why_not_less(
     proposed: Outlook, settings: Terms, at_s: float, replaced_plans: Sequence[Left], seen_s: float
 ) -> str | None:
-    """What is missing costs requests, what is too much costs little: less is taken with care."""
+    """Why not to scale down; missing instances cost more than superfluous ones, so this is
+    strict."""
     if seen_s < settings.cooldown_s:
         return f"traffic was seen for {seen_s:.0f} s; {settings.cooldown_s:.0f} s are asked to take less"
     for each in replaced_plans:

@@ -1,7 +1,7 @@
-"""Latency targets as slowdowns: how much longer than alone on a reference machine.
+"""Latency targets as slowdowns: latency relative to an unloaded reference machine.
 
 Splitwise, section V-B and table VI: nine targets (P50, P90, P99 of TTFT, time between tokens and
-end to end), which hold for any mix of lengths where one target in milliseconds fits none. Used by
+end to end). They suit any mix of lengths, where no single target in milliseconds does. Used by
 `provisioning`.
 """
 
@@ -20,7 +20,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Slowdowns:
-    """Latency by that of the same request alone on the reference machine: 1 is as fast."""
+    """Latency divided by that of the same request on the unloaded reference machine; 1: equal."""
 
     ttft: Percentiles
     tpot: Percentiles
@@ -28,7 +28,7 @@ class Slowdowns:
     e2e: Percentiles
 
     def within(self, limits: "Slowdowns") -> bool:
-        """Whether all nine hold."""
+        """Whether all nine are at most their limits."""
         return all(
             each <= limit
             for mine, theirs in zip(self._all, limits._all, strict=True)
@@ -54,7 +54,7 @@ TABLE_VI = Slowdowns(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alone:
-    """Each request with the reference machine to itself, in ms."""
+    """Latencies of each request on an otherwise idle reference machine, in ms."""
 
     ttft_ms: Values
     tpot_ms: Values
@@ -62,7 +62,7 @@ class Alone:
 
 
 def alone(reference: Timing, trace: Trace) -> Alone:
-    """One prompt pass, then decode passes of one request."""
+    """One prefill step, then decode steps of one request."""
     prompts, index = np.unique(trace.prompt_tokens, return_inverse=True)
     ttft_ms = np.array([reference.prefill_ms([prompt]) for prompt in prompts.tolist()])[index]
     gaps = trace.output_tokens - 1
@@ -74,7 +74,7 @@ def alone(reference: Timing, trace: Trace) -> Alone:
 
 
 def measure(outcome: Outcome, reference: Alone, window: slice = slice(None)) -> Slowdowns:
-    """Of the requests in `window`; one that never ended is infinitely slow."""
+    """Slowdowns of the requests in `window`; an unfinished one is infinitely slow."""
     e2e_ms = outcome.end_ms - outcome.arrival_ms
     several = outcome.output_tokens[window] > 1
     return Slowdowns(
