@@ -1,4 +1,4 @@
-"""The page's charts, in reading order; here those of load, latency and stages. Pure."""
+"""Builds the page's charts in reading order, among them those of load, latency and stages. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _SHOWN_LOADS = (0.25, 0.55, 0.8, 1.0, 1.2, 1.5)
 
 
 def charts(study: Study) -> Iterator[Chart]:
-    """All of them, in reading order; those without data are left out."""
+    """All charts in reading order; those without data are left out."""
     if study.sweeps:
         yield attainment(study)
         yield cdf(study, "ttft")
@@ -37,7 +37,7 @@ def charts(study: Study) -> Iterator[Chart]:
 
 
 def attainment(study: Study) -> Chart:
-    """Attainment against rate with the goal, the goodput and the asked rate (DistServe, fig. 8)."""
+    """Attainment over rate with target, goodput and requested rate (DistServe, fig. 8)."""
     target, requested_rate = study.subject.slo.attainment, study.subject.rate
     sweeps = [_sweep_of(study, plan) for plan in _contenders(study)]
     figure = blank("rate (req/s)", "requests within the SLO")
@@ -85,7 +85,7 @@ def attainment(study: Study) -> Chart:
 
 
 def cdf(study: Study, metric: str) -> Chart:
-    """Distribution of one latency at the asked rate, with its target."""
+    """Distribution of one latency at the requested rate, with its target."""
     slo = study.subject.slo
     name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
     figure = blank(f"{name} (ms)", "share of requests")
@@ -167,7 +167,7 @@ def _share_within(values: Sequence[float], target: float) -> float:
 
 
 def _contenders(study: Study) -> list[Plan]:
-    """The best of each kind, and the runner-up whatever it is."""
+    """The best plan of each kind, and the runner-up of either kind."""
     plans = [sweep.plan for sweep in study.sweeps]
     return list(dict.fromkeys((*rivals(plans), *plans[:2])))[:_MOST_LINES]
 
@@ -177,7 +177,7 @@ def _sweep_of(study: Study, plan: Plan) -> Sweep:
 
 
 def _line(plan: Plan, position: int) -> tuple[str, str]:
-    """Colour by kind of plan, as for markers; the first line is solid, a third one grey."""
+    """Color by kind of plan, as for markers; the first line is solid, a third one grey."""
     if position == 2:
         return "var(--third)", "dot"
     kind = "var(--first)" if plan.is_disaggregated else "var(--second)"
@@ -185,7 +185,7 @@ def _line(plan: Plan, position: int) -> tuple[str, str]:
 
 
 def _load_places(sweep: Sweep, requested_rate: float) -> list[int]:
-    """Places of some rates from idle to overload, all bars apart."""
+    """Indices of selected rates from idle to overload."""
     base = sweep.plan.prediction.goodput or requested_rate
     return [
         min(range(len(sweep.rates)), key=lambda i: abs(sweep.rates[i] - load * base))
@@ -207,7 +207,7 @@ def _sweep_rows(sweep: Sweep) -> Iterator[Row]:
 def _limit_tail(
     figure: go.Figure, latencies: Sequence[Latencies], metric: str, target: float
 ) -> None:
-    """Ends the axis where the tail of the better plan ends; the other one's may be far away."""
+    """End the axis at the tail of the better plan; that of the other may be far longer."""
     tails = [_at(getattr(each, f"{metric}_ms"), 99) for each in latencies]
     reach = min((tail for tail in tails if math.isfinite(tail)), default=target)
     figure.update_xaxes(range=[0, 1.25 * max(target, min(reach, 5 * target))])

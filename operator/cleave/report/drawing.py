@@ -1,4 +1,4 @@
-"""The GPUs of every node as a drawing: coloured by role, framed by instance. Pure SVG and HTML."""
+"""Draws the GPUs of every node, colored by role and framed by instance. Pure SVG and HTML."""
 
 from collections.abc import Iterator
 from html import escape
@@ -12,11 +12,11 @@ _FRAME = 2
 _TOP = 14
 _LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.MIXED: "M"}
 _MOST_DRAWN = 32
-"""Nodes; a picture of more is a texture."""
+"""Most nodes that are drawn; more would not be readable."""
 
 
 def draw(nodes: tuple[Node, ...]) -> str:
-    """All nodes as one list; of very many, the first ones and a sentence."""
+    """All nodes as one list; above the limit, the first ones and a sentence."""
     items = "".join(
         f'<li><span class="node-name">node {number} <small>{escape(node.gpu)}</small></span>'
         f"{_svg(node, number)}</li>"
@@ -30,7 +30,7 @@ def draw(nodes: tuple[Node, ...]) -> str:
 
 
 def describe(node: Node) -> str:
-    """What runs on a node: `prefill 0 (stage 0) on 2 GPUs; 6 free`."""
+    """What runs on a node, such as `prefill 0 (stage 0) on 2 GPUs; 6 free`."""
     parts = [
         f"{s.role} {s.instance} (stage {s.stage}) on {s.gpus} GPU{'s' if s.gpus > 1 else ''}"
         for s in node.segments

@@ -1,7 +1,7 @@
-"""The page: one HTML file with its styles, its script, plotly.js and all numbers inside.
+"""Renders the page: one HTML file that contains its styles, script, plotly.js and all data.
 
 Called by `cleave plan --report`. What is hard: it must work from a mail attachment, so nothing is
-loaded from anywhere. plotly.js is the largest part by far; it is stored compressed and unpacked by
+loaded from elsewhere. plotly.js is by far the largest part; it is stored compressed and unpacked by
 the browser, which makes the file a third of the size.
 """
 
@@ -36,7 +36,7 @@ from cleave.report.whatif import WhatIf, what_if
 
 
 def page(study: Study) -> str:
-    """The whole file."""
+    """The complete HTML file."""
     drawn = {chart.key: chart for chart in charts(study)}
     points = what_if(study) if study.sweeps else None
     body = "\n".join(_body(study, drawn, points))

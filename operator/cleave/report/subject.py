@@ -1,4 +1,4 @@
-"""What was asked, as the page tells it. Pure."""
+"""Collects what the page shows of the deployment and its problem. Pure."""
 
 from cleave.api.deployment import LLMDeployment
 from cleave.planner.bench import Bench
@@ -10,11 +10,11 @@ from cleave.report.study import Subject
 _LEAST_REQUESTS = 1000
 _MOST_REQUESTS = 20_000
 _DURATION_S = 120.0
-"""Simulated time of one point on the page, as far as the numbers of requests allow."""
+"""Simulated time of one point on the page, within the limits on the number of requests."""
 
 
 def subject(deployment: LLMDeployment, problem: Problem) -> Subject:
-    """The deployment and the problem that was made of it."""
+    """Describe the deployment and the problem built from it."""
     return Subject(
         deployment=deployment.name,
         model=deployment.spec.model.name,
@@ -31,7 +31,7 @@ def subject(deployment: LLMDeployment, problem: Problem) -> Subject:
 
 
 def bench(problem: Problem) -> Bench:
-    """Serves the problem's requests, as many as a point of the page deserves."""
+    """A simulator of the problem's requests, with as many requests as a point of the page needs."""
     num_requests = int(problem.rate * _DURATION_S)
     return Bench(problem, min(max(num_requests, _LEAST_REQUESTS), _MOST_REQUESTS))
 

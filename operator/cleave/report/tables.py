@@ -1,4 +1,4 @@
-"""Tables of the page, as HTML. Pure."""
+"""Renders the page's tables and stat tiles as HTML. Pure."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -25,7 +25,7 @@ def table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 
 def plans(result: Answer, rate: float, neighbours: tuple[Plan, ...] = ()) -> str:
-    """Every plan of the answer, then its neighbours, with their predictions at the asked rate."""
+    """Predictions at the requested rate of every plan of the result, then of its neighbours."""
     heading = (
         *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
         *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
@@ -38,7 +38,7 @@ def plans(result: Answer, rate: float, neighbours: tuple[Plan, ...] = ()) -> str
 
 
 def trust(result: Answer) -> str:
-    """Where the latencies of the plans come from, as a list."""
+    """The sources of the plans' latency models, as a list."""
     every = ((result.selected,) if result.selected else ()) + result.alternatives
     sources: dict[str, list[str]] = {}
     for plan in every:
@@ -51,7 +51,7 @@ def trust(result: Answer) -> str:
 
 
 def tiles(plan: Plan, slo: Slo) -> str:
-    """The figures that decide, large."""
+    """The most important figures of the selected plan, in large type."""
     prediction = plan.prediction
     low, high = prediction.goodput_interval
     figures = (
@@ -77,7 +77,7 @@ def tiles(plan: Plan, slo: Slo) -> str:
 
 
 def nearest(slo: NearestSlo) -> str:
-    """What could be had instead, large."""
+    """The nearest feasible SLO, in large type."""
     times = f"{number(slo.scale)} times what was asked for"
     figures = (
         ("TTFT that holds", milliseconds(slo.ttft_ms), times),

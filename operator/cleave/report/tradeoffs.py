@@ -1,6 +1,6 @@
-"""Charts that set plans side by side: what they serve against what they take and how late they are.
+"""Builds the charts that compare plans: goodput against cost and against latency.
 
-Pure. Plans of the answer are full marks, their neighbours hollow ones.
+Pure. Plans of the result have filled markers, their neighbours hollow ones.
 """
 
 import math
@@ -14,11 +14,11 @@ from cleave.report.figures import Chart, blank, rule
 from cleave.report.study import Study
 
 _LOG_SPAN = 30.0
-"""Largest over smallest value from which an axis is logarithmic."""
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 def frontier(study: Study) -> Chart:
-    """Cost (GPUs where nothing has a price) against goodput."""
+    """Goodput against cost (GPUs where prices are missing)."""
     plans = _every(study)
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
     axis = "price per hour" if priced else "GPUs"
@@ -52,7 +52,7 @@ def frontier(study: Study) -> Chart:
 
 
 def tradeoff(study: Study, metric: str) -> Chart:
-    """P90 latency against goodput per cost, the SLO's side shaded (Vidur, figure 5)."""
+    """P90 latency against goodput per cost, with the SLO's side shaded (Vidur, figure 5)."""
     plans, slo = _every(study), study.subject.slo
     name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
     latencies = [getattr(plan.prediction, f"{metric}_ms").p90 for plan in plans]
@@ -83,7 +83,8 @@ def tradeoff(study: Study, metric: str) -> Chart:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points that no other beats: none costs less and brings as much."""
+    """Indices of the points that no other point dominates by lower cost and at least equal
+    value."""
     order = sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1]))
     front: list[int] = []
     for index in order:
@@ -99,9 +100,9 @@ def _every(study: Study) -> tuple[Plan, ...]:
 
 
 def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[float]) -> None:
-    """One marker per plan: shape and colour say the kind, a ring the selected one.
+    """One marker per plan: shape and color show the kind, a ring the selected plan.
 
-    Neighbours of the answer's plans are hollow.
+    Neighbours of the result's plans are hollow.
     """
     plans = _every(study)
     for kind, colour, symbol in (

@@ -1,8 +1,8 @@
-"""What recorded traffic is like, and how well distributions stand for it.
+"""Describes recorded traffic, and how well distributions fit it.
 
-Called by `cleave workload` and for the warnings beside a plan. A planner that fits distributions to
-traffic (DistServe, section 4.1) has to know when not to: waves of arrivals, drift and lengths that
-hang together are lost in a fit, and a replay keeps them.
+Called by `cleave workload` and for the warnings of a plan. A planner that fits distributions to
+traffic (DistServe, section 4.1) has to know when not to: waves of arrivals, drift and correlated
+lengths are lost in a fit, while a replay preserves them.
 """
 
 import math
@@ -16,21 +16,21 @@ from cleave.simulator.trace import Trace
 from cleave.traffic.workload import MAX_P90_TO_MEAN, Demand, DemandError, LogNormal, Replay
 
 THRESHOLDS = (512, 2048, 8192, 32768)
-"""Prompts above the first saturate a GPU (TetriInfer, section 2.2.1); above the second Splitwise's
-prompt batches lose throughput (section III-D)."""
+"""Prompts above the first threshold saturate a GPU (TetriInfer, section 2.2.1); above the second
+Splitwise's prompt batches lose throughput (section III-D)."""
 
 _FEW = 1000
 _TOO_FEW = 200
-"""Below so many requests chance alone looks like waves, drift and odd lengths."""
+"""With fewer requests, chance alone looks like waves, drift and unusual lengths."""
 _WINDOWS = 20
-"""At least so many windows, and on average so many requests in one, to speak of dispersion."""
+"""Dispersion needs at least this many windows, with on average this many requests each."""
 MAX_BURSTINESS = 20.0
 _MAX_RATE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
-    """Of prompts or outputs, in tokens."""
+    """Statistics of prompt or output lengths, in tokens."""
 
     mean: float
     p50: float
@@ -38,16 +38,16 @@ class LengthSummary:
     p99: float
     largest: int
     fit_distance: float
-    """Largest difference between the shares up to any length, recorded and fitted (Kolmogorov)."""
+    """Largest difference between the recorded and the fitted cumulative share (Kolmogorov)."""
 
     def to_spec(self) -> api.Lengths:
-        """The log-normal distribution that stands for it, its p90 as near as there is one."""
+        """The log-normal distribution with this mean, and with this p90 as far as possible."""
         return fit_lengths(self.mean, self.p90)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalSummary:
-    """Of requests that arrived over some time."""
+    """Statistics of arrivals."""
 
     duration_s: float
     rate: float
@@ -55,32 +55,32 @@ class ArrivalSummary:
     burstiness: float
     """Coefficient of variation of the gaps: 0 regular, 1 Poisson."""
     dispersion: float | None
-    """Variance by mean of the requests in a window: 1 for Poisson, near burstiness^2 when gaps are
-    independent, more when they come in waves. None: too few windows."""
+    """Variance divided by mean of the requests in a window: 1 for Poisson, near burstiness^2 for
+    independent gaps, more when arrivals come in waves. None: too few windows."""
     window_s: float
     peak_to_mean: float
-    """Highest rate of any tenth of the duration, by the mean rate."""
+    """Highest rate of any tenth of the duration, divided by the mean rate."""
     drift: float
-    """Rate of the second half by that of the first."""
+    """Rate of the second half divided by that of the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a planner must know of recorded traffic."""
+    """Description of recorded traffic for planning."""
 
     num_requests: int
     arrivals: ArrivalSummary | None
-    """None: all at once."""
+    """None: all requests arrive at once."""
     prompt_tokens: LengthSummary
     output_tokens: LengthSummary
     correlation: float
-    """Of prompt and output lengths, by ranks (Spearman)."""
+    """Rank correlation of prompt and output lengths (Spearman)."""
     prompts_above: tuple[tuple[int, float], ...]
     """Thresholds in tokens, each with the share of prompts above it."""
     warnings: tuple[str, ...]
-    """What to mind, a sentence each."""
+    """One sentence each."""
     is_fit_good: bool
-    """False: replay the trace, distributions do not stand for it."""
+    """False: replay the trace, because distributions do not fit it."""
 
 
 def diagnose(trace: Trace) -> Diagnosis:
@@ -108,7 +108,7 @@ def diagnose(trace: Trace) -> Diagnosis:
 
 
 def remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
-    """What to say of a demand beside a plan for a model of that length, a sentence each."""
+    """Warnings about a demand for a plan with a model of that length, one sentence each."""
     messages = []
     cut = demand.share_longer_than(max_model_len)
     if cut > 0:
@@ -123,10 +123,10 @@ def remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
 
 
 def fit(trace: Trace, rate: float | None = None, burstiness: float | None = None) -> api.Workload:
-    """The traffic as `spec.workload` states it, with log-normal lengths and gamma gaps.
+    """Fit log-normal lengths and gamma-distributed gaps, in the form of `spec.workload`.
 
-    `rate`, `burstiness`: instead of the trace's own. Raises DemandError when there is no rate
-    or none that can be stated.
+    `rate`, `burstiness`: used instead of the trace's own. Raises DemandError when there is no rate,
+    or one outside the allowed range.
     """
     arrivals = _arrivals(trace) if trace.rate else None
     if rate is None:
@@ -153,7 +153,7 @@ def _lengths(tokens: NDArray[np.int64]) -> LengthSummary:
 
 
 def fit_lengths(mean: float, p90: float) -> api.Lengths:
-    """The log-normal distribution with this mean, its p90 as near as there is one."""
+    """The log-normal distribution with this mean, and with this p90 as far as possible."""
     short = shorten(mean)
     # Cut by more than rounding to four digits may add.
     nearest = min(max(p90, short), short * MAX_P90_TO_MEAN * 0.999)
@@ -161,7 +161,7 @@ def fit_lengths(mean: float, p90: float) -> api.Lengths:
 
 
 def _distance(tokens: NDArray[np.int64], fitted: LogNormal) -> float:
-    """Both sides are whole numbers: the fitted share up to n is that below n + 1/2."""
+    """Kolmogorov distance of whole numbers: the fitted share up to n is that below n + 1/2."""
     values, counts = np.unique(tokens, return_counts=True)
     up_to = np.cumsum(counts) / len(tokens)
     below = np.concatenate(([0.0], up_to[:-1]))
@@ -189,7 +189,7 @@ def _arrivals(trace: Trace) -> ArrivalSummary:
 
 
 def _counts(seconds: NDArray[np.float64], num: int, width_s: float) -> NDArray[np.int64]:
-    """Requests in each of `num` windows from the first request on."""
+    """Requests in each of `num` windows, starting with the first request."""
     edges = seconds[0] + width_s * np.arange(num + 1)
     if num:
         edges[-1] = np.nextafter(edges[-1], np.inf)
@@ -197,7 +197,8 @@ def _counts(seconds: NDArray[np.float64], num: int, width_s: float) -> NDArray[n
 
 
 def _rank_correlation(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
-    """Equal lengths share their mean rank; 0 when either side is constant."""
+    """Spearman's correlation. Equal lengths share their mean rank; 0 when either side is
+    constant."""
     ranks = []
     for tokens in (first, second):
         _, inverse, counts = np.unique(tokens, return_inverse=True, return_counts=True)
@@ -208,7 +209,7 @@ def _rank_correlation(first: NDArray[np.int64], second: NDArray[np.int64]) -> fl
 
 
 def _notes(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
-    """What to mind with a fit and with a replay alike."""
+    """Warnings that concern a fit and a replay alike."""
     cautions = []
     error = 1.96 * float(np.std(trace.prompt_tokens)) / math.sqrt(len(trace))
     if len(trace) < _FEW:
@@ -274,5 +275,5 @@ def _length_doubts(prompts: LengthSummary, outputs: LengthSummary, correlation: 
 
 
 def shorten(value: float) -> float:
-    """Four significant digits: what a person wants to paste."""
+    """Round to four significant digits, for a value that a person will copy."""
     return float(f"{value:.4g}")

@@ -1,8 +1,8 @@
-"""Recorded requests in a file: what really arrived, and how long it was.
+"""Reads recorded requests from a file: arrival times and lengths.
 
-Called for `spec.workload.trace` and by `cleave workload`. What is hard: files come from everywhere,
-so columns go by many names and times by three units; and a fault in line 70,000 has to be told as
-that, though a column is converted at once because a line at a time takes seconds.
+Called for `spec.workload.trace` and by `cleave workload`. What is hard: files come from many tools,
+so columns have many names and times three units; and a fault must be reported with its line,
+although whole columns are converted at once, because single lines would take seconds.
 """
 
 import csv
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from cleave.simulator.trace import Trace
 
 MAX_BYTES = 1 << 29
-"""Larger files are refused: a planner needs thousands of requests, not all of last year's."""
+"""Larger files are refused: a planner needs thousands of requests, not those of a year."""
 MAX_REQUESTS = 5_000_000
 
 PROMPT_NAMES = (
     *("prompttokens", "inputtokens", "contexttokens", "numprefilltokens", "inputlength"),
     *("promptlength", "promptsize", "requesttokens"),
 )
-"""Names of columns as they are compared: small letters and digits only."""
+"""Column names in normalised form: lower-case letters and digits only."""
 OUTPUT_NAMES = (
     *("outputtokens", "generatedtokens", "completiontokens", "numdecodetokens", "outputlength"),
     *("outputsize", "tokensize", "responsetokens"),
@@ -36,7 +36,7 @@ ARRIVAL_NAMES = {
     **dict.fromkeys(("arrivals", "arrivedat", "arrivaltimestamp", "arrival"), 1.0),
     **dict.fromkeys(("arrivaltime", "timestamp", "timestamps", "time"), 1.0),
 }
-"""Names of the arrival -> seconds per unit. A date and time may stand in any of them."""
+"""Names of the arrival column -> seconds per unit. Any of them may contain dates and times."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _LONGEST_VALUE = 40
@@ -46,39 +46,41 @@ Value = TypeVar("Value")
 
 
 class HistoryError(ValueError):
-    """The recording cannot be used; one line that names file, line, value and remedy."""
+    """The recording cannot be used; one line with file, line, value and remedy."""
 
 
 class _Table(NamedTuple):
-    """Cells as they are in the file."""
+    """The cells of the file, not yet converted."""
 
     path: Path
     names: Sequence[str]
-    """Of the columns."""
+    """Column names."""
     rows: Sequence[Sequence[object]]
-    """One per request."""
+    """One row per request."""
     lines: Sequence[int]
-    """Line of each row, from 1."""
+    """Line number of each row, from 1."""
 
     def fault(self, row: int, what: str) -> HistoryError:
         return HistoryError(f"{self.path}:{self.lines[row]}: {what}")
 
 
 def read(path: Path) -> Trace:
-    """The requests in a CSV or JSONL file, the first one at 0 ms.
+    """Read the requests of a CSV or JSONL file; the first one arrives at 0 ms.
 
-    Known are the columns of Azure's, Mooncake's, BurstGPT's and Vidur's traces and plain names
+    Accepts the columns of Azure's, Mooncake's, BurstGPT's and Vidur's traces and plain names
     (`arrival_s` or `arrival_ms`, `prompt_tokens`, `output_tokens`). Without a column of arrivals
-    all requests arrive at once: lengths alone, for a stated rate. Raises HistoryError.
+    all requests arrive at once; such a trace supplies lengths for a given rate. Raises
+    HistoryError.
     """
     return _trace(_table(path))
 
 
 def read_with(path: Path, *named: Sequence[str]) -> tuple[Trace, list[NDArray[np.int64] | None]]:
-    """The same, and further columns of counts: for each of `named` the first of its names there is.
+    """The same with further columns of counts: for each of `named` the first name that the file
+    has.
 
-    Names as they are compared: small letters and digits only. None: no such column; where a request
-    states no count it is 0. Raises HistoryError.
+    Names are in normalised form: lower-case letters and digits only. None: no such column; an empty
+    cell counts as 0. Raises HistoryError.
     """
     table = _table(path)
     plain = _plain_names(table)
@@ -91,7 +93,7 @@ def read_with(path: Path, *named: Sequence[str]) -> tuple[Trace, list[NDArray[np
 
 
 def write(path: Path, trace: Trace) -> None:
-    """A CSV file that `read` understands, to the microsecond. Raises HistoryError."""
+    """Write a CSV file that `read` accepts, with microsecond resolution. Raises HistoryError."""
     rows = zip(
         np.round(trace.arrival_ms / 1000, 6).tolist(),
         trace.prompt_tokens.tolist(),
@@ -183,7 +185,7 @@ def _json_table(path: Path, text: str) -> _Table:
 
 
 def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
-    """Places of prompt and output tokens, and place and unit of arrivals."""
+    """Indices of the prompt and output columns; index and unit of the arrival column."""
     plain = _plain_names(table)
     prompt = next((plain.index(name) for name in PROMPT_NAMES if name in plain), None)
     output = next((plain.index(name) for name in OUTPUT_NAMES if name in plain), None)
@@ -207,7 +209,7 @@ def _plain_names(table: _Table) -> list[str]:
 
 
 def _arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
-    """Milliseconds from the first arrival on."""
+    """Milliseconds since the first arrival."""
     column_index, unit_s = column
     cells = [row[column_index] for row in table.rows]
     seconds = _dates(table, cells) if _is_date(cells[0]) else _numbers(table, column_index) * unit_s
@@ -230,7 +232,7 @@ def _is_date(cell: object) -> bool:
 
 
 def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
-    """Seconds from the first date on."""
+    """Seconds since the first date."""
     try:
         dates = [datetime.fromisoformat(str(cell).strip()) for cell in cells]
         since = [date - dates[0] for date in dates]
@@ -247,7 +249,7 @@ def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
 
 
 def _stated_counts(table: _Table, column_index: int) -> NDArray[np.int64]:
-    """0 where nothing is stated."""
+    """A column of counts in which an empty cell is 0."""
     rows = [
         [0 if at == column_index and cell in (None, "") else cell for at, cell in enumerate(row)]
         for row in table.rows
@@ -269,7 +271,7 @@ def _tokens(table: _Table, column_index: int, minimum: int = 1) -> NDArray[np.in
 
 
 def _numbers(table: _Table, column_index: int) -> NDArray[np.float64]:
-    """A column of finite numbers, at once; the culprit is looked for when that fails."""
+    """Convert a column of finite numbers at once; search for the faulty line only if that fails."""
     cells = [row[column_index] for row in table.rows]
     try:
         # JSON's true is no number, though Python counts with it.

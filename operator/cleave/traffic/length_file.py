@@ -1,9 +1,9 @@
-"""A trained classifier of output lengths as a file, with the judgement of it.
+"""The file of a trained classifier of output lengths, with the scores of its evaluation.
 
-Written by `cleave lengths train`, read by gateways at their start. What is hard: a gateway shall
-never be worse off for a file, so the file says how it did beside the mean by prompt length, on
-requests that came after those it was trained on; and a damaged one must be told at the start, not
-met by a request.
+Written by `cleave lengths train`, read by gateways at their start. What is hard: a file must never
+make a gateway worse. It therefore contains its scores beside those of the mean by prompt length, on
+requests that came after those it was trained on; and a damaged file is detected at the start, not
+when a request uses it.
 """
 
 import math
@@ -16,52 +16,52 @@ from cleave.policy.length_ranges import LIMIT, PROMPT_TOKENS, Nodes, RangeTree
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
-"""What a ConfigMap holds."""
+"""The size limit of a ConfigMap."""
 GRANULARITIES = (100, 200, 400)
-"""Widths of ranges in tokens, as TetriInfer's."""
+"""Widths of length ranges in tokens, as in TetriInfer."""
 
 _LEAST_GAIN = 0.02
-"""Of the mean absolute error; less is chance."""
+"""Smallest relative gain in mean absolute error that is not taken for chance."""
 _SLACK = 0.01
-"""Of the accuracy, mean over granularities; less is chance."""
+"""Loss of accuracy, averaged over granularities, that is taken for chance."""
 
 
 class LengthsError(ValueError):
-    """The file cannot be used; one line that names it, the fault and the remedy."""
+    """The file cannot be used; one line with its name, the fault and the remedy."""
 
 
 class Score(msgspec.Struct, frozen=True, rename="camel"):
-    """How well outputs were foretold."""
+    """How well output lengths were predicted."""
 
     accuracy: list[float]
-    """Share of requests whose range was foretold, by granularity."""
+    """Share of requests whose range was predicted, by granularity."""
     mean_absolute_error: float
-    """Tokens."""
+    """In tokens."""
     bias: float
-    """Of the sum of all outputs: 0.1 where a tenth too much was foretold."""
+    """Relative error of the sum of all outputs: 0.1 if a tenth too much was predicted."""
 
     def beats(self, other: "Score") -> bool:
-        """Whether errors are smaller, and ranges are not right less often."""
+        """Whether errors are smaller and ranges are not correct less often."""
         is_nearer = self.mean_absolute_error < (1 - _LEAST_GAIN) * other.mean_absolute_error
         return is_nearer and fmean(self.accuracy) >= fmean(other.accuracy) - _SLACK
 
 
 class Scores(msgspec.Struct, frozen=True, rename="camel"):
-    """Of the same requests."""
+    """Scores of three predictors on the same requests."""
 
     classifier: Score
     conditional_mean: Score
-    """The mean by prompt length, learning as it goes: what gateways do without a file."""
+    """The mean by prompt length, updated with every request: what gateways use without a file."""
     constant: Score
 
     @property
     def is_better(self) -> bool:
-        """Whether the classifier is, than what gateways do without it."""
+        """Whether the classifier is better than what gateways use without it."""
         return self.classifier.beats(self.conditional_mean)
 
     @property
     def comparison(self) -> str:
-        """In words."""
+        """One sentence that compares both."""
         mine, its = self.classifier, self.conditional_mean
         return (
             f"{'better' if self.is_better else 'not better'} than the mean by prompt length: "
@@ -72,17 +72,17 @@ class Scores(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class LengthFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What is in the file."""
+    """The content of the file."""
 
     format: int
     trace: str
-    """Name of the file that it was trained from."""
+    """Name of the training trace."""
     trained_on: int
-    """Requests, the first of the trace."""
+    """Number of training requests, the first ones of the trace."""
     judged_by: int
-    """Those after them."""
+    """Number of evaluation requests, those after them."""
     prompt_error: float
-    """By which prompt tokens were blurred, as those that gateways estimate are; 0: not at all."""
+    """Relative noise added to prompt tokens, to resemble the gateways' estimates; 0: none."""
     scores: Scores
     features: list[int]
     thresholds: list[float]
@@ -90,17 +90,17 @@ class LengthFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     above: list[int]
     tokens: list[float]
     ranges: list[list[int]]
-    """Of each node, the number of the likeliest range by granularity."""
+    """For each node, the index of the most frequent range by granularity."""
 
     @property
     def tree(self) -> RangeTree:
-        """What foretells."""
+        """The tree that predicts lengths."""
         nodes = Nodes(self.features, self.thresholds, self.below, self.above, self.tokens)
         return RangeTree(nodes)
 
 
 def read(path: Path) -> LengthFile:
-    """Raises LengthsError."""
+    """Read and validate a file. Raises LengthsError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -116,7 +116,7 @@ def read(path: Path) -> LengthFile:
 
 
 def write(path: Path, trained: LengthFile) -> None:
-    """Raises LengthsError."""
+    """Write a file. Raises LengthsError."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(trained), indent=1) + b"\n")
     except OSError as error:
@@ -128,7 +128,7 @@ def _fault(path: Path, what: str) -> LengthsError:
 
 
 def _find_fault(trained: LengthFile) -> str:
-    """Empty: a request finds its way through it."""
+    """The first fault of the tree or its scores; an empty string if there is none."""
     if trained.format != FORMAT:
         return f"format {trained.format} instead of {FORMAT}"
     scores = (trained.scores.classifier, trained.scores.conditional_mean, trained.scores.constant)

@@ -1,8 +1,9 @@
 """Trains a classifier of output lengths from recorded requests. Called by `cleave lengths train`.
 
-What is hard: gateways estimate prompt tokens from bytes while a trace has counted them, so a tree
-that has seen counts alone splits finer than it will ever see again; counts are blurred as much.
-And requests that arrived late tell how it does later on: the last ones judge what the first taught.
+What is hard: gateways estimate prompt tokens from bytes, while a trace contains exact counts. A
+tree trained on exact counts would use splits finer than the estimates; so the same noise is added
+to the counts. And the classifier has to predict later traffic: it is trained on the first requests
+and evaluated on the last.
 
 Source: TetriInfer, section 3.3.2.
 """
@@ -27,23 +28,23 @@ from cleave.traffic.length_file import (
 from cleave.traffic.length_scores import Answers, Counts, judge
 
 LEAST = 1_000
-"""Requests: fewer tell nothing of the longest tenth."""
+"""Minimum number of requests: fewer say nothing about the longest tenth."""
 PROMPT_ERROR = 0.2
-"""Usual spread of prompt tokens that are estimated from bytes."""
+"""Usual relative error of prompt tokens that are estimated from bytes."""
 
 _TRAINED = 0.7
-"""Share of the trace; the rest judges."""
+"""Share of the trace used for training; the rest is for evaluation."""
 _MOST_LEAVES = 64
 _LEAST_IN_LEAF = 100
 _LONGEST = 4_000
-"""Outputs above it are one range."""
+"""Longer outputs form one range."""
 _ESTIMATES = ("estimatedprompttokens",)
 _LIMITS = ("maxtokens", "maxcompletiontokens", "maxoutputtokens")
 _UNJUDGED = Score([0.0] * len(GRANULARITIES), 0.0, 0.0)
 
 
 def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float]:
-    """The requests of a trace that ended by themselves, and how much their prompts were blurred.
+    """The requests of a trace that ended by themselves, and the noise added to their prompt tokens.
 
     Raises HistoryError and LengthsError.
     """
@@ -66,7 +67,7 @@ def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float
 
 
 def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
-    """A classifier trained on the first requests of a trace and judged by the last ones.
+    """Train a classifier on the first requests of a trace and evaluate it on the last ones.
 
     Raises HistoryError and LengthsError.
     """
@@ -86,14 +87,14 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
 
 
 def _blur(tokens: Counts, error: float) -> Counts:
-    """As if they had been estimated; the same each time."""
+    """Add noise as if the counts had been estimated; equal on every call."""
     factors = np.exp(np.random.default_rng(0).normal(0.0, error, len(tokens)))
     blurred: Counts = np.maximum(np.rint(tokens * factors), 1).astype(np.int64)
     return blurred
 
 
 def _fit(answers: Answers) -> dict[str, Any]:
-    """The nodes of a tree, by the file's names."""
+    """Fit a decision tree; returns its nodes as fields of `LengthFile`."""
     try:
         from sklearn.tree import DecisionTreeClassifier
     except ImportError:
@@ -125,5 +126,5 @@ def _fit(answers: Answers) -> dict[str, Any]:
 
 
 def _likeliest(outputs: Counts) -> Sequence[int]:
-    """Number of the range that most are in, by granularity."""
+    """Index of the range with most outputs, by granularity."""
     return [int(np.bincount(outputs // width).argmax()) for width in GRANULARITIES]

@@ -1,7 +1,8 @@
-"""Traffic as Prometheus remembers it: rate over time and histograms of vLLM's request lengths.
+"""Reads past traffic from Prometheus: rate over time and histograms of vLLM's request lengths.
 
-Called by `cleave workload --prometheus`. What is hard: histograms know buckets, not requests, so
-lengths are drawn evenly inside a bucket, prompt and output apart, and burstiness is not known.
+Called by `cleave workload --prometheus`. What is hard: histograms have buckets instead of requests.
+Lengths are therefore drawn evenly inside a bucket, prompt and output independently, and burstiness
+is unknown.
 """
 
 import math
@@ -24,40 +25,40 @@ OUTPUT_METRIC = "vllm:request_generation_tokens_bucket"
 SUCCESS_METRIC = "vllm:request_success_total"
 
 TIMEOUT_S = 15.0
-"""Longest wait for any part of an answer."""
+"""Longest wait for any part of a response."""
 MAX_ANSWER_BYTES = 1 << 24
 _MOST_POINTS = 1000
-"""Of the rate over time; Prometheus itself answers with 11,000 at most."""
+"""Most points of the rate over time; Prometheus itself returns at most 11,000."""
 _SHORTEST_STEP_S = 60.0
 _RATE_WINDOW_S = 240.0
-"""Rates over less see too few scrapes, which are 15 to 60 seconds apart."""
+"""Shorter windows contain too few scrapes, which are 15 to 60 seconds apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
-    """What a Prometheus server knows of past traffic."""
+    """Past traffic as read from a Prometheus server."""
 
     times_s: NDArray[np.float64]
     """Unix time at the end of each step."""
     rates: NDArray[np.float64]
-    """Mean req/s in each step, gaps in the recording left out."""
+    """Mean req/s in each step, without gaps in the recording."""
     prompt_tokens: Quantiles
     output_tokens: Quantiles
     num_requests: float
-    """In the window, by the histogram of prompts."""
+    """Number of requests in the window, by the histogram of prompts."""
     share_beyond: float
     """Share of prompts or outputs above the last finite bucket; they are drawn at its bound."""
 
     def demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
-        """Its lengths, arriving at `rate` (default: the mean of the window)."""
+        """A demand with these lengths, arriving at `rate` (default: the mean of the window)."""
         lengths = Independent(self.prompt_tokens, self.output_tokens)
         return Demand(rate or float(np.mean(self.rates)), Drawn(lengths, burstiness))
 
 
 def read(url: str, end_s: float, window_s: float, model: str | None = None) -> Observed:
-    """Traffic of the `window_s` seconds before the Unix time `end_s`.
+    """Read the traffic of the `window_s` seconds before the Unix time `end_s`.
 
-    `model`: only requests for this `model_name`. Raises HistoryError.
+    `model`: only requests with this `model_name`. Raises HistoryError.
     """
     if not (math.isfinite(window_s) and window_s >= _SHORTEST_STEP_S):
         raise HistoryError(f"window {window_s:g} s: must be at least {_SHORTEST_STEP_S:g} s")
@@ -79,7 +80,8 @@ def read(url: str, end_s: float, window_s: float, model: str | None = None) -> O
 
 @contextmanager
 def _client(url: str) -> Iterator[httpx.Client]:
-    """A client whose faults are HistoryErrors that name the server, without its password."""
+    """An HTTP client whose errors become HistoryErrors with the server's URL, without its
+    password."""
     try:
         base = httpx.URL(url)
         if base.scheme not in ("http", "https") or not base.host:
@@ -97,18 +99,18 @@ def _client(url: str) -> Iterator[httpx.Client]:
 
 class _Histogram(NamedTuple):
     bounds: NDArray[np.float64]
-    """Upper bounds of the buckets, finite."""
+    """Finite upper bounds of the buckets."""
     shares: NDArray[np.float64]
-    """Of the requests up to each bound."""
+    """Cumulative share of the requests up to each bound."""
     total: float
-    """Requests."""
+    """Number of requests."""
 
     @property
     def share_beyond(self) -> float:
         return 1 - float(self.shares[-1])
 
     def quantiles(self) -> Quantiles:
-        """Even inside each bucket; an empty one is a jump at its level."""
+        """Linear inside each bucket; an empty bucket is a jump."""
         levels = np.concatenate(([0.0], self.shares / self.shares[-1]))
         tokens = np.maximum(np.concatenate(([1.0], self.bounds)), 1.0)
         return Quantiles(tuple(levels.tolist()), tuple(tokens.tolist()))
@@ -160,7 +162,7 @@ class _Data(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """Of Prometheus' HTTP API, version 1."""
+    """A response of Prometheus' HTTP API, version 1."""
 
     status: str
     data: _Data | None = None
@@ -168,7 +170,7 @@ class _Answer(msgspec.Struct):
 
 
 def _ask(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[_Series]:
-    """The series that the server answers with."""
+    """The series in the server's response."""
     latest_s = time.monotonic() + TIMEOUT_S
     with client.stream("GET", path, params=query) as response:
         body = bytearray()
@@ -190,7 +192,7 @@ def _ask(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[
 
 
 def _number(text: object) -> float:
-    """Prometheus writes numbers as text, among them NaN and +Inf."""
+    """Prometheus writes numbers as text, including NaN and +Inf."""
     try:
         return float(str(text))
     except ValueError as error:

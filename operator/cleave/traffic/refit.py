@@ -1,8 +1,8 @@
-"""The traffic of some windows as `spec.workload` states it: what a plan is made anew from. Pure.
+"""The traffic of some windows in the form of `spec.workload`, for replanning. Pure.
 
-DistServe, section 4.3: replanning rests on recent history. What is hard: too few requests say
-little of their lengths (Aladdin, section 5.2, for the same reason), and gateways keep histograms
-of lengths, not lengths: means are exact, quantiles are as exact as the buckets are fine.
+DistServe, section 4.3: replanning uses recent history. What is hard: too few requests do not
+determine their lengths (Aladdin, section 5.2), and gateways record histograms of lengths: means are
+exact, quantiles are only as exact as the buckets are narrow.
 """
 
 import math
@@ -17,18 +17,18 @@ from cleave.traffic.window import Window, join
 from cleave.traffic.workload import Demand, Drawn, Independent, Quantiles
 
 FEWEST = 200
-"""Requests below which lengths are not known: with usual ones, their mean is then off by a tenth
-of itself and more."""
+"""Minimum number of requests: with fewer of usual lengths, the mean is off by a tenth of itself or
+more."""
 _FEWEST_WINDOWS = 4
 _MOST_MARGIN = 0.25
 
 
 class RefitError(LookupError):
-    """The windows do not say enough; one line."""
+    """Too few requests; one line."""
 
 
 def refit(windows: Sequence[Window]) -> Workload:
-    """The workload that came in `windows`. Raises RefitError when too few requests did."""
+    """The workload of `windows`. Raises RefitError for too few requests."""
     joined = _join(windows)
     return Workload(
         rate=shorten(joined.rate),
@@ -39,7 +39,7 @@ def refit(windows: Sequence[Window]) -> Workload:
 
 
 def to_demand(windows: Sequence[Window]) -> Demand:
-    """The same for the planner: lengths as the buckets have them, not as a formula does.
+    """The same for the planner, with the lengths of the histograms instead of fitted ones.
 
     Raises RefitError.
     """
@@ -49,7 +49,7 @@ def to_demand(windows: Sequence[Window]) -> Demand:
 
 
 def find_margin(windows: Sequence[Window]) -> float:
-    """By what share more tokens per second may come than came, by chance alone.
+    """Relative excess of tokens per second that may occur by chance.
 
     Two standard errors of rate and mean length. Raises RefitError.
     """
@@ -60,9 +60,9 @@ def find_margin(windows: Sequence[Window]) -> float:
 
 
 def find_dispersion(windows: Sequence[Window]) -> float:
-    """Variance by mean of the requests in a window: near burstiness^2; 1, Poisson's, for few.
+    """Variance divided by mean of the requests in a window, near burstiness^2; 1 for few windows.
 
-    Less than Poisson's is not believed: it takes little else than chance to see that.
+    Values below 1 (Poisson) are raised to 1: with few windows they occur by chance.
     """
     nonempty = [each for each in windows if each.length_s > 0]
     requests = sum(each.num_requests for each in nonempty)
@@ -77,7 +77,7 @@ def find_dispersion(windows: Sequence[Window]) -> float:
 
 
 def find_variation(buckets: Buckets) -> float:
-    """Standard deviation by mean, each value counted as the middle of its bucket."""
+    """Standard deviation divided by mean, each value taken at the middle of its bucket."""
     pairs = [(low * math.sqrt(high / low), share) for low, high, share in _pieces(buckets)]
     mean = sum(middle * share for middle, share in pairs)
     squares = sum(middle**2 * share for middle, share in pairs)
@@ -109,7 +109,7 @@ def _to_quantiles(buckets: Buckets) -> Quantiles:
 
 
 def _scaled(buckets: Buckets) -> tuple[list[float], list[float]]:
-    """Levels and tokens, even inside the buckets, stretched so that the mean is what it was."""
+    """Levels and tokens, linear inside the buckets, scaled to the exact mean of the histogram."""
     levels, tokens, mean = [0.0], [1.0], 0.0
     for low, high, share in _pieces(buckets):
         if tokens[-1] != low:
@@ -124,7 +124,7 @@ def _scaled(buckets: Buckets) -> tuple[list[float], list[float]]:
 
 
 def _pieces(buckets: Buckets) -> Iterator[tuple[float, float, float]]:
-    """(low, high, share) of each bucket with values; beyond the last bound there is no width."""
+    """(low, high, share) of each non-empty bucket; the infinite bucket has width 0."""
     below, low = 0.0, 1.0
     for bound, count in zip(buckets.bounds, buckets.counts, strict=True):
         high = low if math.isinf(bound) else max(bound, 1.0)
