@@ -117,7 +117,7 @@ def test_what_fails_by_the_model_and_in_fact_says_nothing_of_the_model() -> None
     found = judged(play, demand=play.problem.demand.at(30.0))
     assert found.comparisons
     assert (found.holds, found.error, found.correction) == (True, None, NONE)
-    assert found.reason == "latencies depend on when just now, and tell nothing of the prediction"
+    assert found.reason == "latencies are changing, so the prediction is not assessed"
 
 
 @pytest.mark.parametrize("lends", [False, True])

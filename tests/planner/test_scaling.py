@@ -127,7 +127,7 @@ def test_counts_are_the_fewest_that_hold(needed: list[int], most: int) -> None:
 
 
 def test_a_rate_that_no_number_of_workers_holds_is_told() -> None:
-    with pytest.raises(ScalingError, match="rate 3: 8 workers do not hold it"):
+    with pytest.raises(ScalingError, match="rate 3: 8 workers do not serve it"):
         scaling.count_workers(lambda workers, rate: rate < 3, [1.0, 3.0], most=8)
 
 

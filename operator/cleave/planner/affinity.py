@@ -33,7 +33,7 @@ def choose(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) ->
     """The requested affinity; with Auto, the one that the network between nodes allows."""
     requested = problem.planning.affinity
     if requested is not Affinity.AUTO:
-        return Choice(requested, f"{requested.value} affinity as asked for")
+        return Choice(requested, f"{requested.value} affinity as requested")
     if all(supply.num_nodes == 1 for supply in problem.supplies) and len(problem.supplies) == 1:
         return Choice(Affinity.HIGH, "one node: no KV leaves it")
     candidate = min(candidates, key=lambda each: each.gpus)

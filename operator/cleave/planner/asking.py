@@ -72,8 +72,8 @@ def supplies(
             remaining[name] = limit - usable
         if name in kinds and usable:
             gpu = kinds[name]
-            # Every instance is a pod of its own: CUDA IPC needs the PID namespace of the other
-            # side, so between pods of one node KV takes the network as well.
+            # Every instance is a pod of its own. CUDA IPC needs a shared PID namespace, so KV
+            # between pods of one node takes the network as well.
             network = inventory.network_link(cluster, gpu)
             supplies_found.append(Supply(name, count, per_node, usable, network, network))
     return tuple(supplies_found)
@@ -92,7 +92,7 @@ def demand(deployment: LLMDeployment, folder: Path) -> Demand:
     workload_spec = deployment.spec.workload
     if workload_spec is None:
         raise PlanError(
-            ["spec.workload: is needed to plan from; state rate, promptTokens and outputTokens"]
+            ["spec.workload: required for planning; set rate, promptTokens and outputTokens"]
         )
     try:
         return workload.from_spec(workload_spec, folder)

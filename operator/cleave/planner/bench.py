@@ -134,7 +134,7 @@ def _kind(pool: PlannedPool, kinds: list[str]) -> str:
     field = f"spec.placement.manual: {pool.role}: gpu"
     if pool.gpu is None:
         if len(kinds) > 1:
-            raise PlanError([f"{field}: state one of {', '.join(kinds)}"])
+            raise PlanError([f"{field}: set one of {', '.join(kinds)}"])
         return kinds[0]
     if pool.gpu in kinds:
         return pool.gpu
@@ -143,5 +143,5 @@ def _kind(pool: PlannedPool, kinds: list[str]) -> str:
     except UnknownGpuError as error:
         raise PlanError([f"{field}: {error}"]) from error
     if gpu not in kinds:
-        raise PlanError([f"{field}: there is no {gpu}; there is {', '.join(kinds)}"])
+        raise PlanError([f"{field}: the nodes have no {gpu}, only {', '.join(kinds)}"])
     return gpu

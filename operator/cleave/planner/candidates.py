@@ -94,7 +94,7 @@ def sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
     return [
         (tensor, pipeline)
         for tensor in range(1, supply.gpus_per_node + 1)
-        # A stage lies in one node; stages share nodes as far as there is room.
+        # A stage lies in one node; several stages may share a node.
         for pipeline in range(1, nodes * (supply.gpus_per_node // tensor) + 1)
         if tensor * pipeline <= max_gpus
     ]

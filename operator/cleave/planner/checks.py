@@ -81,8 +81,8 @@ def doubts(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[s
             if pool.role is not Role.PREFILL and pool.parallelism.tensor < prefill:
                 yield (
                     f"spec.placement.manual[{index}].parallelism.tensor: {why}: with fewer than "
-                    f"{prefill} KV heads no KV goes from prefill instances with {prefill} to "
-                    f"{pool.parallelism.tensor}; spec.engine.connector Cleave takes any sizes"
+                    f"{prefill} KV heads no KV can be sent from prefill instances with {prefill} "
+                    f"to {pool.parallelism.tensor}; spec.engine.connector Cleave takes any sizes"
                 )
 
 

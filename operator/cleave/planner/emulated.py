@@ -79,7 +79,7 @@ def problem(
     spec = deployment.spec
     emulation = spec.engine.emulation
     if spec.workload is None:
-        raise PlanError(["spec.workload: is needed to plan from; state rate and lengths"])
+        raise PlanError(["spec.workload: required for planning; set rate and lengths"])
     try:
         profile = latency.load(emulation.latency)
         demand = workload.from_spec(spec.workload, folder)
@@ -98,7 +98,7 @@ def problem(
         slo=spec.slo,
         supplies=(Supply(KIND, 1, instances, instances, link, link),),
         shape=shape,
-        # The kinds of GPU that a deployment allows say nothing about engines without one.
+        # Emulated engines need no GPU, so the allowed GPU types do not apply.
         planning=spec.planning.model_copy(update={"gpus": []}),
         estimator=ProfileEstimator(profile, shape, emulation.time_scale),
         policies=policies(spec.engine),

@@ -172,7 +172,7 @@ def _phases(
     rate."""
 
     def step() -> None:
-        tick("prefill and decode apart")
+        tick("prefill and decode instances")
 
     efficient = high_affinity.optimise(problem, trials, found, targets, step)
     rated = [option for phases in efficient for option in (phases.prefill, phases.decode) if option]

@@ -202,7 +202,7 @@ class _Bisection:
         bracket."""
         target = self.targets.attainment
         above, below = self.tried[low] - target, target - self.tried.get(high, 0.0)
-        # Near the flat top of the curve the line says little; halving keeps the pace.
+        # Near the flat top of the curve interpolation is poor; the limits keep it close to halving.
         part = above / (above + below) if above + below > 0 else 0.5
         return low + (high - low) * min(max(part, _EDGE), 1 - _EDGE)
 

@@ -65,7 +65,11 @@ def best_size(problem: Problem) -> BestSize:
         else:
             best_sizes.append(BestSize(gpu, sizes))
     if not best_sizes:
-        raise faults[0] if faults else ScalingError("the model fits no worker without a pipeline")
+        raise (
+            faults[0]
+            if faults
+            else ScalingError("the model fits no worker without pipeline parallelism")
+        )
     return max(best_sizes, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
 
 
@@ -78,7 +82,7 @@ def growth(problem: Problem, plan: Plan) -> Growth:
     """
     targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    # Asked for as Algorithm 2's, pools come as cells, whoever found them.
+    # `IN_NODE` divides the pools into cells, whatever algorithm found them.
     cell = replace(to_draft(problem, plan.pools, IN_NODE), copies=1)
     is_in_node = plan.algorithm.startswith(IN_NODE)
     unit_rate = fleet_rate(cell_fleet(problem, cell), trials.lengths())

@@ -96,13 +96,13 @@ class Judgement:
     def reason(self) -> str:
         """One sentence for status."""
         if not self.comparisons:
-            return "too few answers to judge the prediction by"
+            return "too few responses to assess the prediction"
         if self.error is None:
-            return "latencies depend on when just now, and tell nothing of the prediction"
+            return "latencies are changing, so the prediction is not assessed"
         if self.holds:
             return f"the prediction holds within {abs(self.error):.0%}"
         worst = max(self.comparisons, key=lambda each: (each.is_beyond, abs(each.error)))
-        return f"the prediction does not hold: {worst}; passes {self.correction}"
+        return f"the prediction does not hold: {worst}; step times {self.correction}"
 
 
 def judge(
@@ -161,9 +161,9 @@ def _compare(
         ("TTFT", observed.ttft, [each.ttft_ms for each in (expected, faster, slower)]),
         ("TPOT", observed.tpot, [each.tpot_ms for each in (expected, faster, slower)]),
     ):
-        foreseen = [Buckets.of((each / 1000).tolist(), buckets.bounds) for each in times]
+        predicted = [Buckets.of((each / 1000).tolist(), buckets.bounds) for each in times]
         for quantile in (0.5, 0.9):
-            middle, low, high = (each.find_quantile_ms(quantile) or 0.0 for each in foreseen)
+            middle, low, high = (each.find_quantile_ms(quantile) or 0.0 for each in predicted)
             observed_ms = buckets.find_quantile_ms(quantile) or 0.0
             is_beyond = not low / (1 + threshold) <= observed_ms <= high * (1 + threshold)
             yield Comparison(f"P{quantile * 100:.0f} {name}", middle, observed_ms, is_beyond)
@@ -173,34 +173,34 @@ def _seek(model: Model, observed: Window, start: Correction) -> Correction:
     """The correction with which the simulation matches the observation, at most one step from
     `start`."""
     tpot_s, middle = observed.tpot.mean or 0.0, _find_middle(observed.ttft)
-    # Where both phases share passes, the time per token says as much of the one as of the other.
+    # Where both phases share steps, the time per token depends on both, so they scale together.
     is_disaggregated = any(pool.role is Role.DECODE for pool in model.running.pools)
     ratio = start.prefill / start.decode
     fitted = start
     for _ in range(_ROUNDS):
         prefill = fitted.prefill
 
-        def slow_tokens(
+        def scale_decode(
             factor: float, prefill: float = prefill, ratio: float = ratio
         ) -> Correction:
             shared = corrected.bound(factor * ratio)
             return replace(start, decode=factor, prefill=prefill if is_disaggregated else shared)
 
-        def slow_prompts(factor: float, decode: float) -> Correction:
+        def scale_prefill(factor: float, decode: float) -> Correction:
             return replace(start, decode=decode, prefill=factor)
 
         fitted = _solve(
-            slow_tokens,
+            scale_decode,
             lambda candidate: _mean_s(model.show(candidate).tpot_ms),
             start.decode,
             tpot_s,
         )
         simulated = model.show(fitted)
         if simulated.is_overloaded and _is_late(model, observed):
-            # How long queues are tells since when it is overloaded, and nothing of passes.
+            # Under overload the queue length depends on its duration, not on step times.
             break
         fitted = _solve(
-            partial(slow_prompts, decode=fitted.decode),
+            partial(scale_prefill, decode=fitted.decode),
             lambda candidate: _middle_of(model.show(candidate), observed),
             start.prefill,
             middle,
@@ -241,8 +241,8 @@ def _step(start: Correction, fitted: Correction, weight: float, observed: Window
     return Correction(prefill, decode, start.num_requests + round(observed.ttft.num))
 
 
-def _middle_of(foreseen: Shown, observed: Window) -> float:
-    return _find_middle(Buckets.of((foreseen.ttft_ms / 1000).tolist(), observed.ttft.bounds))
+def _middle_of(simulated: Shown, observed: Window) -> float:
+    return _find_middle(Buckets.of((simulated.ttft_ms / 1000).tolist(), observed.ttft.bounds))
 
 
 def _find_middle(buckets: Buckets) -> float:
@@ -261,5 +261,5 @@ def _find_middle(buckets: Buckets) -> float:
 
 
 def _mean_s(times_ms: Times) -> float:
-    # Where nothing ends in time, passes are too long.
+    # No request ended in time, so steps are too long.
     return float(np.mean(times_ms)) / 1000 if len(times_ms) else math.inf

@@ -86,7 +86,7 @@ def configurations(
 def _counts(
     problem: Problem, prefill: Candidate, decode: Candidate, max_replicas: Replicas
 ) -> list[Draft]:
-    # Of one stage: in a node, and in what may be used at all.
+    # GPUs for one pipeline stage, limited by the node and by the GPUs that may be used.
     usable = min(problem.max_gpus, prefill.supply.max_gpus) // prefill.parallelism.pipeline
     room = min(prefill.supply.gpus_per_node, usable)
     first, second = prefill.parallelism.tensor, decode.parallelism.tensor

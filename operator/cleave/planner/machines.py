@@ -52,7 +52,7 @@ def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
         else:
             nodes_found.append(node)
     if not nodes_found:
-        raise ProvisioningError(f"the model fits no kind of node ({'; '.join(missing)})")
+        raise ProvisioningError(f"the model fits no type of node ({'; '.join(missing)})")
     return tuple(nodes_found)
 
 

@@ -68,7 +68,7 @@ def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
     order = list(Role)
     return Placement(
         pools=tuple(map(to_planned, sorted(manual.manual, key=lambda p: order.index(p.role)))),
-        reason="stated by hand in spec.placement.manual",
+        reason="set in spec.placement.manual",
     )
 
 
@@ -107,13 +107,13 @@ def _why_smallest(deployment: LLMDeployment, *, reads_files: bool) -> str:
         return f"{default}: no spec.workload to plan from and no spec.placement.manual"
     unknown = checks.unknown_model(deployment, reads_files=reads_files)
     if unknown is None:
-        missing = "no cluster file that names the machines"
+        missing = "no cluster file with the machines"
         return f"{default}: {missing} and no spec.placement.manual"
     return (
         f"{default}, one GPU each: nothing is planned, as the planner does not know the model "
         f"{deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not known "
         "either. To plan it: `cleave plan` with a folder that holds its config.json as spec.model, "
-        "and its placement in spec.placement.manual; or state instances there by hand"
+        "and its placement in spec.placement.manual; or set instances there"
     )
 
 

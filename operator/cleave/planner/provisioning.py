@@ -81,7 +81,7 @@ class Pair:
     def fleet(self, num_prompt: int, num_token: int) -> Fleet:
         """A fleet of these counts; the prompt machine produces the first token, as in Splitwise."""
         if self.token is None:
-            # Splitwise's mixed continuous batching: whole prompts join the decoding requests.
+            # Splitwise's mixed continuous batching: unchunked prompts join the decoding requests.
             mixed = self.prompt.engine(Batching.ORCA_PAGED, PROMPT_BATCH_TOKENS)
             return Fleet(mixed=(Pool(mixed, num_prompt),))
         prompt = self.prompt.engine(Batching.PREFILL_FIRST, PROMPT_BATCH_TOKENS)
@@ -336,12 +336,12 @@ def _rank(request: Question, design: Design) -> tuple[float, float]:
 
 def _check(request: Question) -> None:
     if not request.pairs:
-        raise ProvisioningError("pairs: state at least one pair of machine kinds")
+        raise ProvisioningError("pairs: set at least one pair of machine types")
     budgets = (request.max_cost_per_hour, request.max_power_watts)
     if request.goal is Goal.THROUGHPUT and budgets == (None, None):
-        raise ProvisioningError("goal Throughput: state max_power_watts or max_cost_per_hour")
+        raise ProvisioningError("goal Throughput: set max_power_watts or max_cost_per_hour")
     if request.goal is not Goal.THROUGHPUT and request.rate is None:
-        raise ProvisioningError(f"goal {request.goal}: state the rate to hold")
+        raise ProvisioningError(f"goal {request.goal}: set the rate to serve")
     for name in ("rate", "max_cost_per_hour", "max_power_watts", "max_machines"):
         value = getattr(request, name)
         if value is not None and not (math.isfinite(value) and value > 0):

@@ -82,6 +82,6 @@ def _wait_ms(rate: float, service_ms: float) -> float:
     if not 0 <= load < 1:
         raise QueueingError(
             f"rate {rate:g} req/s: {service_ms:g} ms each keep the instance busy {load:.0%} of the "
-            "time; the queue settles below 100 % only"
+            "time; the queue is stable only below 100 %"
         )
     return per_ms * service_ms**2 / (2 * (1 - load))

@@ -37,8 +37,8 @@ def fit(
     cell = _fitted(Fitting(problem, trials, load), start, mixed_group)
     if start.copies == 1:
         return cell
-    # Alike cells round every count up; the fleet as a whole says which of them it needs. Its trials
-    # are long in any case, and what short ones save `hold` would have to give back.
+    # Equal cells round every count up, so try to remove instances of the complete fleet. Its trials
+    # are long in any case, and `hold` would have to restore what short ones removed.
     fitter = Fitting(problem, trials.at(CONFIRMED), load)
     return _fitted(fitter, merged(cell) if cell else placement, mixed_group)
 

@@ -22,7 +22,7 @@ def count_begun(current: Sequence[PlannedPool], proposed: Sequence[PlannedPool])
     current_kinds, proposed_kinds = count_kinds(current), count_kinds(proposed)
     missing, surplus = proposed_kinds - current_kinds, current_kinds - proposed_kinds
     if any(pool.per_cell for pool in (*current, *proposed)):
-        # Cells are tied to nodes, so nobody moves between their pools.
+        # Cells are bound to nodes, so instances do not move between their pools.
         return sum(missing.values())
     return sum((_forget_role(missing) - _forget_role(surplus)).values())
 

@@ -143,7 +143,7 @@ def revise(
         return Revision(Decision(Verdict.CORRECT, judgement.reason), judgement)
     estimator = corrected.correct(problem.estimator, judgement.correction)
     mean_problem = replace(problem, demand=demand, estimator=estimator)
-    # What runs gets the benefit of the doubt about the traffic, but for what was seen to fail.
+    # Rate the current plan at the mean traffic, without the margin, but by its observed misses too.
     current = replace(
         _look_at(mean_problem, running_plan), seen=_find_seen(windows, settings.settle_s)
     )
@@ -175,7 +175,7 @@ def decide(
 ) -> Decision:
     """Whether `proposed` replaces `current`; `seen_s` is for how long traffic was observed."""
     if count_kinds(current.pools) == count_kinds(proposed.pools):
-        return Decision(Verdict.KEEP, "the plan that runs is still the best")
+        return Decision(Verdict.KEEP, "the current plan is still the best")
     target = problem.slo.attainment
     gain = _find_gain(current, proposed, target)
     keep = (
@@ -201,15 +201,15 @@ def _spare_restarts(
     An instance that restarts does not serve meanwhile; better limits have to make up for that.
     """
 
-    def attain(pools: tuple[PlannedPool, ...]) -> float:
+    def predict_pools(pools: tuple[PlannedPool, ...]) -> float:
         return find_attainment(problem, Running(pools, best.algorithm))
 
-    target, at_best = problem.slo.attainment, attain(best.pools)
+    target, at_best = problem.slo.attainment, predict_pools(best.pools)
     min_attainment = min(at_best, target + _ROOM * (1 - target))
 
-    def serves(pools: tuple[PlannedPool, ...], spared: int) -> bool:
-        lost = spared / _count(pools) * settings.start_s / settings.horizon_s
-        return attain(pools) >= max(min_attainment, at_best - lost)
+    def serves(pools: tuple[PlannedPool, ...], avoided: int) -> bool:
+        lost = avoided / _count(pools) * settings.start_s / settings.horizon_s
+        return predict_pools(pools) >= max(min_attainment, at_best - lost)
 
     pools = spare(current, best.pools, serves)
     if pools == best.pools:
@@ -232,6 +232,7 @@ def _find_seen(windows: Sequence[Window], settle_s: float) -> float:
 
 
 def _find_gain(current: Outlook, proposed: Outlook, target: float) -> float:
+    label, meets = _label(proposed.pools), "the current plan meets the targets"
     if current.worst >= target and proposed.attainment >= target:
         return current.resources / proposed.resources - 1
     return proposed.attainment / current.worst - 1 if current.worst else math.inf
@@ -250,16 +251,18 @@ def _why_wait(
 def _why_not_less(
     proposed: Outlook, settings: Terms, at_s: float, replaced_plans: Sequence[Left], seen_s: float
 ) -> str | None:
-    """Why not to scale down; missing instances cost more than superfluous ones, so this is
-    strict."""
+    """Why not to scale down; strict, as missing instances cost more than superfluous ones."""
     if seen_s < settings.cooldown_s:
-        return f"traffic was seen for {seen_s:.0f} s; {settings.cooldown_s:.0f} s are asked to take less"
+        required = f"{settings.cooldown_s:.0f} s are required to scale down"
+        return f"traffic was observed for {seen_s:.0f} s; {required}"
     for each in replaced_plans:
         age_s = at_s - each.at_s
         if age_s < 2 * settings.cooldown_s and count_kinds(each.pools) == count_kinds(
             proposed.pools
         ):
-            return f"{_label(proposed.pools)} was left {age_s:.0f} s ago; traffic may swing back"
+            return (
+                f"{_label(proposed.pools)} was replaced {age_s:.0f} s ago; traffic may swing back"
+            )
     return None
 
 
@@ -267,24 +270,23 @@ def _why_too_little(
     problem: Problem, current: Outlook, proposed: Outlook, settings: Terms, gain: float
 ) -> str | None:
     target, begun = problem.slo.attainment, count_begun(current.pools, proposed.pools)
+    label, meets = _label(proposed.pools), "the current plan meets the targets"
     if current.worst >= target and proposed.attainment < target + _ROOM * (1 - target):
-        return f"what runs holds the targets; {_label(proposed.pools)} hardly would"
+        return f"{meets}; {label} would have too little margin"
     if current.worst >= target:
         if gain < settings.min_gain:
-            return f"what runs holds the targets; {_label(proposed.pools)} takes hardly less"
+            return f"{meets}; {label} needs only slightly less"
         start_cost = begun / _count(proposed.pools) * proposed.resources * settings.start_s
         if (current.resources - proposed.resources) * settings.horizon_s <= start_cost:
-            return f"starting {begun} instances takes more than {_label(proposed.pools)} saves"
+            return f"starting {begun} instances costs more than {label} saves"
         return None
     if current.attainment >= target and proposed.resources <= current.resources:
-        # The model knows not why; it would be as wrong about another plan of that size.
-        return (
-            f"what runs misses more than predicted; {_label(proposed.pools)} takes no more than it"
-        )
+        # The model does not explain it; it would be as wrong about another plan of that size.
+        return f"the current plan misses more than predicted; {label} needs no more resources"
     if gain < settings.min_gain and proposed.attainment < target:
-        return f"{_label(proposed.pools)} would serve {max(gain, 0):.0%} more in time; too little"
+        return f"{label} would serve {max(gain, 0):.0%} more in time; too little"
     won = (proposed.attainment - current.worst) * problem.rate * settings.horizon_s
-    # Those that end before others have begun do not serve meanwhile.
+    # Instances that stop before their replacements have started do not serve meanwhile.
     replaced = min(begun, count_begun(proposed.pools, current.pools))
     share = replaced / _count(current.pools)
     cost = share * current.worst * problem.rate * settings.start_s

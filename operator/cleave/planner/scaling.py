@@ -88,7 +88,7 @@ def _size(gpus: int, estimate: Estimate, context: float, tpot_ms: float) -> Work
     full, slow = (
         _tokens_per_s(estimate.timing, context, batch) / gpus for batch in (in_memory, in_time)
     )
-    # The smaller of both terms, each at the batch that its own limit allows.
+    # Eq. 6: the smaller of both terms, each at the batch size that its own limit allows.
     if in_memory <= in_time:
         return WorkerSize(gpus, full, True, in_memory)
     return WorkerSize(gpus, slow, False, in_time)
@@ -148,7 +148,7 @@ def fit_workers(counts: Mapping[float, int], lowest_rate: float = 0.0) -> Worker
     k5, c5 = np.polyfit(rates, workers - 0.5, 1).tolist()
     k5 = max(k5, 0.0)
     undercut = float(np.max(workers - 1 - (k5 * rates + c5)))
-    # A little above n - 1 is enough: the law rounds up.
+    # Slightly above n - 1 is enough, because the law rounds up.
     return WorkerLaw(k5, c5 + max(undercut + 1e-6, 0.0), lowest_rate)
 
 
@@ -174,7 +174,7 @@ def _fewest(holds: Callable[[int, float], bool], rate: float, low: int, max_work
     while not holds(high, rate):
         if high >= max_workers:
             raise ScalingError(
-                f"rate {rate:g}: {max_workers} workers do not hold it; raise the targets"
+                f"rate {rate:g}: {max_workers} workers do not serve it; relax the targets"
             )
         low, high, step = high + 1, min(high + step, max_workers), step * 2
     while low < high:

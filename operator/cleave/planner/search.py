@@ -98,7 +98,7 @@ def _candidates(problem: Problem) -> tuple[Candidate, ...]:
         missing = "price" if objective is Objective.COST else "power"
         fault = (
             f"spec.planning.objective: {objective.value} needs the {missing} of "
-            f"{', '.join(sorted(unknown))}; state it, or choose GoodputPerGPU"
+            f"{', '.join(sorted(unknown))}; set it, or choose GoodputPerGPU"
         )
         raise PlanError([fault])
     return feasible
@@ -113,7 +113,7 @@ def _why_none(problem: Problem) -> str:
         if (reason := problem.estimator.why_not(supply.gpu, *size)) is not None
     ]
     fits_not = (reason for reason in reasons if "does not fit" in reason)
-    return next(fits_not, next(iter(reasons), "there are no GPUs for it"))
+    return next(fits_not, next(iter(reasons), "there are no GPUs"))
 
 
 def _predicted(
@@ -202,7 +202,7 @@ def _doubts(finalist: Finalist) -> Iterator[str]:
     if not finalist.is_monotone:
         yield (
             f"{name}: attainment does not fall steadily with the rate; its goodput is the lowest "
-            "rate from which on it is missed"
+            "rate above which the target is missed"
         )
     if finalist.draft.copies > 1:
         yield (

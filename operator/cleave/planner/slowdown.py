@@ -66,7 +66,7 @@ def alone(reference: Timing, trace: Trace) -> Alone:
     prompts, index = np.unique(trace.prompt_tokens, return_inverse=True)
     ttft_ms = np.array([reference.prefill_ms([prompt]) for prompt in prompts.tolist()])[index]
     gaps = trace.output_tokens - 1
-    # The passes lie on a straight line over the context, so that their mean is the middle one.
+    # Step time is linear in the context, so the mean step is the one in the middle.
     first = reference.decode_pass_ms(1, 0)
     context_ms = reference.decode_pass_ms(1, 1) - first
     tpot_ms = first + context_ms * (trace.prompt_tokens + (gaps + 1) / 2)
@@ -88,5 +88,5 @@ def _percentiles(ratios: Values) -> Percentiles:
     if not len(ratios):
         return Percentiles(0.0, 0.0, 0.0)
     ended = np.where(np.isnan(ratios), np.inf, ratios)
-    # No interpolation: between a finite and an infinite one there is nothing.
+    # No interpolation, which is undefined between a finite and an infinite value.
     return Percentiles(*np.percentile(ended, [50, 90, 99], method="higher").tolist())

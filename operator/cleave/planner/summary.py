@@ -83,7 +83,7 @@ def document(result: Answer, max_alternatives: int) -> Document:
 
 def placement(plan: Plan) -> Document:
     """The block under `spec.placement` that sets a plan's pools manually."""
-    # Emulated instances run anywhere; nobody can ask a node for their kind.
+    # Emulated instances run on any node; no node offers their GPU type.
     pools = (replace(pool, gpu=_real(pool.gpu)) for pool in plan.pools)
     manual_pools = (each.model_dump(mode="json", exclude_none=True) for each in instances(pools))
     return {"manual": list(manual_pools)}

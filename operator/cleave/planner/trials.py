@@ -133,7 +133,7 @@ class Trials:
         """Simulate `fleet` at `rate` and measure the shares of requests that met the targets."""
         self._count(span)
         ttft_ms, tpot_ms = measure(fleet, self.trace(span.total, rate), self.seed)
-        # nan, a request that never ended, is not below any target.
+        # nan (an unfinished request) compares as missing its target.
         in_time = ttft_ms[span.window] <= targets.ttft_ms
         fluent = tpot_ms[span.window] <= targets.tpot_ms
         return Shares(_share(in_time & fluent), _share(in_time), _share(fluent))

@@ -68,7 +68,7 @@ def reason(problem: Problem, ranking: Ranking, targets: Targets, why_affinity: s
     )
     requested = problem.planning.disaggregation
     if requested is not Disaggregation.AUTO:
-        return f"{summary}; disaggregation: {requested.value} was asked for"
+        return f"{summary}; disaggregation: {requested.value} was requested"
     compared = _compared(problem, selected, other, targets)
     if ranking.verdict is Verdict.COLOCATE:
         return f"do not disaggregate: {summary}; {compared}"
@@ -85,7 +85,7 @@ def infeasible(
     )
     would = (
         f"nearest SLO that holds is TTFT {milliseconds(nearest.ttft_ms)} and TPOT "
-        f"{milliseconds(nearest.tpot_ms)} ({number(nearest.scale)} times the one asked for), with "
+        f"{milliseconds(nearest.tpot_ms)} ({number(nearest.scale)} times the requested one), with "
         f"{nearest.plan}"
         if nearest
         else f"no multiple of this SLO was found that {_gpus(problem.max_gpus)} hold at this rate"
@@ -112,7 +112,7 @@ def what_would_help(problem: Problem, ranking: Ranking, nearest: NearestSlo | No
         remedies.append(f"about {_gpus(needed)} in the proportion of the best plan")
         remedies.append(f"a rate of {number(best.plan.prediction.goodput)} req/s")
     if not remedies:
-        # Neither this SLO at any rate nor any SLO at this rate was found to hold.
+        # Neither this SLO at any rate nor any SLO at this rate was found feasible.
         return (
             "faster GPUs, or a longer SLO together with a lower rate or more GPUs, would make it "
             "feasible"
@@ -137,10 +137,10 @@ def what_would_change(
     if ranking.verdict is Verdict.COLOCATE:
         return f"{runner_up}; {_until(ranking.ordered[0], targets)}"
     if switch_tpot_ms is None or math.isinf(switch_tpot_ms):
-        return f"{runner_up}; no TPOT target makes it do with as little, as TTFT is missed"
+        return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
     return (
-        f"{runner_up}; from a TPOT target of {milliseconds(switch_tpot_ms)} on it would do with "
-        "as little"
+        f"{runner_up}; from a TPOT target of {milliseconds(switch_tpot_ms)} on it needs no more "
+        "resources"
     )
 
 
@@ -204,12 +204,12 @@ def _compared(
     if _is_surely_better(selected, other):
         gain = selected.plan.prediction.goodput / other.plan.prediction.goodput - 1
         return (
-            f"the best {kind} plan takes as much and serves less: this one's goodput is "
+            f"the best {kind} plan needs as much and serves less: this one's goodput is "
             f"{percent(gain)} higher"
         )
     return (
-        f"the best {kind} plan takes as much and is not surely better: goodput {_interval(other)} "
-        f"against {_interval(selected)} (95 % confidence)"
+        f"the best {kind} plan needs as much and is not significantly better: goodput "
+        f"{_interval(other)} against {_interval(selected)} (95 % confidence)"
     )
 
 

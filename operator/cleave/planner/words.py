@@ -90,4 +90,4 @@ def _error(trust: Trust) -> str:
         return f"{percent(trust.error)} off on average"
     if trust.basis is Basis.FITTED:
         return "published, residuals not stated"
-    return "never compared with measured passes"
+    return "never compared with measured steps"

@@ -61,8 +61,8 @@ def attainment(study: Study) -> Chart:
                 marker={"size": 12, "symbol": "diamond", "color": colour},
                 hovertemplate="goodput %{x:.3g} req/s<extra></extra>",
             )
-    rule(figure, y=target, text=f"goal {percent(target)}")
-    rule(figure, x=requested_rate, text=f"asked {number(requested_rate)} req/s")
+    rule(figure, y=target, text=f"target {percent(target)}")
+    rule(figure, x=requested_rate, text=f"requested {number(requested_rate)} req/s")
     reach = max(
         *(1.6 * sweep.plan.prediction.goodput for sweep in sweeps),
         1.15 * requested_rate,
@@ -108,7 +108,7 @@ def cdf(study: Study, metric: str) -> Chart:
             hovertemplate="%{y:.1%} within %{x:.4g} ms<extra></extra>",
         )
     rule(figure, x=target, text=f"target {milliseconds(target)}")
-    rule(figure, y=slo.attainment, text=f"goal {percent(slo.attainment)}")
+    rule(figure, y=slo.attainment, text=f"target {percent(slo.attainment)}")
     _limit_tail(figure, study.latencies, metric, target)
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
     return Chart(
@@ -150,8 +150,8 @@ def stages(study: Study) -> Chart:
     return Chart(
         "stages",
         "Where the time goes",
-        f"{plan_label(sweep.plan)} as the rate rises. At the asked rate {percent(shares_at_rate[largest])} "
-        f"of all time is {largest}, {percent(shares_at_rate[Stage.TRANSFER])} is KV transfer.",
+        f"{plan_label(sweep.plan)} as the rate rises. At the requested rate "
+        f"{percent(shares_at_rate[largest])} of all time is {largest}, {percent(shares_at_rate[Stage.TRANSFER])} is KV transfer.",
         figure,
         ("rate and plan", *map(str, Stage)),
         tuple((name, *(f"{shares[s]:.2%}" for s in Stage)) for name, shares in bars),

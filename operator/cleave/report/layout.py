@@ -59,7 +59,7 @@ def lay_out(plan: Plan, shapes: tuple[NodeShape, ...]) -> tuple[Node, ...]:
     first_free: dict[tuple[str | None, int], int] = {}
     for group in _groups(plan):
         kind, num_gpus = group[0].gpu, sum(segment.gpus for segment in group)
-        # Groups of one size fill from the left, so the search goes on where the last one ended.
+        # Groups of one size fill from the left, so the search continues where the last one ended.
         node_index = first_free.get((kind, num_gpus), 0)
         while node_index < len(machines) and (
             free[node_index] < num_gpus or kind not in (None, machines[node_index][0])

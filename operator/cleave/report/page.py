@@ -109,8 +109,8 @@ def _header(study: Study) -> str:
 <p class="reason">{escape(reason_alone(result))}</p>
 <dl class="tiles">{tiles}</dl>
 <p class="change"><b>What would change it.</b> {escape(result.what_would_change)}</p>
-<p class="asked"><b>Asked:</b> {escape(subject.model)}; {percent(slo.attainment)} of requests with
-TTFT within {milliseconds(slo.ttft_ms)} and TPOT within {milliseconds(slo.tpot_ms)};
+<p class="asked"><b>Requested:</b> {escape(subject.model)}; {percent(slo.attainment)} of requests
+with TTFT within {milliseconds(slo.ttft_ms)} and TPOT within {milliseconds(slo.tpot_ms)};
 {number(subject.rate)} req/s; {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
 </header>"""
 
@@ -119,7 +119,7 @@ def _warnings(study: Study) -> str:
     if not study.answer.warnings:
         return ""
     items = "".join(f"<li>{escape(text)}</li>" for text in study.answer.warnings)
-    return f'<aside class="card warnings"><h2>Mind this</h2><ul>{items}</ul></aside>'
+    return f'<aside class="card warnings"><h2>Warnings</h2><ul>{items}</ul></aside>'
 
 
 def _section(title: str, parts: Sequence[str], columns: int = 1) -> str:
@@ -180,14 +180,14 @@ def _sliders(points: WhatIf, study: Study) -> str:
     )
     return f"""<div class="what-if">
 <div class="sliders">{rows}
-<button type="button" id="reset">as asked</button></div>
+<button type="button" id="reset">as requested</button></div>
 <div class="tiles" aria-live="polite">
 <div class="tile wide"><dt>best plan</dt><dd id="what-plan">-</dd></div>
 <div class="tile"><dt>goodput per GPU</dt><dd id="what-per-gpu">-</dd></div>
 <div class="tile"><dt>GPUs</dt><dd id="what-gpus">-</dd></div>
 <div class="tile"><dt>goodput</dt><dd id="what-goodput">-</dd></div>
 </div>
-<p class="note">Among {len(study.sweeps)} plans: those found for what was asked and their
+<p class="note">Among {len(study.sweeps)} plans: those found for the request and their
 neighbours, each as it is or in whole copies. With other targets a new search may find a better
 one.</p>
 </div>"""
@@ -204,8 +204,9 @@ def _method(study: Study) -> str:
     items = "".join(f'<div class="tile"><dt>{k}</dt><dd>{v}</dd></div>' for k, v in facts)
     return (
         f'<div><dl class="tiles">{items}</dl>{tables.trust(result)}'
-        '<p class="note">Goodput is the highest rate at which the goal holds, by bisection over a '
-        "discrete-event simulation of every instance. Predictions are at the asked rate.</p></div>"
+        '<p class="note">Goodput is the highest rate at which the target is met, by bisection over a '
+        "discrete-event simulation of every instance. Predictions are at the requested "
+        "rate.</p></div>"
     )
 
 

@@ -39,7 +39,7 @@ def bench(problem: Problem) -> Bench:
 def _traffic(deployment: LLMDeployment, problem: Problem) -> str:
     demand, spec = problem.demand, deployment.spec.workload
     lengths = (
-        f"prompts of {number(demand.mean_prompt_tokens)} and answers of "
+        f"prompts of {number(demand.mean_prompt_tokens)} and outputs of "
         f"{number(demand.mean_output_tokens)} tokens on average"
     )
     if spec is not None and spec.trace is not None:

@@ -29,7 +29,7 @@ def plans(result: Answer, rate: float, neighbours: tuple[Plan, ...] = ()) -> str
     heading = (
         *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
         *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
-        *("price/h", "power", "found by"),
+        *("price/h", "power", "algorithm"),
     )
     listed = ((result.selected,) if result.selected else ()) + result.alternatives
     every = (*listed, *neighbours)
@@ -65,7 +65,7 @@ def tiles(plan: Plan, slo: Slo) -> str:
         (
             "attainment",
             percent(prediction.attainment),
-            f"goal {percent(slo.attainment)}",
+            f"target {percent(slo.attainment)}",
             _met(prediction.attainment >= slo.attainment),
         ),
         ("P90 TTFT", *_against(prediction.ttft_ms, slo.ttft_ms)),
@@ -78,7 +78,7 @@ def tiles(plan: Plan, slo: Slo) -> str:
 
 def nearest(slo: NearestSlo) -> str:
     """The nearest feasible SLO, in large type."""
-    times = f"{number(slo.scale)} times what was asked for"
+    times = f"{number(slo.scale)} times the requested one"
     figures = (
         ("TTFT that holds", milliseconds(slo.ttft_ms), times),
         ("TPOT that holds", milliseconds(slo.tpot_ms), times),

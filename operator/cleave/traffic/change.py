@@ -198,7 +198,7 @@ def _add(former: _Sum, reference: Reference, window: Window) -> _Sum:
     if deviations is None:
         return former
     deviation, scale, spread = deviations
-    # A reference that is off by its own standard error is no change either.
+    # Also allow for the standard error of the reference.
     reference_error = spread / math.sqrt(reference.num_requests)
     allowance = max(_ALLOWANCE, (math.log1p(DIFFERENCE) / 2) * scale) + reference_error * scale
     value = former.value + min(former.sign * deviation - allowance, _MOST)
@@ -219,7 +219,7 @@ def _deviate(
         case Quantity.RATE:
             expected = reference.rate * window.length_s
             spread = math.sqrt(reference.dispersion)
-            # 3/8: Anscombe's, with which the root of a count has the same variance everywhere.
+            # 3/8: Anscombe's transform, for which the root of a count has constant variance.
             roots = math.sqrt(window.num_requests + 0.375) - math.sqrt(expected + 0.375)
             return 2 * roots / spread, math.sqrt(expected) / spread, spread
         case Quantity.PROMPT_TOKENS:
@@ -232,7 +232,7 @@ def _deviate_length(reference: Spread, buckets: Buckets) -> tuple[float, float, 
     if not buckets.num or not buckets.total:
         return None
     current = Spread.seen(buckets)
-    # The mean of n log-normal lengths is nearly log-normal itself, with this variance.
+    # The mean of n log-normal lengths is itself nearly log-normal, with this variance.
     variation = max(reference.variation, current.variation, 0.01)
     variance = math.log1p(variation**2 / buckets.num)
     return (

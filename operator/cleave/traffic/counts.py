@@ -137,15 +137,15 @@ def read_page(page: str, at_s: float) -> Counts:
     try:
         samples = _gather(page)
     except ValueError as error:
-        raise CountsError("no page of metrics") from error
+        raise CountsError("not a page of metrics") from error
     if not any(name.startswith(_PREFIX) for name in samples):
-        raise CountsError("a page without a metric of a gateway")
+        raise CountsError("a page without metrics of a gateway")
 
     def total(name: str, **labels: str) -> float:
         return sum(sample.value for sample in _find(samples, name, labels))
 
     def target_ms(slo: str) -> float | None:
-        # 0 is none.
+        # 0 means that no target is set.
         return total("slo_target_seconds", slo=slo) * 1000 or None
 
     refused = total("requests_total", outcome=_NOT_ASKED_OF_MODELS)
@@ -257,7 +257,7 @@ class History:
         if self._kept and self._kept[-1].started_s != counts.started_s:
             self._kept.clear()
         self._kept.append(counts)
-        # The last one before the window is where it begins.
+        # Retain the last counters before the window: its start.
         while len(self._kept) > 2 and self._kept[1].at_s <= counts.at_s - self._span_s:
             self._kept.popleft()
 

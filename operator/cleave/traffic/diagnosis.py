@@ -155,7 +155,7 @@ def _lengths(tokens: NDArray[np.int64]) -> LengthSummary:
 def fit_lengths(mean: float, p90: float) -> api.Lengths:
     """The log-normal distribution with this mean, and with this p90 as far as possible."""
     short = shorten(mean)
-    # Cut by more than rounding to four digits may add.
+    # Reduced by more than rounding to four digits may add.
     nearest = min(max(p90, short), short * MAX_P90_TO_MEAN * 0.999)
     return api.Lengths(mean=short, p90=max(shorten(nearest), short))
 
@@ -269,7 +269,7 @@ def _length_doubts(prompts: LengthSummary, outputs: LengthSummary, correlation: 
         longer = "longer" if correlation > 0 else "shorter"
         misfits.append(
             f"longer prompts have {longer} outputs (correlation {correlation:.2f}), which a fit "
-            "draws apart"
+            "draws independently"
         )
     return misfits
 

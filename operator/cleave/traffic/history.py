@@ -133,7 +133,7 @@ def _trace(table: _Table) -> Trace:
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            # Not by its size: pipes and devices have none.
+            # Not limited by its reported size: pipes and devices have none.
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise HistoryError(f"{path}: cannot be read: {error.strerror}") from error
@@ -156,7 +156,7 @@ def _csv_table(path: Path, text: str) -> _Table:
                 rows.append(row)
                 lines.append(reader.line_num)
     except csv.Error as error:
-        raise HistoryError(f"{path}:{reader.line_num}: no CSV: {error}") from error
+        raise HistoryError(f"{path}:{reader.line_num}: not CSV: {error}") from error
     table = _Table(path, names, rows, lines)
     for at, row in enumerate(rows):
         if len(row) != len(names):
@@ -174,13 +174,13 @@ def _json_table(path: Path, text: str) -> _Table:
         try:
             record = decoder.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise HistoryError(f"{path}:{number}: no JSON object: {error}") from error
+            raise HistoryError(f"{path}:{number}: not a JSON object: {error}") from error
         if not isinstance(record, dict):
-            raise HistoryError(f"{path}:{number}: no JSON object: {_shown(record)}")
+            raise HistoryError(f"{path}:{number}: not a JSON object: {_shown(record)}")
         objects.append(record)
         lines.append(number)
     names = list(objects[0]) if objects else []
-    # A request without a key that the first one has is told where the value is converted.
+    # A request that lacks a key of the first one is reported when its column is converted.
     return _Table(path, names, [[each.get(name) for name in names] for each in objects], lines)
 
 
@@ -199,7 +199,7 @@ def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
     column_index, unit = next(units, (None, 1.0))
     if column_index is None:
         return prompt, output, None
-    # Mooncake's traces say `timestamp` and mean milliseconds.
+    # In Mooncake's traces `timestamp` is in milliseconds.
     is_mooncake = plain[prompt] == "inputlength" and plain[column_index] == "timestamp"
     return prompt, output, (column_index, 0.001 if is_mooncake else unit)
 
@@ -225,7 +225,7 @@ def _arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
 
 
 def _is_date(cell: object) -> bool:
-    # Numbers first: 20240131 would be both.
+    # Numbers first, as 20240131 would parse as a date too.
     if not isinstance(cell, str) or _parsed(float, cell) is not None:
         return False
     return _parsed(datetime.fromisoformat, cell.strip()) is not None
@@ -264,8 +264,8 @@ def _tokens(table: _Table, column_index: int, minimum: int = 1) -> NDArray[np.in
         at = int(wrong[0])
         raise table.fault(
             at,
-            f"{table.names[column_index]} {_shown(table.rows[at][column_index])}: must be a whole number from "
-            f"{minimum} to {_MOST_TOKENS:,}; drop or mend the request",
+            f"{table.names[column_index]} {_shown(table.rows[at][column_index])}: must be a "
+            f"whole number from {minimum} to {_MOST_TOKENS:,}; drop or correct the request",
         )
     return numbers.astype(np.int64)
 
@@ -274,7 +274,7 @@ def _numbers(table: _Table, column_index: int) -> NDArray[np.float64]:
     """Convert a column of finite numbers at once; search for the faulty line only if that fails."""
     cells = [row[column_index] for row in table.rows]
     try:
-        # JSON's true is no number, though Python counts with it.
+        # Exclude bool, which Python accepts as a number.
         odd = bool in set(map(type, cells))
         numbers = np.array([_number(cell) for cell in cells] if odd else cells, dtype=np.float64)
     except (ValueError, TypeError, OverflowError):
@@ -284,7 +284,8 @@ def _numbers(table: _Table, column_index: int) -> NDArray[np.float64]:
         at = int(wrong[0])
         raise table.fault(
             at,
-            f"{table.names[column_index]} {_shown(cells[at])}: no number; drop or mend the request",
+            f"{table.names[column_index]} {_shown(cells[at])}: not a number; "
+            "drop or correct the request",
         )
     return numbers
 

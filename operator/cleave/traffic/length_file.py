@@ -124,7 +124,9 @@ def write(path: Path, trained: LengthFile) -> None:
 
 
 def _fault(path: Path, what: str) -> LengthsError:
-    return LengthsError(f"{path}: no trained lengths: {what}; make it with cleave lengths train")
+    return LengthsError(
+        f"{path}: not a file of trained lengths: {what}; make it with cleave lengths train"
+    )
 
 
 def _find_fault(trained: LengthFile) -> str:
@@ -137,16 +139,16 @@ def _find_fault(trained: LengthFile) -> str:
     count = len(trained.tokens)
     columns = (trained.features, trained.thresholds, trained.below, trained.above, trained.ranges)
     if count == 0 or any(len(column) != count for column in columns):
-        return "nodes are not whole"
+        return "nodes are incomplete"
     for at in range(count):
         below, above = trained.below[at], trained.above[at]
-        # Children behind their parents: every way ends.
+        # Children come after their parents, so every path ends.
         if (below, above) != (0, 0) and not (at < below < count and at < above < count):
-            return f"node {at} leads nowhere"
+            return f"node {at} has invalid children"
         if trained.features[at] not in (PROMPT_TOKENS, LIMIT):
             return f"node {at} compares an unknown feature {trained.features[at]}"
         if not (math.isfinite(trained.tokens[at]) and trained.tokens[at] >= 0):
-            return f"node {at} foretells {trained.tokens[at]} tokens"
+            return f"node {at} predicts {trained.tokens[at]} tokens"
         if len(trained.ranges[at]) != len(GRANULARITIES):
             return f"node {at} has {len(trained.ranges[at])} ranges"
     return ""

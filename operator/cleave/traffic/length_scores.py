@@ -53,7 +53,7 @@ def judge(trained: LengthFile, answers: Answers, begin: int = 0) -> Scores:
     return Scores(
         score(np.array([tree.predict(*each) for each in inputs]), ranges[leaves], outputs),
         score(means, _ranges_of(means), outputs),
-        # The root's: those of all requests that it was trained on.
+        # The root node holds the mean and the ranges of all training requests.
         score(
             np.full(len(outputs), trained.tokens[0]),
             np.repeat(ranges[:1], len(outputs), axis=0),

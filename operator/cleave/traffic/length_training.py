@@ -55,7 +55,7 @@ def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float
         prompts, error = estimates, 0.0
     if limits is None:
         limits = np.zeros(len(trace), dtype=np.int64)
-    # Those that were cut tell of the limit, not of the answer; gateways do not learn from them.
+    # Outputs cut by their limit do not show the natural length; gateways ignore them as well.
     ended = (limits == 0) | (trace.output_tokens < limits)
     answers = Answers(prompts[ended], limits[ended], trace.output_tokens[ended])
     if len(answers) < LEAST:

@@ -62,7 +62,7 @@ def read(url: str, end_s: float, window_s: float, model: str | None = None) -> O
     """
     if not (math.isfinite(window_s) and window_s >= _SHORTEST_STEP_S):
         raise HistoryError(f"window {window_s:g} s: must be at least {_SHORTEST_STEP_S:g} s")
-    # JSON quotes as PromQL does.
+    # PromQL strings are quoted like JSON's.
     chosen = f"{{model_name={msgspec.json.encode(model).decode()}}}" if model else ""
     with _client(url) as client:
         prompts = _histogram(client, PROMPT_METRIC + chosen, end_s, window_s)
@@ -92,7 +92,7 @@ def _client(url: str) -> Iterator[httpx.Client]:
     except httpx.InvalidURL as error:
         raise HistoryError(f"Prometheus: {error}") from error
     except httpx.TimeoutException as error:
-        raise HistoryError(f"Prometheus at {server}: no answer in {TIMEOUT_S:g} s") from error
+        raise HistoryError(f"Prometheus at {server}: no response within {TIMEOUT_S:g} s") from error
     except httpx.HTTPError as error:
         raise HistoryError(f"Prometheus at {server}: {error}") from error
 
@@ -117,7 +117,7 @@ class _Histogram(NamedTuple):
 
 
 def _histogram(client: httpx.Client, metric: str, end_s: float, window_s: float) -> _Histogram:
-    # `increase` over the window counts right across restarts of engines.
+    # `increase` handles counters that restart with their engine.
     query = f"sum by (le) (increase({metric}[{int(window_s)}s]))"
     series = _ask(client, "/api/v1/query", {"query": query, "time": str(end_s)})
     buckets = sorted(
@@ -126,11 +126,11 @@ def _histogram(client: httpx.Client, metric: str, end_s: float, window_s: float)
     if not buckets or not buckets[-1][1] > 0:
         raise HistoryError(
             f"Prometheus holds no {metric} in these {int(window_s)} s: choose a longer window or "
-            "another model, or look whether vLLM is scraped"
+            "another model, or check whether vLLM is scraped"
         )
     total = buckets[-1][1]
     finite = np.array([each for each in buckets if math.isfinite(each[0])]).reshape(-1, 2)
-    # Counters scraped one after the other may make a cumulative count fall a little.
+    # Buckets are not scraped at one instant, so a cumulative count may decrease slightly.
     shares = np.minimum(np.maximum.accumulate(finite[:, 1]) / total, 1.0)
     if not shares.any():
         raise HistoryError(f"Prometheus: no finite bucket of {metric} holds a request")
@@ -177,9 +177,9 @@ def _ask(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[
         for piece in response.iter_bytes():
             body += piece
             if len(body) > MAX_ANSWER_BYTES:
-                raise HistoryError(f"Prometheus: the answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+                raise HistoryError(f"Prometheus: the response is over {MAX_ANSWER_BYTES >> 20} MiB")
             if time.monotonic() > latest_s:
-                raise httpx.ReadTimeout("the answer trickles")
+                raise httpx.ReadTimeout("the response is too slow")
     try:
         reply = msgspec.json.decode(body, type=_Answer)
     except msgspec.DecodeError as error:
@@ -196,4 +196,4 @@ def _number(text: object) -> float:
     try:
         return float(str(text))
     except ValueError as error:
-        raise HistoryError(f"Prometheus: {text!r} is no number") from error
+        raise HistoryError(f"Prometheus: {text!r} is not a number") from error

@@ -132,7 +132,7 @@ WORKLOADS = (
         _DISTSERVE,
         _DISTSERVE_KNOWN,
         _DISTSERVE_ASSUMED.format(2.0, 2.0),
-        # Above the published means, which hold for what is left within 2,048 tokens.
+        # Above the published means, which are those of requests cut to 2,048 tokens.
         LogNormal.through(808, 2.0 * 808),
         LogNormal.through(220, 2.0 * 220),
         2048,

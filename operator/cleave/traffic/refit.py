@@ -89,7 +89,8 @@ def _join(windows: Sequence[Window]) -> Window:
     num_requests = min(joined.prompts.num, joined.outputs.num, joined.num_requests)
     if num_requests < FEWEST:
         raise RefitError(
-            f"{num_requests:.0f} requests have been seen; {FEWEST} are needed to state their lengths"
+            f"{num_requests:.0f} requests were observed; {FEWEST} are needed to determine "
+            "their lengths"
         )
     return joined
 

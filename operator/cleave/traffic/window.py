@@ -88,7 +88,7 @@ def between(before: Counts, after: Counts) -> Window | None:
 def join(windows: Sequence[Window]) -> Window:
     """One window with the sum of all lengths and counts. Raises ValueError for none."""
     if not windows:
-        raise ValueError("windows: there are none to join; look at the traffic twice")
+        raise ValueError("windows: there are none to join; read the counters twice")
     return reduce(_add, windows)
 
 

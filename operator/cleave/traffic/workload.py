@@ -185,7 +185,7 @@ class Replay:
         start = int(_stream(seed, _GAPS).random() * recorded) if seed else 0
         order = (start + np.arange(num)) % recorded
         gaps = np.diff(self.trace.arrival_ms) / 1000 * self.trace.rate
-        # The ring is closed with a mean gap: the trace does not say what came before it.
+        # The loop is closed with a mean gap, since the gap before the first request is unknown.
         arrivals = np.cumsum(np.append(1.0, gaps)[order])
         return (
             arrivals,
