@@ -232,7 +232,6 @@ def _find_seen(windows: Sequence[Window], settle_s: float) -> float:
 
 
 def _find_gain(current: Outlook, proposed: Outlook, target: float) -> float:
-    label, meets = _label(proposed.pools), "the current plan meets the targets"
     if current.worst >= target and proposed.attainment >= target:
         return current.resources / proposed.resources - 1
     return proposed.attainment / current.worst - 1 if current.worst else math.inf

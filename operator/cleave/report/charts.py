@@ -151,7 +151,8 @@ def stages(study: Study) -> Chart:
         "stages",
         "Where the time goes",
         f"{plan_label(sweep.plan)} as the rate rises. At the requested rate "
-        f"{percent(shares_at_rate[largest])} of all time is {largest}, {percent(shares_at_rate[Stage.TRANSFER])} is KV transfer.",
+        f"{percent(shares_at_rate[largest])} of all time is {largest}, "
+        f"{percent(shares_at_rate[Stage.TRANSFER])} is KV transfer.",
         figure,
         ("rate and plan", *map(str, Stage)),
         tuple((name, *(f"{shares[s]:.2%}" for s in Stage)) for name, shares in bars),

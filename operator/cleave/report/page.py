@@ -204,8 +204,8 @@ def _method(study: Study) -> str:
     items = "".join(f'<div class="tile"><dt>{k}</dt><dd>{v}</dd></div>' for k, v in facts)
     return (
         f'<div><dl class="tiles">{items}</dl>{tables.trust(result)}'
-        '<p class="note">Goodput is the highest rate at which the target is met, by bisection over a '
-        "discrete-event simulation of every instance. Predictions are at the requested "
+        '<p class="note">Goodput is the highest rate at which the target is met, by bisection over '
+        "a discrete-event simulation of every instance. Predictions are at the requested "
         "rate.</p></div>"
     )
 
