@@ -40,14 +40,14 @@ def choose(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) ->
     lengths = trials.lengths()
     size = candidate.parallelism.tensor, candidate.parallelism.pipeline
     moved = kv_transfer(problem.shape, candidate.supply.network_link, size, size, 0.0)
-    hand_off_ms = moved.serialised_ms(lengths.prompt_tokens)
+    handoff_ms = moved.serialised_ms(lengths.prompt_tokens)
     prompts = capacity.prefill_rate(prefill_instance(problem, candidate).engine, lengths)
-    of_ttft = hand_off_ms / problem.slo.ttft_ms
-    of_link = prompts * hand_off_ms / 1000
+    of_ttft = handoff_ms / problem.slo.ttft_ms
+    of_link = prompts * handoff_ms / 1000
     is_fast = of_ttft <= _SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
     return Choice(
         Affinity.HIGH if is_fast else Affinity.LOW,
-        f"the KV of a mean prompt takes {hand_off_ms:.3g} ms over the network: {of_ttft:.1%} of "
+        f"the KV of a mean prompt takes {handoff_ms:.3g} ms over the network: {of_ttft:.1%} of "
         f"the TTFT target (up to {_SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} "
         f"of the time of a busy instance's link (up to {_SHARE_OF_LINK:.0%})",
     )

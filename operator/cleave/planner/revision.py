@@ -268,16 +268,16 @@ def _why_not_less(
 def _why_too_little(
     problem: Problem, current: Outlook, proposed: Outlook, settings: Terms, gain: float
 ) -> str | None:
-    target, begun = problem.slo.attainment, count_begun(current.pools, proposed.pools)
+    target, starts = problem.slo.attainment, count_begun(current.pools, proposed.pools)
     label, meets = _label(proposed.pools), "the current plan meets the targets"
     if current.worst >= target and proposed.attainment < target + _ROOM * (1 - target):
         return f"{meets}; {label} would have too little margin"
     if current.worst >= target:
         if gain < settings.min_gain:
             return f"{meets}; {label} needs only slightly less"
-        start_cost = begun / _count(proposed.pools) * proposed.resources * settings.start_s
+        start_cost = starts / _count(proposed.pools) * proposed.resources * settings.start_s
         if (current.resources - proposed.resources) * settings.horizon_s <= start_cost:
-            return f"starting {begun} instances costs more than {label} saves"
+            return f"starting {starts} instances costs more than {label} saves"
         return None
     if current.attainment >= target and proposed.resources <= current.resources:
         # The model does not explain it; it would be as wrong about another plan of that size.
@@ -286,7 +286,7 @@ def _why_too_little(
         return f"{label} would serve {max(gain, 0):.0%} more in time; too little"
     won = (proposed.attainment - current.worst) * problem.rate * settings.horizon_s
     # Instances that stop before their replacements have started do not serve meanwhile.
-    replaced = min(begun, count_begun(proposed.pools, current.pools))
+    replaced = min(starts, count_begun(proposed.pools, current.pools))
     share = replaced / _count(current.pools)
     cost = share * current.worst * problem.rate * settings.start_s
     if won <= cost:

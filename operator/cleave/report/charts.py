@@ -42,13 +42,13 @@ def attainment(study: Study) -> Chart:
     sweeps = [_sweep_of(study, plan) for plan in _contenders(study)]
     figure = blank("rate (req/s)", "requests within the SLO")
     for position, sweep in enumerate(sweeps):
-        colour, dash = _line(sweep.plan, position)
+        color, dash = _line(sweep.plan, position)
         figure.add_scatter(
             x=list(sweep.rates),
             y=list(sweep.attainment),
             name=f"{plan_label(sweep.plan)} ({sweep.plan.gpus} GPUs)",
             mode="lines+markers",
-            line={"color": colour, "dash": dash, "width": 2.5},
+            line={"color": color, "dash": dash, "width": 2.5},
             marker={"size": 5},
             hovertemplate="%{x:.3g} req/s: %{y:.1%}<extra></extra>",
         )
@@ -58,7 +58,7 @@ def attainment(study: Study) -> Chart:
                 y=[target],
                 mode="markers",
                 showlegend=False,
-                marker={"size": 12, "symbol": "diamond", "color": colour},
+                marker={"size": 12, "symbol": "diamond", "color": color},
                 hovertemplate="goodput %{x:.3g} req/s<extra></extra>",
             )
     rule(figure, y=target, text=f"target {percent(target)}")
@@ -91,7 +91,7 @@ def cdf(study: Study, metric: str) -> Chart:
     figure = blank(f"{name} (ms)", "share of requests")
     rows, sentences = [], []
     for position, latencies in enumerate(study.latencies):
-        colour, dash = _line(latencies.plan, position)
+        color, dash = _line(latencies.plan, position)
         values = getattr(latencies, f"{metric}_ms")
         share = _share_within(values, target)
         label = plan_label(latencies.plan)
@@ -104,7 +104,7 @@ def cdf(study: Study, metric: str) -> Chart:
             y=[index / (len(values) - 1) for index in range(len(values))],
             name=label,
             mode="lines",
-            line={"color": colour, "dash": dash, "width": 2.5},
+            line={"color": color, "dash": dash, "width": 2.5},
             hovertemplate="%{y:.1%} within %{x:.4g} ms<extra></extra>",
         )
     rule(figure, x=target, text=f"target {milliseconds(target)}")

@@ -105,7 +105,7 @@ def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[
     Neighbours of the result's plans are hollow.
     """
     plans = _every(study)
-    for kind, colour, symbol in (
+    for kind, color, symbol in (
         ("disaggregated", "var(--first)", "circle"),
         ("colocated", "var(--second)", "square"),
     ):
@@ -122,7 +122,7 @@ def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[
             mode="markers",
             marker={
                 "size": [9 if each else 12 for each in hollow],
-                "color": colour,
+                "color": color,
                 "opacity": 1,
                 "symbol": [f"{symbol}-open" if each else symbol for each in hollow],
             },

@@ -75,14 +75,14 @@ def score(tokens: Values, ranges: Counts, outputs: Counts) -> Score:
 def play_mean(answers: Answers) -> Values:
     """Predictions of the mean by prompt length, which learns from the requests before each."""
     mean = ConditionalMean(FIRST)
-    foretold = np.empty(len(answers))
+    predictions = np.empty(len(answers))
     prompts, limits = answers.prompt_tokens.tolist(), answers.limits.tolist()
     outputs = answers.output_tokens.tolist()
     for at, prompt in enumerate(prompts):
-        foretold[at] = mean.predict(prompt, limits[at])
+        predictions[at] = mean.predict(prompt, limits[at])
         if at >= BEHIND:
             mean.learn(prompts[at - BEHIND], outputs[at - BEHIND])
-    return foretold
+    return predictions
 
 
 def _ranges_of(tokens: Values | Counts) -> Counts:
