@@ -58,7 +58,7 @@ def test_each_figure_is_told_with_its_error() -> None:
     assert all(each.is_beyond and each.error > 1 for each in ttft)
     assert all(not each.is_beyond and abs(each.error) < 0.1 for each in tpot)
     assert "TTFT" in found.reason
-    assert "ms were predicted; passes corrected by x" in found.reason
+    assert "ms were predicted; step times corrected by x" in found.reason
 
 
 def test_where_decode_is_overloaded_prefill_is_left_alone() -> None:

@@ -165,8 +165,8 @@ def test_progress_is_told_for_each_pair() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"pairs": ()}, "pairs: state at least one pair"),
-        ({"goal": Goal.THROUGHPUT}, "state max_power_watts or max_cost_per_hour"),
+        ({"pairs": ()}, "pairs: set at least one pair"),
+        ({"goal": Goal.THROUGHPUT}, "set max_power_watts or max_cost_per_hour"),
         ({"goal": Goal.POWER}, "goal Power: set the rate to serve"),
         ({"rate": 0.0}, "rate 0: must be above 0"),
         ({"rate": float("nan")}, "rate nan: must be above 0"),

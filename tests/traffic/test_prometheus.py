@@ -151,7 +151,7 @@ def test_every_wait_is_bounded(server, monkeypatch) -> None:
     stop = threading.Event()
     monkeypatch.setattr(prometheus, "TIMEOUT_S", 0.05)
     server.raw = lambda: b"" if stop.wait(5) else b"{}"
-    assert "no answer in 0.05 s" in fault(server)
+    assert "no response within 0.05 s" in fault(server)
     stop.set()
 
 
