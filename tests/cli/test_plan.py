@@ -160,7 +160,7 @@ def test_a_trace_takes_the_place_of_lengths_and_keeps_the_burstiness(file, tmp_p
     [
         ("ttftMs: 400", "ttftMs: -1", (), "spec.slo.ttftMs: must be > 0"),
         ("type: Emulated", "type: vLLM", (), "--cluster: is needed"),
-        ("  workload:", "  # workload:", (), "spec.workload: is needed"),
+        ("  workload:", "  # workload:", (), "spec.workload: required"),
         ("", "", ("--rate", "0"), "--rate: must be > 0"),
         ("", "", ("--slo-ttft", "-1"), "--slo-ttft: must be > 0"),
         ("", "", ("--cluster", "/absent.yaml"), "/absent.yaml: No such file or directory"),

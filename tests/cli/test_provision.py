@@ -69,7 +69,7 @@ def test_the_table_names_machines_and_slowdowns(cli: CliRunner, files: tuple[str
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        (["--goal", "throughput"], 2, "--goal throughput: state --max-power or --max-cost"),
+        (["--goal", "throughput"], 2, "--goal throughput: set --max-power or --max-cost"),
         (["--reference", "B200"], 2, "--reference B200: there is A100-SXM-80GB, H100-SXM-80GB"),
         (["--rate", "5000", "--max-machines", "3"], 1, "no cluster of up to 3 machines"),
         (["--max-cost", "-1"], 2, "--max-cost -1: must be above 0"),
