@@ -138,9 +138,9 @@ def _continue(
     fields = {key: completion.fields[key] for key in _CARRIED if key in completion.fields}
     fields["prompt"] = _raw(ids)
     fields["max_tokens"] = _raw(remaining)
-    least = decode_any(completion.fields.get("min_tokens", _raw(0)))
-    if type(least) is int and least > choice.settled:
-        fields["min_tokens"] = _raw(least - choice.settled)
+    min_tokens = decode_any(completion.fields.get("min_tokens", _raw(0)))
+    if type(min_tokens) is int and min_tokens > choice.settled:
+        fields["min_tokens"] = _raw(min_tokens - choice.settled)
     rest = Completion(
         model=completion.model,
         fields=fields,

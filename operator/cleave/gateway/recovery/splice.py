@@ -110,7 +110,7 @@ class Replayed:
         choices = value.get("choices") or []
         if not choices:
             return b"" if self._seen.usage else build_event(value)
-        value["choices"] = [left for choice in choices if (left := self._trim_choice(choice))]
+        value["choices"] = [new for choice in choices if (new := self._trim_choice(choice))]
         return build_event(value) if value["choices"] else b""
 
     def _trim_choice(self, choice: Event) -> Event | None:
