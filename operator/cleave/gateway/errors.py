@@ -72,11 +72,11 @@ def fail_engine(status: http.HTTPStatus, message: str) -> ApiError:
 
 
 LEAK = fail_engine(http.HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on")
-"""The response contains a hand-off that cannot be removed."""
+"""The response contains a handoff that cannot be removed."""
 
 
 def hide_refusal(status: int) -> ApiError:
-    """An engine's rejection without its message, because the message quotes a hand-off."""
+    """An engine's rejection without its message, because the message quotes a handoff."""
     refused = http.HTTPStatus(status)
     return ApiError(refused, "the engine refused the request", "invalid_request_error")
 

@@ -65,7 +65,7 @@ def build_head(status: int, fields: bytes, request_id: bytes, length: int) -> by
 
 
 def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bool) -> bytes:
-    """The head of a response whose length only its end will tell."""
+    """The head of a response whose length is unknown."""
     return b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\n%b\r\n" % (
         status,
         REASONS.get(status, b"Unknown"),

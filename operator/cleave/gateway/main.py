@@ -135,8 +135,8 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         parser.error("--endpoint-picker-plain: needs no certificate: leave out one of them")
     if options.max_partial < options.max_body:
         parser.error(
-            f"--max-partial {options.max_partial} is below --max-body {options.max_body}: no body of "
-            "that size could be received"
+            f"--max-partial {options.max_partial} is below --max-body {options.max_body}: "
+            "no body of that size could be received"
         )
     if not 1 <= options.processes <= MAX_PROCESSES:
         parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
@@ -288,7 +288,7 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         "--session-header",
         default=default.session_header,
         metavar="NAME",
-        help="requests with the same value in this header get their prompts computed by one instance",
+        help="one instance computes the prompts of all requests with the same value in this header",
     )
     add(
         "--lengths",

@@ -76,7 +76,7 @@ class Door:
         metrics: Metrics,
         shared_state: Siblings | None = None,
     ) -> None:
-        """`shared_state`: the state shared with other processes, where tenants' usage is counted."""
+        """`shared_state`: shared with other processes; counts tenants' usage."""
         self.open = True
         """No tenant has limits and no late request is refused, so requests need no admission."""
         self._late = config.late
@@ -230,7 +230,9 @@ class Door:
 
     def _find_hold(self, model: str) -> float:
         ttft_model = self._models.get(model)
-        tokens = ttft_model.find_tokens(HOLD_SHARE * self._target_s) if ttft_model is not None else None
+        tokens = (
+            ttft_model.find_tokens(HOLD_SHARE * self._target_s) if ttft_model is not None else None
+        )
         return min(max(tokens, LEAST_HOLD_TOKENS), HOLD_TOKENS) if tokens else HOLD_TOKENS
 
     def _measure(self, model: str) -> tuple[float, int]:

@@ -53,13 +53,17 @@ class FirstTokenModel:
         return slope
 
 
-def find_excess_s(model: FirstTokenModel, backlog_tokens: float, prompt_tokens: float, target_s: float) -> float:
-    """Seconds by which a request of `prompt_tokens` prompt tokens, with `backlog_tokens` queued before it, misses its
-    target.
+def find_excess_s(
+    model: FirstTokenModel, backlog_tokens: float, prompt_tokens: float, target_s: float
+) -> float:
+    """Seconds by which a request misses its TTFT target, with `backlog_tokens` queued before it.
 
     0: it meets the target, would miss it even without a queue, or there are too few samples.
     """
-    expected, alone = model.predict_s(backlog_tokens + prompt_tokens), model.predict_s(prompt_tokens)
+    expected, alone = (
+        model.predict_s(backlog_tokens + prompt_tokens),
+        model.predict_s(prompt_tokens),
+    )
     if expected is None or alone is None or alone > target_s:
         return 0.0
     return max(0.0, expected - target_s)

@@ -208,7 +208,7 @@ class Collector:
         )
         yield from self._collect_attainment()
         handoffs = {(result,): number for result, number in counted.handoffs.items()}
-        yield _count("handoffs", "KV hand-offs by result", ["result"], handoffs)
+        yield _count("handoffs", "KV handoffs by result", ["result"], handoffs)
         yield _count("flips", "Changes of roles", ["model", "from", "to"], counted.flips)
         spans = {(result,): number for result, number in counted.spans.items()}
         yield _count("spans", "Spans of traces by result", ["result"], spans)

@@ -1,2 +1,2 @@
-"""The gateway's side of engines: connections, failure detection, hand-offs, the start of
+"""The gateway's side of engines: connections, failure detection, handoffs, the start of
 streams."""

@@ -28,14 +28,14 @@ class PrefillAnswer(msgspec.Struct):
 
 
 class Origin(msgspec.Struct):
-    """The engine and the request that a hand-off comes from."""
+    """The engine and the request that a handoff comes from."""
 
     remote_engine_id: str | None = None
     remote_request_id: str = ""
 
 
 class Blocks(msgspec.Struct):
-    """The KV blocks of a hand-off."""
+    """The KV blocks of a handoff."""
 
     remote_block_ids: list[list[int]] | None = None
 

@@ -181,7 +181,7 @@ class EngineConnection(asyncio.Protocol):
         self._pool.drop(self)
         call = self._call
         if call is not None and self._head_done and not self._delimited and exc is None:
-            # An answer without a length ends with its connection.
+            # A response without a length ends with its connection.
             self._call = call.connection = None
             if call.owner is not None:
                 call.owner.receive(call, b"", True)

@@ -1,8 +1,8 @@
-"""The KV hand-off (`kv_transfer_params`) in engines' responses: read from prefill, hidden from
+"""The KV handoff (`kv_transfer_params`) in engines' responses: read from prefill, hidden from
 clients. Pure.
 
 An engine accepts the KV of another prompt without an error and then generates wrong tokens. So a
-hand-off must come from the boot that was picked and belong to the request that was sent there, and
+handoff must come from the boot that was picked and belong to the request that was sent there, and
 no client may ever receive one.
 """
 
@@ -27,15 +27,15 @@ _USUAL_END = b',"kv_transfer_params":null}'
 
 
 class HandoffError(Exception):
-    """A response contains a hand-off that must not be used, or would leak one to the client."""
+    """A response contains a handoff that must not be used, or would leak one to the client."""
 
 
 def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.Raw | None, int]:
-    """(hand-off, prompt tokens) of a prefill response; the hand-off is None when there is none.
+    """(handoff, prompt tokens) of a prefill response; the handoff is None when there is none.
 
     None is legitimate: if the first token ends the response, nothing is left to decode.
     `request_id`: the id sent to the engine, which adds a prefix and a suffix. Raises HandoffError
-    when the hand-off is of another boot or request, or cannot be read.
+    when the handoff is of another boot or request, or cannot be read.
     """
     try:
         answer = decode_prefill(body)
@@ -60,7 +60,7 @@ def ask_ahead(name: bytes) -> msgspec.Raw:
 
 
 def promise(prefill: Target, name: bytes) -> msgspec.Raw:
-    """The hand-off of a prefill that is still running: where to pull its KV, and under which
+    """The handoff of a prefill that is still running: where to pull its KV, and under which
     name."""
     extension = {
         "boot_id": prefill.boot_id,
@@ -92,9 +92,9 @@ def count_blocks(body: bytes) -> int:
 
 
 def strip_handoff(body: bytes) -> bytes:
-    """The response without the hand-off, all other values byte for byte.
+    """The response without the handoff, all other values byte for byte.
 
-    Raises HandoffError when a hand-off remains that cannot be removed.
+    Raises HandoffError when a handoff remains that cannot be removed.
     """
     count = body.count(_KEY)
     if count == 0:
@@ -122,5 +122,5 @@ def read_usage(body: bytes) -> Usage:
 
 
 def leaks_handoff(events: bytes) -> bool:
-    """Whether complete events contain a hand-off; text that merely mentions one does not count."""
+    """Whether complete events contain a handoff; text that merely mentions one does not count."""
     return _KEY in events and _KEY_WITH_VALUE.search(events) is not None

@@ -19,7 +19,7 @@ from cleave.router.instance import Target
 from cleave.router.router import Pick
 
 _MAX_ANSWER_BYTES = 16 << 20
-"""Of a prefill's response: one token, the hand-off, requested log-probabilities."""
+"""Of a prefill's response: one token, the handoff, requested log-probabilities."""
 _OK = HTTPStatus.OK.value
 
 
@@ -50,7 +50,10 @@ def may_follow(context: Context, pick: Pick, prompt_tokens: int) -> bool:
     if not min_tokens or prompt_tokens < min_tokens:
         return False
     instances = context.router.directory.instances
-    prefill_instance, decode_instance = instances.get(prefill.instance), instances.get(pick.decode.instance)
+    prefill_instance, decode_instance = (
+        instances.get(prefill.instance),
+        instances.get(pick.decode.instance),
+    )
     return (
         prefill_instance is not None
         and decode_instance is not None

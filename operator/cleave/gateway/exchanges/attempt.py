@@ -1,7 +1,7 @@
-"""One attempt at a request: the picked instances, the calls to them, the hand-off between them.
+"""One attempt at a request: the picked instances, the calls to them, the handoff between them.
 
 Made by the exchange, which may make another when this one fails. What is hard: an engine can fail
-in four ways (no connection, an error status, a hand-off of another boot, an error as the first
+in four ways (no connection, an error status, a handoff of another boot, an error as the first
 event of a stream), and all four must be detected before anything goes to the client.
 """
 
@@ -243,14 +243,14 @@ class Attempt:
     def _read_handoff(
         self, prefill: Target, body: bytes, result: str
     ) -> tuple[msgspec.Raw | None] | None:
-        """The hand-off of a prefill response, in a tuple because there may be none; None: it must
+        """The handoff of a prefill response, in a tuple because there may be none; None: it must
         not be used."""
         context = self._context
         try:
             handoff, prompt_tokens = read_handoff(body, prefill.boot_id, self._id)
         except HandoffError as error:
             context.metrics.handoffs["refused"] += 1
-            self._asker.fail(Failure.HANDOFF, f"sent a hand-off that {error}")
+            self._asker.fail(Failure.HANDOFF, f"sent a handoff that {error}")
             return None
         context.metrics.handoffs[result if handoff is not None else "none"] += 1
         counted = context.metrics.models[self._completion.model]
@@ -316,7 +316,7 @@ class Attempt:
     def _may_be_stale(self) -> bool:
         """Whether the KV behind this response may have been overwritten when it was pulled.
 
-        vLLM pulls the blocks that the hand-off names even after its lease has expired. The lease
+        vLLM pulls the blocks that the handoff names even after its lease has expired. The lease
         expires only if the decode engine stood still, because it then sent no heartbeats.
         """
         if self.pick.prefill is None or self._context.clock() - self.sent_at < LEASE_S:

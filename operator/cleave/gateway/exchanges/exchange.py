@@ -233,7 +233,7 @@ class Exchange:
         self._respond(call.status, head.pass_on(call.headers) + attempt.labels, stripped, "ok")
 
     def refuse(self, call: Call, body: bytes) -> None:
-        """An engine's own 4xx goes to the client unchanged, unless it quotes the hand-off."""
+        """An engine's own 4xx goes to the client unchanged, unless it quotes the handoff."""
         attempt = self._attempt
         assert attempt is not None
         if self._relay is not None:

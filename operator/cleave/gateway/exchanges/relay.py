@@ -104,7 +104,7 @@ class Relay:
     def pass_on(self, piece: bytes, complete: bool) -> bytes:
         """The bytes to send for a piece of the engine's body.
 
-        Raises HandoffError if the piece contains a hand-off, StreamLostError when the engine gives
+        Raises HandoffError if the piece contains a handoff, StreamLostError when the engine gives
         up, and SpliceError.
         """
         if self._rest or not piece.endswith(_BORDER):

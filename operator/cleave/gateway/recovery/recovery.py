@@ -33,13 +33,13 @@ class Failure(enum.Enum):
     STATUS = "status"
     """A status of 500 or above, or a stream that begins with an error of the engine's."""
     HANDOFF = "handoff"
-    """A hand-off that must not be used."""
+    """A handoff that must not be used."""
     STALL = "stall"
     """No more bytes came, nor did they on any other stream of that instance."""
 
 
 _GONE = (Failure.LOST, Failure.UNREACHED, Failure.STALL)
-"""The engine itself failed; with the other failures the hand-off may have been the cause."""
+"""The engine itself failed; with the other failures the handoff may have been the cause."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Recovery:
     losses: int = 0
     """Engines lost in the middle of the stream."""
     whole: bool = False
-    """After failed hand-offs: one instance should do both phases if the fallback rule allows it."""
+    """After failed handoffs: one instance should do both phases if the fallback rule allows it."""
     cached: Cached | None = None
     """The instance that computed the prompt and probably still has its KV."""
 

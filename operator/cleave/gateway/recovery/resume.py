@@ -83,7 +83,11 @@ class NotResumableError(Exception):
 
 
 def plan(
-    path: bytes, completion: Completion, transcript: Transcript, prompt_ids: bytes, max_model_len: int
+    path: bytes,
+    completion: Completion,
+    transcript: Transcript,
+    prompt_ids: bytes,
+    max_model_len: int,
 ) -> Resumption | Ending:
     """How to continue a request of which the client has received `transcript`.
 
@@ -108,7 +112,7 @@ def plan(
 
 
 def is_repeatable(fields: Fields) -> bool:
-    """Whether the same request must get the same answer again."""
+    """Whether the same request must get the same response again."""
     if "temperature" in fields and decode_any(fields["temperature"]) == 0:
         return True
     if "top_k" in fields and decode_any(fields["top_k"]) == 1:
@@ -117,7 +121,11 @@ def is_repeatable(fields: Fields) -> bool:
 
 
 def _continue(
-    chat: bool, completion: Completion, transcript: Transcript, prompt_ids: bytes, max_model_len: int
+    chat: bool,
+    completion: Completion,
+    transcript: Transcript,
+    prompt_ids: bytes,
+    max_model_len: int,
 ) -> Resumption | Ending | None:
     if not (completion.numbered and prompt_ids and transcript.choices.keys() == {0}):
         return None

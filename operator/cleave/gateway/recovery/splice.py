@@ -141,7 +141,8 @@ def _trim(value: object, path: Path, sent: Choice, replayed: dict[Path, int]) ->
         return {
             key: remaining
             for key, inner in value.items()
-            if (remaining := _trim(inner, (*path, key), sent, replayed)) is not None or inner is None
+            if (remaining := _trim(inner, (*path, key), sent, replayed)) is not None
+            or inner is None
         }
     if not isinstance(value, list):
         return value
