@@ -190,9 +190,9 @@ class Pages:
         if request.path in _OTHERS:
             models = context.router.directory.models
             bases = [name for name, entry in models.items() if not entry.base]
-            completion = read_other(request.body, bases[0] if len(bases) == 1 else "")
+            completion = read_other(request.body, bases[0] if len(bases) == 1 else "", request.scan)
         else:
-            completion = read_completion(request.body)
+            completion = read_completion(request.body, request.scan)
         session = request.headers.get(context.session_header)
         exchange: Exchange
         if self._watch is None:
