@@ -76,11 +76,11 @@ class Relay:
         head: bytes,
         chunked: bool,
         now: float,
-        numbered: bool = False,
+        has_token_ids: bool = False,
         opaque: bool = False,
-        return_ids: bool = False,
+        return_token_ids: bool = False,
     ) -> None:
-        """`numbered`: the stream carries token ids; `return_ids`: the client requested them, too.
+        """`has_token_ids`: the engine sends them; `return_token_ids`: the client requested them, too.
 
         `opaque`: not a completion, so the format of its events is unknown.
         """
@@ -88,13 +88,13 @@ class Relay:
         """Seconds, when the first byte came."""
         self.events = 0
         """Events sent, `[DONE]` not counted: about one per token."""
-        self.numbered = numbered
+        self.numbered = has_token_ids
         self.prompt_ids = b""
         """The prompt's token ids as the engine wrote them; empty if it did not."""
         self._head = head
         self._chunked = chunked
         self._opaque = opaque
-        self._shows_ids = return_ids
+        self._shows_ids = return_token_ids
         self._rest = b""
         """The beginning of an event whose end has not arrived."""
         self._kept: list[bytes] = []
