@@ -80,7 +80,7 @@ class Relay:
         opaque: bool = False,
         return_token_ids: bool = False,
     ) -> None:
-        """`has_token_ids`: the engine sends them; `return_token_ids`: the client requested them, too.
+        """`has_token_ids`: the engine sends them; `return_token_ids`: the client requested them.
 
         `opaque`: not a completion, so the format of its events is unknown.
         """
