@@ -55,7 +55,7 @@ def test_packages_hold_a_docstring_and_nothing_else(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.name != "__init__.py"], ids=name)
 def test_files_stay_one_noun_long(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 600
 
 
 def test_every_documented_module_and_test_exists() -> None:

@@ -67,7 +67,7 @@ def test_profiles_of_a_text_are_found_from_here(
             (
                 (
                     "network.bandwidthGbps: must be a number (got '1e2'); "
-                    "YAML takes this for text: write 100"
+                    "YAML reads this as text: write 100"
                 ),
             ),
         ),
@@ -108,7 +108,7 @@ def test_profiles_of_a_text_are_found_from_here(
         ),
         (
             "nodes: [{gpu: H100}]\n---\nnodes: [{gpu: H100}]",
-            ("manifest holds 2 YAML documents; one cluster is wanted",),
+            ("manifest holds 2 YAML documents; one cluster is expected",),
         ),
         ("", ("manifest is empty; state nodes: [{count: 1, gpu: ...}]",)),
         ("just words", ("must be an object with nodes (got 'just words')",)),

@@ -243,7 +243,7 @@ def test_several_documents_and_lists_are_read_in_order(manifest: Make) -> None:
 
 def test_where_one_is_wanted_several_are_a_fault(manifest: Make) -> None:
     text = yaml.safe_dump_all([manifest("a"), manifest("b")])
-    assert faults(text) == ("holds 2 LLMDeployments (a, b); one is wanted",)
+    assert faults(text) == ("holds 2 LLMDeployments (a, b); one is expected",)
 
 
 def test_faults_of_several_documents_carry_their_names(manifest: Make) -> None:

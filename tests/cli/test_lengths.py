@@ -49,7 +49,7 @@ def test_another_trace_judges_the_file(cli, trace, tmp_path) -> None:
         (("train", "none.csv", "-o", "x.json"), "none.csv: cannot be read"),
         (("train", "{trace}", "-o", "no/folder/x.json"), "no/folder/x.json: cannot be written"),
         (("evaluate", "{trace}", "--with", "none.json"), "none.json: cannot be read"),
-        (("evaluate", "{trace}", "--with", "{trace}"), "no trained lengths"),
+        (("evaluate", "{trace}", "--with", "{trace}"), "not a file of trained lengths"),
     ],
 )
 def test_what_cannot_be_used_is_one_line_and_exit_code_2(cli, trace, arguments, told) -> None:

@@ -102,7 +102,7 @@ def test_explain_says_what_was_asked_and_what_the_answer_rests_on(cli, file) -> 
     assert facts["prefill"].startswith("batches as vLLM does today, at most 256 requests")
     assert "(DistServe, Eq. 1-2)" in told
     assert "rounded up, times 1P tp1 + 2D tp1" in told
-    assert "best for decoding 1 x emulated GPU" in told
+    assert "best for decode: 1 x emulated GPU" in told
     assert "distserve/opt-13b/tp1" in facts["latency"]
 
 
@@ -160,7 +160,7 @@ def test_a_trace_takes_the_place_of_lengths_and_keeps_the_burstiness(file, tmp_p
     [
         ("ttftMs: 400", "ttftMs: -1", (), "spec.slo.ttftMs: must be > 0"),
         ("type: Emulated", "type: vLLM", (), "--cluster: is required"),
-        ("  workload:", "  # workload:", (), "spec.workload: is needed"),
+        ("  workload:", "  # workload:", (), "spec.workload: required"),
         ("", "", ("--rate", "0"), "--rate: must be > 0"),
         ("", "", ("--slo-ttft", "-1"), "--slo-ttft: must be > 0"),
         ("", "", ("--cluster", "/absent.yaml"), "/absent.yaml: No such file or directory"),

@@ -69,7 +69,7 @@ def test_the_table_names_machines_and_slowdowns(cli: CliRunner, files: tuple[str
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        (["--goal", "throughput"], 2, "--goal throughput: state --max-power or --max-cost"),
+        (["--goal", "throughput"], 2, "--goal throughput: set --max-power or --max-cost"),
         (
             ["--reference", "B200"],
             2,

@@ -157,7 +157,7 @@ def test_a_fault_in_a_recording_is_told_with_its_line(cli: CliRunner, tmp_path: 
     result = run(cli, file)
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: {file}:3: prompt_tokens 'x': no number; drop or mend the request\n"
+        f"error: {file}:3: prompt_tokens 'x': not a number; drop or correct the request\n"
     )
 
 

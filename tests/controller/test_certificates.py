@@ -45,7 +45,7 @@ def test_a_key_of_another_certificate_is_noticed() -> None:
 
 def test_an_authority_that_signed_something_else_is_noticed() -> None:
     one, other = issue(NAMES, NOW), issue(NAMES, NOW)
-    with pytest.raises(CertificateError, match="nobody who signed"):
+    with pytest.raises(CertificateError, match="no CA that signed"):
         check(Certificate(other.trusted, one.chain, one.key), NAMES, NOW)
 
 

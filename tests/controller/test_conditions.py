@@ -20,7 +20,7 @@ def test_the_time_of_a_condition_moves_with_its_status_only() -> None:
 
 
 def test_the_unknown_is_neither_true_nor_false() -> None:
-    (written,) = settled([], [Condition("KVPathVerified", None, "NotTold")], 1, now_s=0)
+    (written,) = settled([], [Condition("KVPathVerified", None, "NotReported")], 1, now_s=0)
     assert written["status"] == "Unknown"
     assert not holds([written], "KVPathVerified")
 
@@ -32,7 +32,7 @@ def test_people_are_told_of_changes_once() -> None:
 
 
 def test_what_gets_worse_is_a_warning() -> None:
-    before = settled([], [READY, Condition("Degraded", False, "Whole")], 1, now_s=0)
+    before = settled([], [READY, Condition("Degraded", False, "Complete")], 1, now_s=0)
     worse = [NOT_READY, Condition("Degraded", True, "TooFew", "2 are missing")]
     assert [(each.reason, each.is_warning) for each in told(CHAT, before, worse)] == [
         ("NotReady", True),
@@ -84,7 +84,7 @@ def test_of_all_progress_only_a_roll_out_is_told_its_begin_and_its_end() -> None
     moving, rolling, done = (
         Condition("Progressing", True, "Scaling", "decode instances start or end"),
         Condition("Progressing", True, "RollingOut", "decode instances: replaced by revision b"),
-        Condition("Progressing", False, "Settled", "all instances are as they are wanted"),
+        Condition("Progressing", False, "Settled", "all instances are as desired"),
     )
     last: list = []
     reasons = []
@@ -97,8 +97,8 @@ def test_of_all_progress_only_a_roll_out_is_told_its_begin_and_its_end() -> None
 def test_a_new_object_that_is_not_ready_is_no_news_and_its_plan_is() -> None:
     new = [
         NOT_READY,
-        Condition("PlanReady", False, "Planning", "the planner is at work"),
-        Condition("Degraded", False, "Whole"),
+        Condition("PlanReady", False, "Planning", "the planner is running"),
+        Condition("Degraded", False, "Complete"),
         Condition("Progressing", True, "New"),
     ]
     assert [(each.reason, each.is_warning) for each in told(CHAT, [], new)] == [("Planning", False)]

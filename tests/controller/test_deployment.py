@@ -307,7 +307,7 @@ def test_the_kv_path_is_what_the_gateways_say() -> None:
     asked = deployment()
     pools = made_pools(asked)
     here = view(asked, pools=pools, pods=pods(pools))
-    assert condition(reconcile(here), "KVPathVerified") == ("Unknown", "NotTold")
+    assert condition(reconcile(here), "KVPathVerified") == ("Unknown", "NotReported")
     good = KvPath(verified=True, transport="nixl over tcp", detail="p -> d: 1.2 MB for 9 tokens")
     known = {each.name: Instance(each.name, kv_path=good) for each in here.pods}
     told = reconcile(replace(here, instances=known))

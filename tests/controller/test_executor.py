@@ -119,7 +119,7 @@ async def test_what_is_there_as_it_should_be_is_not_written_again() -> None:
 @pytest.mark.parametrize("theirs", [service("u9", ""), service("u9", "chat-workers")])
 async def test_what_belongs_to_somebody_else_is_never_taken(theirs: Manifest) -> None:
     hands = Hands(theirs)
-    with pytest.raises(TakenError, match="Service chat is there already"):
+    with pytest.raises(TakenError, match="Service chat exists already"):
         await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
     assert len(hands.server.asked) == 1
 

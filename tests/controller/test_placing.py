@@ -48,7 +48,7 @@ def test_what_is_stated_by_hand_is_in_force() -> None:
     decision = ask(deployment(placement=by_hand(prefill=2, decode=1), workload=WORKLOAD))
     assert decision.placement is not None
     assert decision.placement.replicas(Role.PREFILL) == 2
-    assert told(decision) == (True, "Stated")
+    assert told(decision) == (True, "Manual")
     assert decision.question is None
 
 
@@ -86,7 +86,7 @@ def test_of_an_unknown_model_nothing_is_advised_and_what_runs_stays() -> None:
     stated = ask(deployment(**advisory, placement=by_hand(prefill=2, decode=1)))
     assert stated.placement is not None
     assert stated.placement.replicas(Role.PREFILL) == 2
-    assert told(stated) == (True, "Stated")
+    assert told(stated) == (True, "Manual")
 
 
 def test_a_pair_that_vllm_cannot_pair_is_not_brought_up() -> None:

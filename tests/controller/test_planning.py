@@ -125,7 +125,7 @@ async def test_a_planner_that_takes_too_long_is_stopped(monkeypatch: pytest.Monk
     await asyncio.wait_for(answered.wait(), 30)
     last = desk.last("chat")
     assert last is not None
-    assert last.faults == ("the planner has not answered within 0 s",)
+    assert last.faults == ("the planner has not finished within 0 s",)
     await desk.close()
 
 

@@ -10,7 +10,10 @@ import pytest
 
 from cleave.gateway.completion import (
     MAX_FIELDS,
+    MAX_NESTED_BYTES,
     MAX_PROMPTS,
+    BodyScan,
+    Completion,
     build_decode,
     build_prefill,
     build_whole,
@@ -18,6 +21,7 @@ from cleave.gateway.completion import (
     read_other,
 )
 from cleave.gateway.errors import ApiError
+from cleave.gateway.large_json import SLICE_BYTES
 
 
 def read(**fields: object):
@@ -274,6 +278,60 @@ def test_so_have_arguments_of_the_engine() -> None:
     with pytest.raises(ApiError, match="vllm_xargs has more than 1024 fields") as refused:
         read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS + 1)})
     assert refused.value.param == "vllm_xargs"
+
+
+def test_arguments_of_the_engine_have_a_bounded_length() -> None:
+    assert read(vllm_xargs={"k": "a" * (MAX_NESTED_BYTES - 100)})
+    with pytest.raises(ApiError, match="vllm_xargs is longer than 262144 bytes"):
+        read(vllm_xargs={"k": "a" * MAX_NESTED_BYTES})
+
+
+def scan(body: bytes) -> tuple[BodyScan, int]:
+    """The finished scan of a body, and in how many steps."""
+    found, steps = BodyScan(body), 1
+    while not found.step():
+        steps += 1
+    return found, steps
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "a, b " * 300_000},
+        {"prompt": ["a, b", "c" * 1_200_000], "stream": True},
+        {"prompt": [[1, 2, 3], list(range(200_000))], "min_tokens": 2},
+        {"prompt": list(range(200_000)), "max_tokens": 7},
+        {"messages": [{"role": "user", "content": "\\\u00e9" * 200_000}], "stream": True},
+        {"prompt": "a", "tools": [{}] * 400_000, "stream": True, "kv_transfer_params": {"a": 1}},
+        {"prompt": "a" * 1_100_000, "vllm_xargs": {"kv_transfer_params": 1, "k": 2}},
+    ],
+)
+def test_a_large_body_is_read_alike_in_slices_and_at_once(fields: dict[str, object]) -> None:
+    body = json.dumps({"model": "m", **fields}).encode()
+    found, steps = scan(body)
+    assert steps >= len(body) // SLICE_BYTES
+    at_once, in_slices = read_completion(body), read_completion(body, found)
+    assert build_whole(in_slices) == build_whole(at_once)
+    for name in set(Completion.__slots__) - {"fields"}:
+        assert getattr(in_slices, name) == getattr(at_once, name), name
+    other = read_other(body, "m", scan(body)[0])
+    assert build_whole(other) == build_whole(read_other(body, "m"))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_body_is_refused_alike_in_slices_and_at_once(name: str) -> None:
+    body = HOSTILE[name]
+
+    def judge(read_it: Callable[[], object]) -> tuple[int, str | None] | None:
+        try:
+            read_it()
+        except ApiError as error:
+            return error.status, error.param
+        return None
+
+    found, _ = scan(body)
+    at_once = judge(lambda: read_completion(body))
+    assert judge(lambda: read_completion(body, found)) == at_once
 
 
 @pytest.mark.parametrize("prompt", ["a, b", [1, 2, 3]])

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from cleave.gateway.connections import LOOK_S, Connections, group
+from cleave.gateway.connections import MAX_EXAMINED, Connections, group
 
 
 class Clock:
@@ -52,36 +52,42 @@ def test_with_room_an_address_may_have_all(port: Connections) -> None:
 
 
 def test_the_one_that_is_idle_longest_makes_room(port: Connections) -> None:
-    first = connect(port, "1.1.1.1", 3, 1, 4, 2)
+    first = connect(port, "1.1.1.1", 1, 2, 3, 4)
     connect(port, "1.1.1.1", 5, 6)
-    assert [one.dropped for one in first] == [False, True, False, True]
+    assert [one.dropped for one in first] == [True, True, False, False]
     assert len(port) == 4
+
+
+def test_a_connection_that_has_been_active_goes_after_the_idle_ones(port: Connections) -> None:
+    first = connect(port, "1.1.1.1", 1, 2, 3, 4)
+    first[0].since = first[2].since = 5
+    connect(port, "1.1.1.1", 6, 7)
+    assert [one.dropped for one in first] == [False, True, False, True]
 
 
 def test_the_address_with_most_gives_way_before_others(port: Connections) -> None:
     (other,) = connect(port, "2.2.2.2", 0)
-    many = connect(port, "1.1.1.1", 3, 1, 2)
+    many = connect(port, "1.1.1.1", 1, 2, 3)
     connect(port, "3.3.3.3", 9, 9)
     assert not other.dropped
-    assert [one.dropped for one in many] == [False, True, True]
+    assert [one.dropped for one in many] == [True, True, False]
 
 
-def test_who_is_answered_is_never_closed(port: Connections, clock: Clock) -> None:
+def test_an_address_whose_connections_are_all_busy_is_passed_over(port: Connections) -> None:
+    busy = connect(port, "1.1.1.1", math.inf, math.inf, math.inf)
+    (idle,) = connect(port, "2.2.2.2", 1)
+    connect(port, "3.3.3.3", 2)
+    assert idle.dropped
+    assert not any(one.dropped for one in busy)
+
+
+def test_a_busy_connection_is_never_closed(port: Connections) -> None:
     running = connect(port, "1.1.1.1", *[math.inf] * 4)
     assert not port.admit(Fake(1), ("2.2.2.2", 1))
     assert not any(one.dropped for one in running)
     running[2].since = 50
-    clock.now += LOOK_S
     connect(port, "2.2.2.2", 1)
     assert [one.dropped for one in running] == [False, False, True, False]
-
-
-def test_who_has_become_busy_since_it_was_found_is_spared(port: Connections) -> None:
-    first = connect(port, "1.1.1.1", 1, 2, 3, 4)
-    connect(port, "1.1.1.1", 9)
-    first[1].since = math.inf
-    connect(port, "1.1.1.1", 9)
-    assert [one.dropped for one in first] == [True, False, True, False]
 
 
 def test_who_has_left_leaves_room(port: Connections) -> None:
@@ -92,20 +98,28 @@ def test_who_has_left_leaves_room(port: Connections) -> None:
     assert not any(one.dropped for one in first)
 
 
-def test_all_are_seldom_looked_at(clock: Clock) -> None:
-    looks = 0
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("addresses", [1, 64, 1_024])
+def test_a_new_connection_costs_the_same_however_many_are_open(
+    clock: Clock, busy: bool, addresses: int
+) -> None:
+    examined = 0
 
     class Counted(Fake):
         def idle_since(self) -> float:
-            nonlocal looks
-            looks += 1
+            nonlocal examined
+            examined += 1
             return super().idle_since()
 
-    count = 1_024
-    port = Connections("clients", count, clock)
-    for i in range(2 * count):
-        port.admit(Counted(i), ("1.1.1.1", 1))
-    assert looks < 65 * count
+    port = Connections("clients", 1_024, clock)
+    most = 0
+    for i in range(4_096):
+        examined = 0
+        since = math.inf if busy and i < 1_024 else i
+        port.admit(Counted(since), (f"address {i % addresses}", 1))
+        most = max(most, examined)
+    assert most <= MAX_EXAMINED + 17  # 16 of the last address, one stamp of the new connection
+    assert len(port) == 1_024
 
 
 def test_a_full_port_is_told_once_a_minute(port: Connections, clock: Clock, caplog) -> None:

@@ -84,4 +84,4 @@ def test_an_unreadable_file_is_one_line_and_exit_code_2(tmp_path, caplog, conten
     path = tmp_path / "l.json"
     path.write_text(content)
     assert main(["--port", "0", "--agents", "", "--lengths", str(path)]) == 2
-    assert f"{path}: no trained lengths" in caplog.text
+    assert f"{path}: not a file of trained lengths" in caplog.text

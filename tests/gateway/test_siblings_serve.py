@@ -110,4 +110,4 @@ async def test_a_process_that_is_not_heard_makes_the_gateway_unhealthy(make_two)
     second.context.siblings.beat(now - MISSING_S - 1, 0, 0)
     answer = await first.ask(None, "/health")
     assert answer.status == 503
-    assert answer.json()["reasons"] == ["process 2 of 2 has not been heard for 11 s"]
+    assert answer.json()["reasons"] == ["process 2 of 2 has had no heartbeat for 11 s"]

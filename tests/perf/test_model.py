@@ -282,7 +282,7 @@ def test_kv_heads_and_mlp_must_divide_too() -> None:
         ({**LLAMA, "hidden_size": [1] * 99}, "m: hidden_size is [1, 1, 1, 1, 1, 1"),
         ({**LLAMA, "hidden_size": 10**30}, "write a number up to 1000000000"),
         ({**LLAMA, "num_key_value_heads": 5}, "m: num_key_value_heads is 5; the 32 attention"),
-        ({**LLAMA, "hidden_size": 4095}, "m: head_dim is None; state it: 32 heads do not divide"),
+        ({**LLAMA, "hidden_size": 4095}, "m: head_dim is None; set it: 32 heads do not divide"),
         ({**LLAMA, "torch_dtype": 16}, "m: torch_dtype is 16; write a text"),
         ({**LLAMA, "tie_word_embeddings": "no"}, "m: tie_word_embeddings is 'no'; write true or"),
         ({**LLAMA, "is_encoder_decoder": True}, "only decoder-only models are served"),

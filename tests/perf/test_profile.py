@@ -44,7 +44,7 @@ def test_an_unquoted_date_is_read_as_text(tmp_path: Path) -> None:
     [
         (lambda d: d["decode"][0].update(ms=float("nan")), r"decode\[0\]\.ms: nan is out of range"),
         (lambda d: d["prefill"][1].update(ms=-3), r"prefill\[1\]\.ms: -3\.0 is out of range"),
-        (lambda d: d["prefill"][1].update(ms=0), r"prefill\[1\]\.ms: 0 is no measurement"),
+        (lambda d: d["prefill"][1].update(ms=0), r"prefill\[1\]\.ms: 0 is not a measurement"),
         (lambda d: d["prefill"][0].update(tokens=0), r"prefill\[0\]\.tokens: 0 is out of range"),
         (
             lambda d: d["prefill"][0].update(tokens="64"),

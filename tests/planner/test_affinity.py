@@ -36,4 +36,4 @@ def test_one_node_needs_no_network() -> None:
 def test_what_is_asked_for_is_done() -> None:
     for asked in (Affinity.HIGH, Affinity.LOW):
         choice = choose(worlds.problem(planning=Planning(affinity=asked)))
-        assert choice == Choice(asked, f"{asked.value} affinity as asked for")
+        assert choice == Choice(asked, f"{asked.value} affinity as requested")

@@ -93,7 +93,7 @@ def test_a_model_length_below_the_models_own_cuts_requests_and_is_told() -> None
     ("spec", "fault"),
     [
         ({"model": "org/unheard-of"}, "spec.model.source: 'org/unheard-of'"),
-        ({"workload": None}, "spec.workload: is needed to plan from"),
+        ({"workload": None}, "spec.workload: required for planning"),
         ({"workload": {"trace": {"path": "gone.csv"}}}, "spec.workload: "),
     ],
 )

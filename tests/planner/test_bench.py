@@ -108,8 +108,8 @@ def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
     found = fleet(problem, [PlannedPool(Role.MIXED, 1, gpu="NVIDIA-H100-80GB-HBM3")])
     assert found.mixed[0].replicas == 1
     for gpu, fault in (
-        (None, "state one of A100-SXM-80GB, H100-SXM-80GB"),
-        ("L4", "there is no L4; there is A100-SXM-80GB"),
+        (None, "set one of A100-SXM-80GB, H100-SXM-80GB"),
+        ("L4", "the nodes have no L4, only A100-SXM-80GB"),
         ("abacus", "unknown GPU 'abacus'"),
     ):
         with pytest.raises(PlanError, match=f"^spec.placement.manual: mixed: gpu: {fault}"):

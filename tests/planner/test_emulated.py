@@ -71,7 +71,7 @@ def test_requests_are_cut_to_what_the_model_takes() -> None:
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        ({"workload": None}, "spec.workload: is needed"),
+        ({"workload": None}, "spec.workload: required"),
         ({"workload": {"trace": {"path": "absent.csv"}}}, "spec.workload: "),
         (
             {"engine": {"type": "Emulated", "emulated": {"latency": "nope"}}},

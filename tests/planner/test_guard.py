@@ -58,7 +58,7 @@ def test_each_figure_is_told_with_its_error() -> None:
     assert all(each.is_beyond and each.error > 1 for each in ttft)
     assert all(not each.is_beyond and abs(each.error) < 0.1 for each in tpot)
     assert "TTFT" in found.reason
-    assert "ms were predicted; passes corrected by x" in found.reason
+    assert "ms were predicted; step times corrected by x" in found.reason
 
 
 def test_where_decode_is_overloaded_prefill_is_left_alone() -> None:
@@ -117,7 +117,7 @@ def test_what_fails_by_the_model_and_in_fact_says_nothing_of_the_model() -> None
     found = judged(play, demand=play.problem.demand.at(30.0))
     assert found.comparisons
     assert (found.holds, found.error, found.correction) == (True, None, NONE)
-    assert found.reason == "latencies depend on when just now, and tell nothing of the prediction"
+    assert found.reason == "latencies are changing, so the prediction is not assessed"
 
 
 @pytest.mark.parametrize("lends", [False, True])

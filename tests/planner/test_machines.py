@@ -50,7 +50,7 @@ def test_a_model_that_fits_no_node_is_told_with_the_reason() -> None:
     small = Cluster(nodes=[NodeGroup(gpu="A10G", gpus_per_node=1)])
     asked = problem("llama-2-70b", small)
     asked = replace(asked, supplies=(replace(asked.supplies[0], gpus_per_node=1),))
-    with pytest.raises(ProvisioningError, match="the model fits no kind of node \\(1 x A10G: "):
+    with pytest.raises(ProvisioningError, match="the model fits no type of node \\(1 x A10G: "):
         machines.nodes(asked)
 
 

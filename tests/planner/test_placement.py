@@ -61,7 +61,7 @@ def test_a_placement_by_hand_is_taken_as_it_is_in_the_order_of_roles() -> None:
         PlannedPool(Role.DECODE, 3, Parallelism(tensor=2)),
         PlannedPool(Role.MIXED, 1),
     )
-    assert "by hand" in placement.reason
+    assert "spec.placement.manual" in placement.reason
 
 
 def test_parallel_sizes_that_the_model_does_not_take_are_faults() -> None:

@@ -165,9 +165,9 @@ def test_progress_is_told_for_each_pair() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"pairs": ()}, "pairs: state at least one pair"),
-        ({"goal": Goal.THROUGHPUT}, "state max_power_watts or max_cost_per_hour"),
-        ({"goal": Goal.POWER}, "goal Power: state the rate to hold"),
+        ({"pairs": ()}, "pairs: set at least one pair"),
+        ({"goal": Goal.THROUGHPUT}, "set max_power_watts or max_cost_per_hour"),
+        ({"goal": Goal.POWER}, "goal Power: set the rate to serve"),
         ({"rate": 0.0}, "rate 0: must be above 0"),
         ({"rate": float("nan")}, "rate nan: must be above 0"),
         ({"rate": 1.0, "max_machines": 0}, "max_machines 0: must be above 0"),

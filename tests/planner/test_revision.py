@@ -69,7 +69,7 @@ def test_what_holds_gives_way_to_what_takes_clearly_less(problem) -> None:
 def test_what_holds_never_gives_way_to_what_hardly_does(problem) -> None:
     found = decided(problem, mixed(8, 0.91), mixed(2, 0.89))
     assert found.verdict is Verdict.KEEP
-    assert found.reason == "what runs holds the targets; 2M tp1 hardly would"
+    assert found.reason == "the current plan meets the targets; 2M tp1 would have too little margin"
     assert decided(problem, mixed(8, 0.99), mixed(2, 0.92)).verdict is Verdict.KEEP
     assert decided(problem, mixed(8, 0.99), mixed(2, 0.93)).verdict is Verdict.APPLY
 
@@ -78,7 +78,10 @@ def test_what_is_seen_to_miss_more_than_predicted_gives_way_to_more_alone(proble
     now = replace(mixed(5, 0.97), seen=0.8)
     found = decided(problem, now, mixed(5, 0.98, seqs=64))
     assert found.verdict is Verdict.KEEP
-    assert found.reason == "what runs misses more than predicted; 5M tp1 takes no more than it"
+    assert (
+        found.reason
+        == "the current plan misses more than predicted; 5M tp1 needs no more resources"
+    )
     assert decided(problem, now, mixed(4, 0.98)).verdict is Verdict.KEEP
     more = decided(problem, now, mixed(6, 0.99))
     assert more.verdict is Verdict.APPLY
@@ -89,7 +92,7 @@ def test_the_same_instances_are_no_other_plan(problem) -> None:
     """Whatever they are called: emulated ones run on any kind of GPU."""
     now = mixed(3, 0.5)
     then = replace(mixed(3, 0.9), pools=(replace(now.pools[0], gpu=None),))
-    assert decided(problem, now, then).reason == "the plan that runs is still the best"
+    assert decided(problem, now, then).reason == "the current plan is still the best"
     assert decided(problem, now, mixed(3, 0.95, seqs=64)).verdict is Verdict.APPLY
 
 
@@ -129,7 +132,7 @@ def test_saving_must_outweigh_what_starting_takes(problem) -> None:
     now, then = split(4, 4, 0.99), mixed(6, 0.95)
     assert decided(problem, now, then, Terms(start_s=60)).verdict is Verdict.APPLY
     found = decided(problem, now, then, Terms(start_s=3_600))
-    assert found.reason == "starting 6 instances takes more than 6M tp1 saves"
+    assert found.reason == "starting 6 instances costs more than 6M tp1 saves"
 
 
 def test_soon_after_a_change_there_is_no_other(problem) -> None:
@@ -144,7 +147,7 @@ def test_soon_after_a_change_there_is_no_other(problem) -> None:
 def test_less_than_was_just_left_is_not_come_back_to(problem) -> None:
     now, then = mixed(5, 0.97), mixed(3, 0.95)
     found = decided(problem, now, then, Terms(), Left(then.pools, NOW_S - 900))
-    assert found.reason == "3M tp1 was left 900 s ago; traffic may swing back"
+    assert found.reason == "3M tp1 was replaced 900 s ago; traffic may swing back"
     assert decided(problem, then, now, Terms(), Left(now.pools, NOW_S - 900)).reason != found.reason
     more = decided(problem, mixed(3, 0.7), now, Terms(), Left(now.pools, NOW_S - 900))
     assert more.verdict is Verdict.APPLY
@@ -153,7 +156,7 @@ def test_less_than_was_just_left_is_not_come_back_to(problem) -> None:
 def test_a_lull_is_no_reason_to_take_less_and_a_rush_is_one_to_take_more(problem) -> None:
     enough, few, many = mixed(5, 0.97), mixed(3, 0.95), mixed(8, 0.99)
     found = decide(problem, enough, few, Terms(), NOW_S, seen_s=60)
-    assert found.reason == "traffic was seen for 60 s; 600 s are asked to take less"
+    assert found.reason == "traffic was observed for 60 s; 600 s are required to scale down"
     assert decide(problem, mixed(5, 0.6), many, Terms(), NOW_S, seen_s=60).verdict is Verdict.APPLY
 
 

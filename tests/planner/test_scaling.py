@@ -127,8 +127,8 @@ def test_counts_are_the_fewest_that_hold(needed: list[int], most: int) -> None:
 
 
 def test_a_rate_that_no_number_of_workers_holds_is_told() -> None:
-    with pytest.raises(ScalingError, match="rate 3: 8 workers do not hold it"):
-        scaling.count_workers(lambda workers, rate: rate < 3, [1.0, 3.0], most=8)
+    with pytest.raises(ScalingError, match="rate 3: 8 workers do not serve it"):
+        scaling.count_workers(lambda workers, rate: rate < 3, [1.0, 3.0], max_workers=8)
 
 
 def test_the_lower_bound_comes_from_the_standard_error_of_the_lengths() -> None:

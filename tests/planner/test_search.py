@@ -114,7 +114,7 @@ def test_what_is_asked_of_disaggregation_is_done_and_said(ask: Disaggregation) -
             worlds.problem(asked.demand, asked.slo, planning=Planning(disaggregation=ask))
         )
         assert best(answer).is_disaggregated == (ask is Disaggregation.ALWAYS)
-        assert f"disaggregation: {ask.value} was asked for" in answer.reason
+        assert f"disaggregation: {ask.value} was requested" in answer.reason
 
 
 def test_the_best_colocated_plan_stands_beside_even_when_splitting_was_asked_for() -> None:
@@ -238,7 +238,7 @@ def test_an_objective_without_prices_is_one_fault_with_the_remedy() -> None:
     with pytest.raises(PlanError) as raised:
         search.plan(asked)
     assert raised.value.faults == (
-        "spec.planning.objective: Cost needs the price of A100; state it, or choose GoodputPerGPU",
+        "spec.planning.objective: Cost needs the price of A100; set it, or choose GoodputPerGPU",
     )
 
 

@@ -60,7 +60,7 @@ def test_a_pool_is_described_in_full() -> None:
     [
         (Basis.FITTED, 0.041, "4.1 % off on average"),
         (Basis.FITTED, None, "published, residuals not stated"),
-        (Basis.MEASURED, None, "never compared with measured passes"),
+        (Basis.MEASURED, None, "never compared with measured steps"),
     ],
 )
 def test_trust_tells_how_wrong_times_have_been_or_that_nobody_said(basis, error, text) -> None:

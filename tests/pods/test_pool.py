@@ -158,7 +158,7 @@ def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
     chat = deployment(placement={"manual": [{"role": "mixed"}]})
     told = selected_plan(chat, plan(chat))
     assert (told.verdict, told.predicted, told.alternatives) == (None, None, [])
-    assert told.reason == "stated by hand in spec.placement.manual"
+    assert told.reason == "set in spec.placement.manual"
     assert told.pools == [ManualPool(role=Role.MIXED)]
     assert told.algorithm == ""
 

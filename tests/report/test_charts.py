@@ -29,7 +29,7 @@ def test_every_colour_is_one_of_the_theme(made) -> None:
 def test_attainment_shows_goal_asked_rate_and_both_kinds(made) -> None:
     chart = attainment(made)
     texts = [note.text for note in chart.figure.layout.annotations]
-    assert texts == ["goal 90 %", "asked 5.00 req/s"]
+    assert texts == ["target 90 %", "requested 5.00 req/s"]
     assert "4M tp1 (4 GPUs)" in [trace.name for trace in chart.figure.data]
 
 

@@ -80,7 +80,7 @@ def test_answers_that_are_not_streamed_have_no_goodput(metrics: Metrics) -> None
 
 @pytest.mark.parametrize(
     ("page", "said"),
-    [("<html>", "no page of metrics"), ("", "without a metric"), ("up 1.0\n", "without a metric")],
+    [("<html>", "not a page of metrics"), ("", "without metrics"), ("up 1.0\n", "without metrics")],
 )
 def test_another_page_is_refused(page: str, said: str) -> None:
     with pytest.raises(CountsError, match=said):

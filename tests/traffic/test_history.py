@@ -90,14 +90,14 @@ def test_requests_may_arrive_together(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("nan,5,5", "trace.csv:3: arrival_s 'nan': no number"),
-        ("inf,5,5", "trace.csv:3: arrival_s 'inf': no number"),
-        ("soon,5,5", "trace.csv:3: arrival_s 'soon': no number"),
+        ("nan,5,5", "trace.csv:3: arrival_s 'nan': not a number"),
+        ("inf,5,5", "trace.csv:3: arrival_s 'inf': not a number"),
+        ("soon,5,5", "trace.csv:3: arrival_s 'soon': not a number"),
         ("0,5,5", "trace.csv:3: '0' is before the request above; sort by arrival_s"),
         ("2,-5,5", "trace.csv:3: prompt_tokens '-5': must be a whole number from 1 to 10,000,000"),
         ("2,0,5", "trace.csv:3: prompt_tokens '0': must be a whole number from 1"),
         ("2,5.5,5", "trace.csv:3: prompt_tokens '5.5': must be a whole number"),
-        ("2,5,", "trace.csv:3: output_tokens '': no number"),
+        ("2,5,", "trace.csv:3: output_tokens '': not a number"),
         ("2,5,1e99", "trace.csv:3: output_tokens '1e99': must be a whole number"),
         ("2,5", "trace.csv:3: has 2 of 3 fields: complete or drop it"),
         ("2,5,6,7", "trace.csv:3: has 4 of 3 fields"),
@@ -113,18 +113,18 @@ def test_a_bad_line_is_told_with_its_number_value_and_remedy(tmp_path, row, told
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("{", "trace.jsonl:2: no JSON object: "),
-        ("[1, 2]", "trace.jsonl:2: no JSON object: [1, 2]"),
-        ('{"arrival_s": 2, "prompt_tokens": 3}', "trace.jsonl:2: output_tokens None: no number"),
+        ("{", "trace.jsonl:2: not a JSON object: "),
+        ("[1, 2]", "trace.jsonl:2: not a JSON object: [1, 2]"),
+        ('{"arrival_s": 2, "prompt_tokens": 3}', "trace.jsonl:2: output_tokens None: not a number"),
         (
             '{"arrival_s": 2, "prompt_tokens": true, "output_tokens": 1}',
-            "trace.jsonl:2: prompt_tokens True: no number",
+            "trace.jsonl:2: prompt_tokens True: not a number",
         ),
         (
             '{"arrival_s": 2, "prompt_tokens": [1], "output_tokens": 1}',
-            "trace.jsonl:2: prompt_tokens [1]: no number",
+            "trace.jsonl:2: prompt_tokens [1]: not a number",
         ),
-        ("[" * 100_000, "trace.jsonl:2: no JSON object: "),
+        ("[" * 100_000, "trace.jsonl:2: not a JSON object: "),
     ],
 )
 def test_a_bad_json_line_is_told_likewise(tmp_path, row, told) -> None:
@@ -155,7 +155,7 @@ def test_missing_columns_are_named_with_those_there_are(tmp_path) -> None:
 
 def test_files_that_are_no_text_or_too_large_or_absent_are_refused(tmp_path, monkeypatch) -> None:
     assert "is not UTF-8 text (byte 0)" in fault(tmp_path / "trace.csv", b"\xff\xfe\x00\x01")
-    assert "no CSV: " in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,{'9' * 200_000}\n")
+    assert "not CSV: " in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,{'9' * 200_000}\n")
     with pytest.raises(HistoryError, match="No such file"):
         history.read(tmp_path / "absent.csv")
     with pytest.raises(HistoryError, match="Is a directory"):

@@ -175,12 +175,12 @@ def test_a_file_foretells_what_was_written(two_kinds, tmp_path) -> None:
     ("change", "told"),
     [
         ({"format": 2}, "format 2 instead of 1"),
-        ({"below": []}, "nodes are not whole"),
-        ({"tokens": [], "ranges": []}, "nodes are not whole"),
-        ({"below": [0, 0, 1], "above": [0, 0, 1]}, "node 2 leads nowhere"),
-        ({"below": [1, 0, 0], "above": [9, 0, 0]}, "node 0 leads nowhere"),
+        ({"below": []}, "nodes are incomplete"),
+        ({"tokens": [], "ranges": []}, "nodes are incomplete"),
+        ({"below": [0, 0, 1], "above": [0, 0, 1]}, "node 2 has invalid children"),
+        ({"below": [1, 0, 0], "above": [9, 0, 0]}, "node 0 has invalid children"),
         ({"features": [7, 0, 0]}, "node 0 compares an unknown feature 7"),
-        ({"tokens": [-1, 0, 0]}, "node 0 foretells -1.0 tokens"),
+        ({"tokens": [-1, 0, 0]}, "node 0 predicts -1.0 tokens"),
         ({"ranges": [[1], [1], [1]]}, "node 0 has 1 ranges"),
         ({"scores": None}, "Expected `object`"),
     ],
@@ -197,7 +197,7 @@ def test_a_damaged_file_is_told_at_once(tmp_path, change, told) -> None:
     length_file.write(path, replace(whole, **change))
     with pytest.raises(LengthsError) as caught:
         length_file.read(path)
-    assert str(caught.value).startswith(f"{path}: no trained lengths: ")
+    assert str(caught.value).startswith(f"{path}: not a file of trained lengths: ")
     assert told in str(caught.value)
     assert str(caught.value).endswith("make it with cleave lengths train")
 
@@ -205,7 +205,9 @@ def test_a_damaged_file_is_told_at_once(tmp_path, change, told) -> None:
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"x" * (2 << 20)])
 def test_what_is_no_such_file_is_told_in_a_line(tmp_path, content) -> None:
     (tmp_path / "lengths.json").write_bytes(content)
-    with pytest.raises(LengthsError, match=r"^.*lengths\.json: no trained lengths: [^\n]*$"):
+    with pytest.raises(
+        LengthsError, match=r"^.*lengths\.json: not a file of trained lengths: [^\n]*$"
+    ):
         length_file.read(tmp_path / "lengths.json")
 
 

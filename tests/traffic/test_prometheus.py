@@ -144,21 +144,21 @@ def test_answers_that_are_not_prometheus_are_told(server) -> None:
     server.status, server.raw = 400, lambda: b'{"status": "error", "error": "parse error"}'
     assert fault(server).endswith("/api/v1/query answered 400: parse error")
     server.raw = lambda: b'{"status":"success","data":{"result":[{"metric":{},"value":[1,"2"]}]}}'
-    assert "'None' is no number" in fault(server) or "None is no number" in fault(server)
+    assert "'None' is not a number" in fault(server) or "None is not a number" in fault(server)
 
 
 def test_every_wait_is_bounded(server, monkeypatch) -> None:
     stop = threading.Event()
     monkeypatch.setattr(prometheus, "TIMEOUT_S", 0.05)
     server.raw = lambda: b"" if stop.wait(5) else b"{}"
-    assert "no answer in 0.05 s" in fault(server)
+    assert "no response within 0.05 s" in fault(server)
     stop.set()
 
 
 def test_an_endless_answer_is_cut(server, monkeypatch) -> None:
     monkeypatch.setattr(prometheus, "MAX_ANSWER_BYTES", 100)
     server.raw = lambda: b"x" * 200
-    assert "the answer is over 0 MiB" in fault(server)
+    assert "the response is over 0 MiB" in fault(server)
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "prometheus:9090", "http://", "http://[::1"])

@@ -74,7 +74,7 @@ def test_few_requests_leave_more_room() -> None:
 def test_too_few_requests_state_nothing() -> None:
     short = windows("sharegpt", 1.0, 5)
     for ask in (refit, to_demand, find_margin):
-        with pytest.raises(RefitError, match=f"requests have been seen; {FEWEST} are needed"):
+        with pytest.raises(RefitError, match=f"requests were observed; {FEWEST} are needed"):
             ask(short)
     with pytest.raises(RefitError, match="0 requests"):
         refit([])

@@ -1,1 +1,1 @@
-"""Resources as types: LLMDeployment and InstancePool."""
+"""The resources LLMDeployment and InstancePool as types."""

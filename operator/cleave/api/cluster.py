@@ -1,6 +1,6 @@
-"""The machines that a plan may use: the file behind `cleave plan --cluster`.
+"""The machines that a plan may use: the file for `cleave plan --cluster`.
 
-Not a Kubernetes resource; in a cluster the nodes themselves say this.
+Not a Kubernetes resource; in a cluster the operator reads the nodes.
 """
 
 from enum import StrEnum
@@ -15,10 +15,10 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class GpuDescription(Shape):
-    """A GPU that the catalogue does not know, or knows otherwise."""
+    """A GPU that the catalogue does not have, or whose figures replace the catalogue's."""
 
     name: Name
-    """How nodes and plans call it."""
+    """Name by which nodes and plans refer to it."""
     memory_gib: Positive
     """Device memory in GiB."""
     memory_gbps: Positive
@@ -26,33 +26,33 @@ class GpuDescription(Shape):
     dense_tflops: Positive
     """Dense 16-bit matrix throughput in TFLOP/s."""
     fp8_tflops: Positive | None = None
-    """Dense 8-bit matrix throughput; absent: the 16-bit one."""
+    """Dense 8-bit matrix throughput in TFLOP/s; absent: the 16-bit one."""
     nvlink_gbps: Positive | None = None
-    """Bandwidth to other GPUs of the node in GB/s, one direction; absent: PCIe only."""
+    """Bandwidth to other GPUs of the node in GB/s, in one direction; absent: PCIe only."""
     pcie_gbps: Positive = 32.0
-    """PCIe bandwidth in GB/s, one direction."""
+    """PCIe bandwidth in GB/s, in one direction."""
     power_watts: Positive = 400.0
-    """Power at full load."""
+    """Power at full load in watts."""
     price_per_hour: Annotated[float, Field(ge=0)] = 0.0
-    """Price of one GPU for an hour."""
+    """Price of one GPU for one hour."""
 
 
 class NodeGroup(Shape):
-    """Nodes that are alike."""
+    """A group of identical nodes."""
 
     count: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """How many."""
+    """Number of nodes."""
     gpu: Name
     """Kind of GPU: a name in the catalogue or under `gpus`."""
     gpus_per_node: Annotated[int, Field(ge=1, le=128)] = 8
-    """GPUs in one node."""
+    """GPUs of one node."""
 
 
 class NetworkKind(StrEnum):
-    """How bytes get from one node's GPUs to another's."""
+    """How data moves from one node's GPUs to another's."""
 
     INFINIBAND = "InfiniBand"
-    """Also RoCE: the network card reads and writes GPU memory."""
+    """Also RoCE: the network cards read and write GPU memory."""
     ETHERNET = "Ethernet"
     """TCP through the memory of both hosts."""
 
@@ -61,16 +61,18 @@ class Network(Shape):
     """The network between nodes."""
 
     kind: Annotated[NetworkKind, Field(strict=False)] = NetworkKind.INFINIBAND
-    """InfiniBand (also RoCE: cards read GPU memory) or Ethernet (TCP through the hosts)."""
+    """InfiniBand (also RoCE: network cards read and write GPU memory) or Ethernet (TCP through host
+    memory)."""
 
     bandwidth_gbps: Positive = 200.0
-    """Gigabits per second of one GPU's share, one direction (InfiniBand NDR: 400, HDR: 200)."""
+    """Bandwidth per GPU in gigabits per second, in one direction (InfiniBand NDR: 400, HDR:
+    200)."""
     latency_us: Annotated[float, Field(ge=0)] = 5.0
     """Latency of one message in microseconds."""
 
 
 class Cluster(Shape):
-    """The inventory."""
+    """The inventory of a cluster."""
 
     nodes: Annotated[list[NodeGroup], Field(min_length=1, max_length=64)]
     """Groups of nodes."""
@@ -79,11 +81,11 @@ class Cluster(Shape):
     gpus: Annotated[list[GpuDescription], keyed_by("name")] = Field(
         default_factory=list, max_length=64
     )
-    """Own GPU descriptions."""
+    """Descriptions of GPUs that the catalogue does not have."""
     profiles: list[Annotated[str, Field(max_length=1024)]] = Field(
         default_factory=list, max_length=64
     )
-    """Measured profiles (files written by `cleave profile`), relative to this file."""
+    """Measured profiles (files written by `cleave profile`), with paths relative to this file."""
 
     rules = (
         Rule(

@@ -1,4 +1,4 @@
-"""Writes the CustomResourceDefinitions: `python -m cleave.api.crd OUTDIR` (scripts/generate).
+"""Generates the CustomResourceDefinitions: `python -m cleave.api.crd OUTDIR` (scripts/generate).
 
 The resource types are the only source; the files in crds/ are never edited by hand.
 """
@@ -34,8 +34,13 @@ def _ready(role: str) -> str:
 _AGE = _column("Age", "date", ".metadata.creationTimestamp", "Time since creation.")
 
 _DEPLOYMENT_COLUMNS = [
-    _column("Model", "string", ".status.model", "Name that clients ask for."),
-    _column("Ready", "string", f"{_READY}.status", "Whether the spec is rolled out and serves."),
+    _column("Model", "string", ".status.model", "Model name that clients request."),
+    _column(
+        "Ready",
+        "string",
+        f"{_READY}.status",
+        "Whether the spec is rolled out and requests are served.",
+    ),
     _column("Reason", "string", f"{_READY}.reason", "Why it is ready or not."),
     _column("P", "integer", _ready("prefill"), "Ready prefill instances."),
     _column("D", "integer", _ready("decode"), "Ready decode instances."),
@@ -46,7 +51,7 @@ _DEPLOYMENT_COLUMNS = [
         "Available",
         "string",
         f"{_AVAILABLE}.status",
-        "Whether requests are served, also while a change is rolled out.",
+        "Whether requests are served, including during a rollout.",
         wide=True,
     ),
     _column("Plan", "string", ".status.plan.verdict", "The planner's verdict.", wide=True),
@@ -57,31 +62,31 @@ _DEPLOYMENT_COLUMNS = [
         "Predicted requests per second within the latency targets.",
         wide=True,
     ),
-    _column("Rate", "number", ".status.observed.rate", "Requests per second of late.", wide=True),
+    _column("Rate", "number", ".status.observed.rate", "Observed requests per second.", wide=True),
     _column(
         "Drifted",
         "string",
         '.status.conditions[?(@.type=="PlanDrifted")].status',
-        "Whether traffic is not what was planned for.",
+        "Whether traffic differs from the planned traffic.",
         wide=True,
     ),
     _column("URL", "string", ".status.url", "Base URL for clients.", wide=True),
-    _column("Revision", "string", ".status.plan.revision", "Engine and model.", wide=True),
+    _column("Revision", "string", ".status.plan.revision", "Hash of engine and model.", wide=True),
 ]
 
 _POOL_COLUMNS = [
-    _column("Role", "string", ".spec.role", "What its instances serve."),
+    _column("Role", "string", ".spec.role", "Role of its instances."),
     _column("TP", "integer", ".spec.parallelism.tensor", "Tensor parallel size."),
     _column("PP", "integer", ".spec.parallelism.pipeline", "Pipeline parallel size."),
     _column("GPU", "string", ".spec.gpu", "Kind of GPU."),
-    _column("Desired", "integer", ".spec.replicas", "Instances that are wanted."),
+    _column("Desired", "integer", ".spec.replicas", "Desired instances."),
     _column("Ready", "integer", ".status.ready", "Instances that are ready."),
-    _column("Serving", "integer", ".status.serving", "Instances that take requests."),
+    _column("Serving", "integer", ".status.serving", "Instances that receive requests."),
     _AGE,
-    _column("Updated", "integer", ".status.updated", "Instances as the spec wants.", wide=True),
-    _column("Owner", "string", ".spec.owner", "Who owns the number of instances.", wide=True),
+    _column("Updated", "integer", ".status.updated", "Instances of the present spec.", wide=True),
+    _column("Owner", "string", ".spec.owner", "Who sets the number of instances.", wide=True),
     _column("Reason", "string", f"{_READY}.reason", "Why it is ready or not.", wide=True),
-    _column("Revision", "string", ".spec.revision", "Engine and model.", wide=True),
+    _column("Revision", "string", ".spec.revision", "Hash of engine and model.", wide=True),
 ]
 
 _SCALE = {
@@ -92,24 +97,24 @@ _SCALE = {
 
 
 def deployments() -> Schema:
-    """The CRD of LLMDeployment."""
+    """Return the CRD of LLMDeployment."""
     return _definition(LLMDeployment, "llmd", _DEPLOYMENT_COLUMNS, {"status": {}})
 
 
 def pools() -> Schema:
-    """The CRD of InstancePool."""
+    """Return the CRD of InstancePool."""
     return _definition(InstancePool, "ipool", _POOL_COLUMNS, {"status": {}, "scale": _SCALE})
 
 
 def write(folder: Path) -> None:
-    """Write both CRDs into a folder, one file each, named as the CRD."""
+    """Write both CRDs into a folder, one file each, named like the CRD."""
     for definition in (deployments(), pools()):
         text = yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=100)
         (folder / f"{definition['metadata']['name']}.yaml").write_text(_HEADER + text)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the CRDs into the folder argv[0]; 2 when the usage is wrong."""
+    """Write the CRDs into the folder argv[0]; return 2 when the usage is wrong."""
     if len(argv) != 1 or not Path(argv[0]).is_dir():
         print("usage: python -m cleave.api.crd OUTDIR", file=sys.stderr)  # noqa: T201
         return 2
@@ -152,18 +157,18 @@ def _definition(
 
 
 def _root(schema: Schema) -> Schema:
-    """The schema of a whole object: the API server writes version, kind and metadata itself."""
+    """Complete the schema of a whole object; the API server adds version, kind and metadata."""
     properties = schema["properties"]
     for field in ("apiVersion", "kind"):
         properties[field] = {"type": "string"}
     properties["metadata"] = {"type": "object"}
-    # Tools that wait (kstatus) take an object without a status for done; generations begin at 1.
+    # Tools such as kstatus treat an object without a status as ready; generations begin at 1.
     properties["status"]["default"] = {"observedGeneration": 0}
     return {**schema, "required": ["spec"]}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes shared values out in full: anchors are hard to read and to compare."""
+    """Writes shared values in full, as YAML anchors are hard to read and to compare."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401, ARG002
         return True

@@ -1,7 +1,7 @@
-"""LLMDeployment: what a user asks for. Read by the planner and the pod builders.
+"""LLMDeployment: the resource that a user creates. Read by the planner and the manifest builders.
 
-The CRD and `kubectl explain` come from these classes. A field is here only when the present system
-acts on it: one that is accepted and ignored would be a promise broken in silence.
+The CRD and `kubectl explain` are generated from these classes. A field exists only when the present
+system acts on it: users would rely on a field that is accepted and ignored.
 """
 
 from enum import StrEnum
@@ -34,28 +34,28 @@ class Slo(Shape):
     """Latency targets, and the share of requests that must meet both."""
 
     ttft_ms: Annotated[float, Field(gt=0)]
-    """Time to first token, queueing included, in milliseconds."""
+    """Target for the time to first token (TTFT) in milliseconds, including queueing."""
     tpot_ms: Annotated[float, Field(gt=0)]
-    """Time per output token after the first, in milliseconds."""
+    """Target for the time per output token (TPOT) after the first one, in milliseconds."""
     attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of requests that must meet both targets."""
 
     @property
     def like_seconds(self) -> dict[str, float]:
-        """Targets by field that are so short that seconds were probably meant, in milliseconds."""
+        """Targets by field, in milliseconds, that are so short that seconds were probably meant."""
         short = {"ttftMs": (self.ttft_ms, 10.0), "tpotMs": (self.tpot_ms, 1.0)}
         return {field: value for field, (value, least) in short.items() if value < least}
 
 
 class ManualPlacement(Shape):
-    """Instances per role."""
+    """A manual placement: the instances of each role."""
 
     manual: Annotated[
         list[ManualPool],
         Field(min_length=1, max_length=3),
         keyed_by("role"),
     ]
-    """One entry per role."""
+    """The instances of each role, one entry per role."""
 
     rules = (
         Rule(
@@ -85,17 +85,17 @@ class ManualPlacement(Shape):
 
 
 def _cells_match(pools: list[ManualPool]) -> bool:
-    """Whether pools in cells make whole cells; no pools do."""
+    """Whether the pools make complete cells; also True without pools."""
     if not pools:
         return True
-    # Roles are checked by a rule of their own: a mixed one here is its fault.
+    # Roles have a rule of their own, which reports a mixed one.
     roles = {pool.role for pool in pools} | {Role.MIXED}
     cells = {(pool.replicas / (pool.per_cell or 1), pool.parallelism.pipeline) for pool in pools}
     return roles == set(Role) and len(cells) == 1
 
 
 class Fallback(StrEnum):
-    """When one instance may do both phases of a request that is meant to be split."""
+    """When one instance may serve both phases of a request that is to be disaggregated."""
 
     ALWAYS = "Always"
     NEVER = "Never"
@@ -103,7 +103,7 @@ class Fallback(StrEnum):
 
 
 class DispatchPolicy(StrEnum):
-    """Which instances a request gets, of those that may take it."""
+    """How the gateway selects instances for a request."""
 
     SHORTEST_WAIT = "ShortestWait"
     PENDING_TOKENS = "PendingTokens"
@@ -117,55 +117,60 @@ class DispatchPolicy(StrEnum):
 
 
 class Late(StrEnum):
-    """What becomes of requests that cannot meet their TTFT target any more."""
+    """What happens to requests that cannot meet their TTFT target any more."""
 
     SERVE = "Serve"
     REFUSE = "Refuse"
 
 
 class Routing(Shape):
-    """How the gateway sends requests to instances."""
+    """How the gateway routes requests to instances."""
 
     policy: Annotated[DispatchPolicy, Field(strict=False)] = DispatchPolicy.SHORTEST_WAIT
-    """Which instances a request gets. ShortestWait: prompts where the queue is predicted to be
-    through first, decoding where the fewest tokens are held. PendingTokens: the fewest tokens that
-    wait or are held. PrefixAware: the same less what is cached there already. LeastRequests: the
-    shortest queue. PowerOfTwo: the less pending of two drawn ones. RoundRobin, Random: whatever
-    they carry. LeastHeavy: decoding at the fewest long answers by short ones, where there is room.
-    BestFit: decoding at the fullest instance that keeps the SLO, so that fewer are in use."""
+    """How instances are selected for a request. ShortestWait: prefill where the queue is predicted
+    to drain first, decode where the fewest KV tokens are held. PendingTokens: the fewest tokens
+    that are queued or held. PrefixAware: as PendingTokens, minus tokens that the instance's prefix
+    cache holds. LeastRequests: the fewest requests. PowerOfTwo: the less loaded of two random
+    instances. RoundRobin and Random ignore the load. LeastHeavy: decode where the ratio of long to
+    short outputs is lowest and memory suffices. BestFit: decode at the fullest instance that still
+    meets the SLO, so that fewer instances are used."""
     session_header: (
         Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None
     ) = None
-    """Prompts of requests with the same value in this HTTP header go to the same instance, unless
-    that makes them wait longer than computing them elsewhere takes; absent: none do."""
+    """HTTP header for session affinity: prompts of requests with the same value are sent to the
+    same instance, unless they would wait longer there than another instance needs to compute them.
+    Absent: no session affinity."""
     lengths_config_map: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
-    """ConfigMap whose entry `lengths.json` was made by `cleave lengths train`: foretells how long
-    answers will be, where it was found better than the mean by prompt length that gateways learn.
-    Absent: they go by that mean."""
+    """Name of a ConfigMap whose entry `lengths.json` was written by `cleave lengths train`. The
+    gateway uses this model to predict output lengths where it has been more accurate than the mean
+    by prompt length that gateways learn. Absent: they use that mean."""
     fallback: Annotated[Fallback, Field(strict=False)] = Fallback.ALWAYS
-    """When a decode instance also computes the prompt. Always: whenever no prefill instance can.
-    OnPrefillLoss: only after a prefill instance failed the request. Never: answer 503 instead."""
+    """When a decode instance also computes the prompt. Always: whenever no prefill instance is
+    available. OnPrefillLoss: only after a prefill instance failed during the request. Never: the
+    gateway answers 503 instead."""
     late: Annotated[Late, Field(strict=False)] = Late.SERVE
-    """A request whose first token cannot come within slo.ttftMs any more, because of what waits
-    before it. Serve: it waits. Refuse: 429 at once with Retry-After. A tenant may say otherwise."""
+    """What happens to a request whose first token is predicted to miss slo.ttftMs because of the
+    queue. Serve: it is queued all the same. Refuse: it is answered with 429 and Retry-After at
+    once. A tenant's settings may override this."""
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Requests that wait for their first byte in one gateway; more are answered with 429."""
+    """Maximum number of requests in one gateway that wait for their first byte; further requests
+    are answered with 429."""
 
 
 class Rollout(Shape):
-    """How instances are replaced and added, in a cluster. A whole role's instances are counted."""
+    """How instances are replaced in a cluster. Limits apply to each role as a whole."""
 
     max_surge: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Instances of a role above the wanted number while they are replaced."""
+    """Maximum number of instances of a role above its replicas during a rollout."""
     max_unavailable: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Instances of a role that may be missing while they are replaced."""
+    """Maximum number of instances of a role that may be missing during a rollout."""
     pending_timeout_s: Annotated[int, Field(ge=10, le=86_400)] = 120
-    """Seconds after which an instance that no node has room for is given up; it is tried again when
-    nodes change, and now and then."""
+    """Seconds after which an instance that fits on no node is deleted. It is created again when
+    nodes change, and periodically."""
 
     rules = (
         Rule(
-            # The API server checks the default of `rollout`, which is empty, before it fills it in.
+            # The API server checks the empty default of `rollout` before it fills in defaults.
             cel="!has(self.maxSurge) || self.maxSurge + self.maxUnavailable > 0",
             holds=lambda r: r.max_surge + r.max_unavailable > 0,
             message="and maxUnavailable must not both be 0: nothing could be replaced",
@@ -178,41 +183,44 @@ class Tracing(Shape):
     """Where the gateway sends traces."""
 
     endpoint: Annotated[str, Field(max_length=1024, pattern=r"^https?://[^/ \n]+")]
-    """URL of an OpenTelemetry collector, such as http://collector.observability:4317 (gRPC)."""
+    """URL of an OpenTelemetry collector (gRPC), such as http://collector.observability:4317."""
     share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Of requests that bring no traceparent, those that are traced."""
+    """Share of requests without a traceparent header that are traced."""
 
 
 SecretName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
 
 
 class Gateway(Shape):
-    """The gateway's pods, in a cluster."""
+    """The gateway's pods in a cluster."""
 
     replicas: Annotated[int, Field(ge=1, le=100)] = 2
-    """Pods; each takes any request."""
+    """Number of gateway pods. Each of them can serve every request."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
-    """In each pod: they serve its port together and know of each other's load; each uses a core."""
+    """Processes in each gateway pod. They share its port and their load figures; each uses up to
+    one core."""
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Container image; absent: Cleave's own."""
+    """Container image of the gateway; absent: Cleave's own."""
     keys_secret: SecretName | None = None
-    """Secret whose entry `keys` has the API keys that are let in, one a line; absent: all are."""
+    """Name of a Secret whose entry `keys` lists the accepted API keys, one per line; absent:
+    requests need no key."""
     tls_secret: SecretName | None = None
-    """Secret of type kubernetes.io/tls: the Service then speaks HTTPS on port 443 instead of HTTP
-    on port 80; a renewed certificate is taken up. Absent: plain HTTP."""
+    """Name of a Secret of type kubernetes.io/tls. The Service then serves HTTPS on port 443 instead
+    of HTTP on port 80; a renewed certificate is loaded without a restart. Absent: plain HTTP."""
     tracing: Tracing | None = None
-    """Traces of requests, through prefill and hand-off to decode; absent: none."""
+    """Tracing of requests through prefill, KV transfer and decode; absent: no traces."""
     access_log: bool = False
-    """Whether each request is a line in the gateway's log, without anything that it says."""
+    """Whether the gateway logs a line for each request. Prompts and outputs are never logged."""
     endpoint_picker: bool = False
     """Whether the Service also offers an endpoint picker for InferencePools of the Gateway API
-    Inference Extension, on port 9002; the pool's endpoints are the gateway's pods."""
+    Inference Extension, on port 9002. The endpoints of the InferencePool are the gateway's pods."""
     endpoint_picker_tls_secret: SecretName | None = None
-    """Secret of type kubernetes.io/tls that the endpoint picker shows proxies; a renewed
-    certificate is taken up. Absent: it signs one of its own, which proxies do not check unless they
-    are told to."""
+    """Name of a Secret of type kubernetes.io/tls with the endpoint picker's certificate; a renewed
+    certificate is loaded without a restart. Absent: the picker uses a self-signed certificate,
+    which proxies accept unless they are configured to verify it."""
     endpoint_picker_plain: bool = False
-    """Whether the endpoint picker speaks gRPC without TLS, for proxies that are told so."""
+    """Whether the endpoint picker serves gRPC without TLS, for proxies that are configured for
+    it."""
 
     rules = (
         Rule(
@@ -232,37 +240,38 @@ class Gateway(Shape):
 
 
 class LLMDeploymentSpec(Shape):
-    """What is wanted."""
+    """Desired state of the deployment."""
 
     model: ModelField
-    """The model: its source as text, or an object."""
+    """The model to serve: its source as text, or an object."""
     slo: Slo
-    """Latency targets."""
+    """Latency targets that the planner and the gateway work towards."""
     workload: Workload | None = None
-    """Expected traffic; absent: nothing can be planned from it."""
+    """Expected traffic; absent: the planner has nothing to plan for."""
     planning: Planning = Planning()
-    """How the planner chooses."""
+    """How the planner chooses a plan."""
     placement: ManualPlacement | None = None
-    """Instances per role by hand; absent: planned."""
+    """Manual placement: the instances of each role; absent: they are planned."""
     routing: Routing = Routing()
-    """How the gateway sends requests to instances."""
+    """How the gateway routes requests to instances."""
     pools: Pools = Pools()
-    """How pools lend each other instances."""
+    """How the prefill and decode pools exchange instances while traffic changes."""
     engine: Engine = Engine()
-    """The engine of every instance."""
+    """The inference engine of every instance."""
     scaling: Scaling = Scaling()
-    """How many instances there are between two plans, in a cluster."""
+    """How the number of instances follows traffic between two plans, in a cluster."""
     template: Template = Template()
-    """Overrides for worker pods."""
+    """Overrides for the worker pods."""
     gateway: Gateway = Gateway()
-    """The gateway's pods, in a cluster."""
+    """The gateway's pods in a cluster."""
     rollout: Rollout = Rollout()
-    """How instances are replaced and added, in a cluster."""
+    """How instances are replaced in a cluster."""
     paused: bool = False
-    """Whether changes wait: nothing is planned, rolled out or scaled. Lost pods are replaced."""
+    """Whether changes wait: nothing is planned, rolled out or scaled. Lost pods are replaced all
+    the same."""
     deletion_policy: Annotated[DeletionPolicy, Field(strict=False)] = DeletionPolicy.DRAIN
-    """What happens to running requests when the deployment is deleted. Drain: they end first,
-    within template.drainTimeoutS. Immediate: they are cut."""
+    """What happens to running requests when the deployment is deleted. Drain: they are finished
+    first, within template.drainTimeoutS. Immediate: they are aborted."""
 
     rules = (
         Rule(
@@ -294,65 +303,66 @@ class LLMDeploymentSpec(Shape):
 
 
 class RoleStatus(Shape):
-    """Instances of one role."""
+    """The instances of one role."""
 
     role: Annotated[Role, Field(strict=False)]
-    """prefill, decode or mixed."""
+    """The role: prefill, decode or mixed."""
     replicas: Annotated[int, Field(ge=0)]
-    """Instances that exist."""
+    """Number of instances that exist."""
     ready: Annotated[int, Field(ge=0)]
-    """Instances that can take requests."""
+    """Number of instances that are ready to serve requests."""
     updated: Annotated[int, Field(ge=0)] = 0
-    """Instances that are as the spec wants them."""
+    """Number of instances of the present spec."""
 
 
 class LLMDeploymentStatus(Shape):
-    """What is."""
+    """Observed state of the deployment."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
-    """Generation of the spec that this status speaks of."""
+    """Generation of the spec that this status describes."""
     rolled_out_generation: Annotated[int, Field(ge=0)] | None = None
     """Generation of the spec that was last rolled out completely: all its instances and gateways
-    were ready, and none of an earlier spec were left. Absent: none was yet."""
+    were ready, and none of an earlier spec remained. Absent: no rollout has been completed yet."""
     conditions: Conditions = Field(default_factory=list)
     """Ready: requests are served, and the generation in observedGeneration is rolled out.
-    Available: requests are served, also by instances of an earlier generation. Progressing: a
-    plan is being made, a roll-out is under way, or instances start or end. Degraded: fewer
-    instances are ready than there should be, or something keeps failing. ScalingLimited: nodes have
-    no room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is
-    ready. GatewayReady: a gateway is ready. KVPathVerified: every ready instance has handed over KV
-    in a test. PlanReady: a plan, or what spec.placement states, is in force. PlanFeasible: the
-    latency targets can be met. PlanDrifted: traffic is not what was planned for. PredictionHolds:
-    instances are as fast as the plan predicts."""
+    Available: requests are served, possibly by instances of an earlier generation. Progressing: a
+    plan is being computed, a rollout is under way, or instances start or end. Degraded: fewer
+    instances are ready than desired, or something keeps failing. ScalingLimited: the nodes have no
+    room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is ready.
+    GatewayReady: a gateway is ready. KVPathVerified: every ready instance has transferred KV in a
+    self-test. PlanReady: a plan, or the placement in spec.placement, is in force. PlanFeasible: the
+    latency targets can be met. PlanDrifted: traffic differs from the planned traffic.
+    PredictionHolds: instances are as fast as the planner predicts."""
     model: str | None = None
-    """Name that clients ask for. A changed name is shown once it is rolled out."""
+    """Model name that clients request. A changed name appears once its rollout is complete."""
     plan: SelectedPlan | None = None
-    """The placement in force."""
+    """The plan or manual placement in force."""
     advice: SelectedPlan | None = None
-    """The plan that would be applied, with planning.mode or planning.replan.mode Advisory."""
+    """With planning.mode or planning.replan.mode Advisory: the plan that Auto would apply."""
     observed: SeenTraffic | None = None
-    """The traffic of late; absent: not known."""
+    """Recently observed traffic; absent: not known."""
     prediction: SeenPrediction | None = None
-    """What the planner predicts for it; absent: it has not been compared yet."""
+    """Latencies that the planner predicts for this traffic; absent: not compared yet."""
     correction: LatencyCorrection | None = None
-    """By what the planner's latency model is corrected, as was measured; absent: not at all."""
+    """Measured correction of the planner's latency model; absent: no correction."""
     basis: PlanBasis | None = None
-    """What the plan rests on instead of the spec; absent: on the spec."""
+    """Inputs of the plan that replace those of the spec; absent: the plan was made from the
+    spec."""
     plans: list[PastPlan] = Field(default_factory=list, max_length=10)
-    """What became of the last looks at whether the plan is still right, the latest first."""
+    """Results of the last reviews of the plan, the latest first."""
     roles: Annotated[list[RoleStatus], keyed_by("role")] = Field(default_factory=list)
-    """Instances, by role."""
+    """The instances of each role."""
     url: str | None = None
     """Base URL for OpenAI clients inside the cluster."""
 
 
 class LLMDeployment(Resource):
-    """Serves one large language model from prefill, decode and mixed instances."""
+    """An LLMDeployment serves one large language model with prefill, decode and mixed instances."""
 
     kind: Literal["LLMDeployment"] = "LLMDeployment"
     spec: LLMDeploymentSpec
-    """What is wanted."""
+    """Desired state of the deployment."""
     status: LLMDeploymentStatus | None = None
-    """What is."""
+    """Observed state of the deployment."""
 
     rules = (name_rule(40),)

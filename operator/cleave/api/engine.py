@@ -1,4 +1,4 @@
-"""The engine that runs a model, and overrides for its pods. Used by both resources."""
+"""The inference engine, and overrides for its pods. Part of both resources."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -28,7 +28,7 @@ RESERVED_FLAGS = (
     "--master-addr",
     "--headless",
 )
-"""Engine flags that Cleave sets itself, from other fields or while it runs."""
+"""Engine flags that Cleave sets itself, from other fields or at run time."""
 
 RESERVED_ENV = (
     "POD_IP",
@@ -49,19 +49,19 @@ def _cel_list(names: tuple[str, ...]) -> str:
 
 
 def _flag(arg: str) -> str:
-    """`--flag_name=value` as vLLM understands it: the flag alone, with hyphens."""
+    """Normalize `--flag_name=value` as vLLM does: the flag alone, with hyphens."""
     return arg.split("=")[0].replace("_", "-")
 
 
 class EngineType(StrEnum):
-    """Which program computes tokens."""
+    """The program that computes tokens."""
 
     VLLM = "vLLM"
     EMULATED = "Emulated"
 
 
 class Connector(StrEnum):
-    """What hands KV from prefill to decode engines."""
+    """The vLLM connector that transfers KV from prefill to decode engines."""
 
     NIXL = "Nixl"
     CLEAVE = "Cleave"
@@ -69,14 +69,14 @@ class Connector(StrEnum):
     def why_not(
         self, prefill: Parallelism, decode: Parallelism, kv_heads: int | None
     ) -> str | None:
-        """Why instances like `decode` cannot take KV from those like `prefill`; None: they can.
+        """Why instances like `decode` cannot read KV from those like `prefill`; None: they can.
 
         `kv_heads`: the KV heads that tensor parallelism splits; None: not known, or none are split
-        (MLA). vLLM's NixlConnector maps shards to whole shards, and stops with an assertion at the
-        first hand-off where neither tensor size divides the other, or where fewer GPUs read heads
-        that the prefill side keeps in copies (0.32: `nixl/base_worker.py`, `tp_ratio < 0 and
-        is_kv_replicated`). Cleave's goes by heads and layers, and takes any two sizes that the
-        model takes.
+        (MLA). vLLM's NixlConnector maps shards to whole shards. It fails with an assertion at the
+        first transfer where neither tensor size divides the other, or where fewer GPUs read heads
+        that the prefill side replicates (0.32: `nixl/base_worker.py`, `tp_ratio < 0 and
+        is_kv_replicated`). Cleave's maps heads and layers, and supports any two sizes that the
+        model supports.
         """
         few, many = sorted((prefill.tensor, decode.tensor))
         if self is Connector.CLEAVE:
@@ -97,7 +97,7 @@ class Connector(StrEnum):
 
 
 class Transfer(StrEnum):
-    """When KV goes to the decode engine."""
+    """When KV is transferred to the decode engine."""
 
     PULL = "Pull"
     PUSH = "Push"
@@ -107,7 +107,7 @@ class Transfer(StrEnum):
 
 
 class SecretKey(Shape):
-    """One entry of a Secret of the deployment's namespace."""
+    """One entry of a Secret in the deployment's namespace."""
 
     name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
     """Name of the Secret."""
@@ -116,10 +116,10 @@ class SecretKey(Shape):
 
 
 class EnvSource(Shape):
-    """Where the value of a variable comes from."""
+    """The source of a variable's value."""
 
     secret_key_ref: SecretKey
-    """An entry of a Secret."""
+    """The entry of a Secret that holds the value."""
 
 
 class EnvVar(Shape):
@@ -128,9 +128,9 @@ class EnvVar(Shape):
     name: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     """Name of the variable."""
     value: Text = ""
-    """Its value."""
+    """Value of the variable."""
     value_from: EnvSource | None = None
-    """A Secret with its value, for keys such as HF_TOKEN."""
+    """A Secret that holds the value, for credentials such as HF_TOKEN."""
 
     rules = (
         Rule(
@@ -143,40 +143,41 @@ class EnvVar(Shape):
 
 
 class Emulation(Shape):
-    """How fast the emulated engine is."""
+    """Settings of the emulated engine."""
 
     latency: Annotated[str, Field(min_length=1, max_length=1024)] = "distserve/opt-13b/tp1"
-    """Latency profile: source/model/parallelism, or a file of `cleave profile`, relative to the
-    manifest; in a cluster an absolute path inside the workers' image. It times every instance,
-    whatever its own size."""
+    """Latency profile: source/model/parallelism, or a file written by `cleave profile`, relative to
+    the manifest; in a cluster an absolute path inside the workers' image. The profile sets the
+    timing of every instance, whatever its parallelism."""
     time_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Factor on every duration; 0.1 runs ten times faster than the profile."""
+    """Factor on all durations; 0.1 runs ten times faster than the profile."""
 
 
 class Engine(Shape):
-    """The engine of every instance."""
+    """The inference engine of every instance."""
 
     type: Annotated[EngineType, Field(strict=False)] = EngineType.VLLM
-    """vLLM, or Emulated: vLLM's API with timings from a latency profile and no model."""
+    """vLLM, or Emulated: vLLM's API with timings from a latency profile, without a model."""
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Container image of the workers; absent: Cleave's own for this engine."""
     args: list[Text] = Field(default_factory=list, max_length=128)
-    """More command-line arguments for the engine."""
+    """Additional command-line arguments of the engine."""
     env: Annotated[list[EnvVar], keyed_by("name")] = Field(default_factory=list, max_length=128)
     """Environment variables of the workers."""
     connector: Annotated[Connector, Field(strict=False)] = Connector.NIXL
-    """What hands KV over with type vLLM: Nixl is vLLM's own, Cleave checks every hand-off and has
-    the prompt computed anew where anything differs."""
+    """The KV connector with type vLLM. Nixl is vLLM's own. Cleave verifies every transfer, and has
+    the prompt computed again where anything differs."""
     transfer: Annotated[Transfer, Field(strict=False)] = Transfer.PULL
-    """When connector Cleave moves KV. Pull: after the prefill, when the decode engine has room.
-    Else the decode engine is asked together with the prefill engine, where both can begin at once,
-    and takes the KV as it comes: Push in one piece, PerChunk and PerLayer while the rest is
-    computed. Auto: PerLayer for prompts so long that the plan expects a gain, Pull for others."""
+    """When connector Cleave transfers KV. Pull: after the prefill, when the decode engine has room.
+    With the other modes the decode engine receives the request together with the prefill engine, if
+    both can start at once. Push: the KV is sent in one piece; PerChunk and PerLayer: while the rest
+    is still being computed. Auto: PerLayer for prompts that are long enough for a gain according to
+    the plan, Pull for others."""
     emulated: Emulation | None = None
-    """Settings of the emulated engine."""
+    """Settings of the emulated engine, with type Emulated."""
     scheduling: Scheduling | None = None
-    """Order, admission and limits by the role that an instance has; absent: the engine's own. With
-    vLLM it takes the place of `--scheduler-cls`."""
+    """Prompt order, admission and batch limits by the instance's role; absent: the engine's own
+    scheduler. With vLLM this replaces `--scheduler-cls`."""
 
     rules = (
         Rule(
@@ -238,40 +239,40 @@ class Engine(Shape):
         return self.emulated or Emulation()
 
     def states(self, flag: str) -> bool:
-        """Whether `args` hold this flag, in any of the spellings that the engine takes."""
+        """Whether `args` contain this flag, in any spelling that the engine accepts."""
         return any(_flag(arg) == flag for arg in self.args)
 
     def value_of(self, flag: str) -> str | None:
-        """What follows the flag in `args`, the last time it is there; None: nothing does."""
-        found = None
-        for arg, following in zip(self.args, [*self.args[1:], None], strict=False):
+        """Return the value of the flag's last occurrence in `args`; None: it has none."""
+        value = None
+        for arg, next_arg in zip(self.args, [*self.args[1:], None], strict=False):
             if _flag(arg) == flag:
-                found = arg.partition("=")[2] if "=" in arg else following
-        return found
+                value = arg.partition("=")[2] if "=" in arg else next_arg
+        return value
 
 
 class Toleration(Shape):
-    """A taint that the workers may be scheduled onto, as in a pod."""
+    """A toleration of the worker pods, as in a pod spec."""
 
     key: Annotated[str, Field(max_length=317)] | None = None
     """Key of the taint; absent: every key."""
     operator: Literal["Exists", "Equal"] = "Equal"
-    """Exists, or Equal (the value counts)."""
+    """Exists: the value is ignored. Equal: the value must match."""
     value: Annotated[str, Field(max_length=63)] | None = None
     """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint; absent: every effect."""
     toleration_seconds: int | None = None
-    """How long a NoExecute taint is tolerated; absent: for ever."""
+    """Seconds for which a NoExecute taint is tolerated; absent: for ever."""
 
 
 class Resources(Shape):
-    """What one worker asks of its node; a resource named here replaces the default for it."""
+    """Resources of one worker container; each one named here replaces its default."""
 
     requests: dict[str, Quantity] = Field(default_factory=dict)
-    """Least amounts, by resource name; absent: the limit."""
+    """Requested amounts, by resource name; absent: equal to the limit."""
     limits: dict[str, Quantity] = Field(default_factory=dict)
-    """Most amounts, by resource name."""
+    """Maximum amounts, by resource name."""
 
 
 class DeletionPolicy(StrEnum):
@@ -282,16 +283,18 @@ class DeletionPolicy(StrEnum):
 
 
 class Template(Shape):
-    """Overrides for worker pods."""
+    """Overrides for the worker pods."""
 
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Labels that a node must have."""
     tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
-    """Taints that are tolerated."""
+    """Taints that the pods tolerate."""
     resources: Resources = Resources()
-    """Cores, memory and devices of one worker. A whole number of cores as limit gives it cores of
-    its own on nodes with the static CPU policy; a device such as rdma/ib opens InfiniBand."""
+    """CPU, memory and devices of one worker. A whole number of cores as limit gives it exclusive
+    cores on nodes with the static CPU manager policy; a device such as rdma/ib enables
+    InfiniBand."""
     runtime_class_name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
     """RuntimeClass of the pods, such as nvidia; absent: the node's default."""
     drain_timeout_s: Annotated[int, Field(ge=0, le=86_400)] = 600
-    """Seconds that running requests have to end when a worker is stopped; then they are cut."""
+    """Seconds that running requests may take to finish when a worker is stopped; then they are
+    aborted."""

@@ -1,7 +1,7 @@
-"""From what pydantic finds wrong to lines that a user reads.
+"""Converts validation errors of pydantic to messages for users.
 
-Called by cleave.api.manifest. What is hard: every fault is said in one line with the path of its
-field as it is written in YAML, and names that almost match are suggested.
+Called by cleave.api.manifest and the webhook. What is hard: each fault is one line with the path of
+its field as it is written in YAML, and similar names are suggested for unknown ones.
 """
 
 import re
@@ -19,12 +19,12 @@ _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,2}")
 
 
 def fault_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """`path: what is wrong`, one line per fault of a document that should have been a `root`."""
+    """Return one line `path: what is wrong` per fault of a document of type `root`."""
     return [line for detail in error.errors() for line in _fault(detail, root)]
 
 
 def shown(value: object) -> str:
-    """A value as a fault repeats it, cut where it is long."""
+    """Format a value for a message, truncated if it is long."""
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
@@ -34,8 +34,8 @@ def _fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
     if detail["type"] == RULES_BROKEN:
         rules: list[Rule] = context["rules"]
         for rule in rules:
-            place = _dotted((*path, *rule.field.split(".")) if rule.field else path)
-            yield f"{place}: {rule.message}" if place else rule.message
+            path_text = _dotted((*path, *rule.field.split(".")) if rule.field else path)
+            yield f"{path_text}: {rule.message}" if path_text else rule.message
         return
     yield f"{_dotted(path)}: {_sentence(detail, context, root)}"
 
@@ -82,19 +82,19 @@ def _sentence(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseM
 
 
 def _plain(bound: float) -> str:
-    """Without an exponent where it is a whole number."""
+    """Format a bound without an exponent if it is a whole number."""
     return f"{bound:,.0f}" if bound == round(bound) else f"{bound:g}"
 
 
 def _exponent(value: object) -> str:
-    """YAML 1.1 takes 1e9 for text, which surprises whoever wrote it."""
+    """Explain that YAML 1.1 reads numbers such as 1e9 as text."""
     if not (isinstance(value, str) and _WITH_EXPONENT.fullmatch(value)):
         return ""
-    return f"; YAML takes this for text: write {float(value):.15g}"
+    return f"; YAML reads this as text: write {float(value):.15g}"
 
 
 def _is_secret(path: Sequence[str | int]) -> bool:
-    """Whether the field may hold a key or a password, which no fault repeats."""
+    """Whether the field may hold a credential, which no message may repeat."""
     return "env" in path and path[-1] != "name"
 
 
@@ -105,8 +105,8 @@ def _choices(value: object, expected: str) -> str:
 
 def _unknown_field(path: Sequence[str | int], root: type[BaseModel]) -> str:
     names = _fields_at(path[:-1], root)
-    known = f"; known here: {', '.join(names)}" if names else ""
-    return f"unknown field{_suggestion(path[-1], names) or known}"
+    suggestions = f"; known here: {', '.join(names)}" if names else ""
+    return f"unknown field{_suggestion(path[-1], names) or suggestions}"
 
 
 def _suggestion(value: object, names: Sequence[str]) -> str:
@@ -128,7 +128,7 @@ def _fields_at(path: Sequence[str | int], root: type[BaseModel]) -> list[str]:
 
 
 def _model_in(annotation: object) -> type[BaseModel] | None:
-    """The model that a field's type is, or is a list or an option of."""
+    """The model in a field's type: the type itself, or an element or option of it."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_in, get_args(annotation))), None)

@@ -1,7 +1,7 @@
 """Reads LLMDeployments and cluster files from YAML. Called by the command line and by tests.
 
-What is hard: a user reads the faults, not a stack trace, so every fault of a file is found in one
-pass and said in one line with the path of its field.
+What is hard: users read faults instead of a stack trace, so all faults of a file are collected,
+each in one line with the path of its field.
 """
 
 import json
@@ -21,7 +21,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 class ManifestError(ValueError):
-    """The manifest is not usable."""
+    """The manifest cannot be used."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("\n".join(faults))
@@ -30,40 +30,40 @@ class ManifestError(ValueError):
 
 
 def load(source: str | Path) -> LLMDeployment:
-    """The one LLMDeployment that YAML text (str) or a file (Path) holds.
+    """Load the only LLMDeployment in YAML text (str) or a file (Path).
 
-    Raises ManifestError when there is none, more than one, or when it is faulty.
+    Raises ManifestError when there is none, more than one, or when it is invalid.
     """
-    found = load_all(source)
-    if len(found) > 1:
-        names = ", ".join(deployment.name for deployment in found)
-        raise ManifestError([f"holds {len(found)} LLMDeployments ({names}); one is wanted"])
-    return found[0]
+    deployments = load_all(source)
+    if len(deployments) > 1:
+        names = ", ".join(deployment.name for deployment in deployments)
+        raise ManifestError([f"holds {len(deployments)} LLMDeployments ({names}); one is expected"])
+    return deployments[0]
 
 
 def load_all(source: str | Path) -> list[LLMDeployment]:
-    """All LLMDeployments of YAML documents and of `kind: List` items, at least one.
+    """Load all LLMDeployments of YAML documents and of `kind: List` items, at least one.
 
     Raises ManifestError with every fault of every document.
     """
     documents = list(_items(_documents(source)))
     if not documents:
         raise ManifestError([f"{_label(source)} holds no {KIND}"])
-    found: list[LLMDeployment] = []
+    deployments: list[LLMDeployment] = []
     faults: list[str] = []
     for document in documents:
         try:
-            found.append(validate(document))
+            deployments.append(validate(document))
         except ManifestError as error:
             prefix = f"{_name(document)}: " if len(documents) > 1 else ""
             faults.extend(prefix + fault for fault in error.faults)
     if faults:
         raise ManifestError(faults)
-    return found
+    return deployments
 
 
 def validate(document: object) -> LLMDeployment:
-    """An LLMDeployment from decoded YAML or JSON. Raises ManifestError with every fault."""
+    """Parse an LLMDeployment from decoded YAML or JSON. Raises ManifestError with all faults."""
     if not isinstance(document, Mapping):
         raise ManifestError([f"must be an object with kind: {KIND} (got {shown(document)})"])
     if faults := list(_identity_faults(document)):
@@ -72,17 +72,17 @@ def validate(document: object) -> LLMDeployment:
 
 
 def load_cluster(source: str | Path) -> Cluster:
-    """The cluster that YAML text (str) or a file (Path) describes.
+    """Load the cluster from YAML text (str) or a file (Path).
 
-    Its profiles are made absolute, from the file's folder (text: the working directory). Raises
-    ManifestError with every fault. GPU names are looked up later, by cleave.perf.inventory.
+    Its profile paths are made absolute, from the file's folder (text: the working directory).
+    Raises ManifestError with all faults. GPU names are checked later, by cleave.perf.inventory.
     """
     documents = _documents(source)
     if not documents:
         raise ManifestError([f"{_label(source)} is empty; state nodes: [{{count: 1, gpu: ...}}]"])
     if len(documents) != 1:
         raise ManifestError(
-            [f"{_label(source)} holds {len(documents)} YAML documents; one cluster is wanted"]
+            [f"{_label(source)} holds {len(documents)} YAML documents; one cluster is expected"]
         )
     (document,) = documents
     if not isinstance(document, Mapping):
@@ -94,7 +94,7 @@ def load_cluster(source: str | Path) -> Cluster:
 
 def _as(model: type[_M], document: Mapping[Any, Any]) -> _M:
     try:
-        # By way of JSON: what YAML adds (dates, tuples as keys, cycles) is no part of a resource.
+        # Through JSON: YAML's dates, tuples as keys and cycles are not part of a resource.
         text = json.dumps(document, default=str)
     except (TypeError, ValueError, RecursionError) as error:
         reason = f"cannot be written as JSON: {error}"
@@ -117,29 +117,29 @@ def _documents(source: str | Path) -> list[object]:
         return [d for d in yaml.load_all(text, _Loader) if d is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{_label(source)}:{mark.line + 1}" if mark else _label(source)
-        raise ManifestError([f"{place}: {error.problem or error.context}"]) from error
+        location = f"{_label(source)}:{mark.line + 1}" if mark else _label(source)
+        raise ManifestError([f"{location}: {error.problem or error.context}"]) from error
     except yaml.YAMLError as error:
         raise ManifestError([f"{_label(source)}: {str(error).splitlines()[0]}"]) from error
     except RecursionError as error:
         raise ManifestError([f"{_label(source)}: is nested too deeply"]) from error
     except ValueError as error:
-        # Dates that do not exist, numbers without end: YAML's own types do not check these.
+        # YAML's own types raise this for impossible dates and endless numbers.
         raise ManifestError([f"{_label(source)}: {error}"]) from error
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key that is written twice is an error, not the last one's win."""
+    """Safe YAML loader that rejects duplicate keys, where the last one would win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[object] = set()
+        keys: set[object] = set()
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if key is not None and key != "<<" and key in seen:
+            if key is not None and key != "<<" and key in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} is written twice", key_node.start_mark
                 )
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -152,11 +152,11 @@ def _items(documents: Sequence[object]) -> Iterator[object]:
 
 
 def _identity_faults(document: Mapping[Any, Any]) -> Iterator[str]:
-    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+    for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
         if field not in document:
-            yield f"{field}: required; write {field}: {wanted}"
-        elif document[field] != wanted:
-            yield f"{field}: must be {wanted} (got {shown(document[field])})"
+            yield f"{field}: required; write {field}: {expected}"
+        elif document[field] != expected:
+            yield f"{field}: must be {expected} (got {shown(document[field])})"
 
 
 def _name(document: object) -> str:

@@ -1,4 +1,4 @@
-"""The model that is served, as a resource names it. Used by both resources."""
+"""The model to serve. Part of both resources."""
 
 import re
 from enum import StrEnum
@@ -33,7 +33,7 @@ def _checked_source(source: str) -> str:
 
 
 class Dtype(StrEnum):
-    """Number format of weights and KV cache; `auto` takes the checkpoint's own."""
+    """Number format of weights and KV cache; `auto` is the checkpoint's own."""
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
@@ -42,44 +42,44 @@ class Dtype(StrEnum):
 
 
 class HostPathCache(Shape):
-    """A folder of each node."""
+    """A folder on each node."""
 
     path: Annotated[str, Field(max_length=1024, pattern=r"^/[^:\n]+$")]
-    """Absolute path. For downloads it is made where it is absent, and user 1000, as whom workers
-    run, must be able to write there."""
+    """Absolute path. For downloads it is created if it does not exist, and must be writable for
+    user 1000, as whom workers run."""
 
 
 class ClaimCache(Shape):
-    """A PersistentVolumeClaim of the deployment's namespace."""
+    """A PersistentVolumeClaim in the deployment's namespace."""
 
     claim_name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
-    """Name of the claim. Workers on unlike nodes need the access mode ReadWriteMany, or
-    ReadOnlyMany together with readOnly."""
+    """Name of the claim. Workers on different nodes need the access mode ReadWriteMany, or
+    ReadOnlyMany with readOnly."""
     read_only: bool = False
-    """Whether workers only read: the model must be there."""
+    """Whether the volume is mounted read-only: the model must be in it already."""
 
 
 class ImageCache(Shape):
-    """An OCI image that holds the model's files at its root."""
+    """An OCI image with the model's files in its root folder."""
 
     reference: Annotated[str, Field(min_length=1, max_length=1024)]
-    """Name of the image, as in a container. Nodes need Kubernetes' image volumes."""
+    """Name of the image, as in a container. The nodes must support Kubernetes' image volumes."""
 
 
 class ModelCache(Shape):
-    """Where workers find the model's files instead of downloading them: one of three."""
+    """Where workers store or find the model's files: exactly one of three."""
 
     host_path: HostPathCache | None = None
-    """A folder of each node: it keeps downloads (HF_HOME), or is the folder that is the source."""
+    """A folder on each node: it stores downloads (HF_HOME), or holds the folder of model.source."""
     persistent_volume_claim: ClaimCache | None = None
-    """A volume: it keeps downloads (HF_HOME), or is the folder that is the source."""
+    """A volume: it stores downloads (HF_HOME), or holds the folder of model.source."""
     image: ImageCache | None = None
-    """An image volume with the model's files: they are loaded from it, read-only."""
+    """An image volume with the model's files, which are loaded from it read-only."""
 
     @model_validator(mode="after")
     def _be_one(self) -> Self:
-        stated = [name for name in _CACHES if getattr(self, name) is not None]
-        if len(stated) != 1:
+        given = [name for name in _CACHES if getattr(self, name) is not None]
+        if len(given) != 1:
             raise PydanticCustomError(
                 "one_cache",
                 "state exactly one of hostPath, persistentVolumeClaim and image",
@@ -90,9 +90,9 @@ class ModelCache(Shape):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """The schema, in which bounds on the number of fields say the same.
+        """Express the same rule by bounds on the number of fields.
 
-        The API server runs no CEL below `model`, which has no type.
+        The API server evaluates no CEL below `model`, which has no type.
         """
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
         handler.resolve_ref_schema(schema).update(minProperties=1, maxProperties=1)
@@ -100,25 +100,26 @@ class ModelCache(Shape):
 
 
 class Model(Shape):
-    """Which weights are served, and under which name."""
+    """The weights to serve, and the name under which clients request them."""
 
     source: Annotated[
         str,
         AfterValidator(_checked_source),
         Field(max_length=1024, json_schema_extra={"pattern": _SOURCE}),
     ]
-    """Hugging Face id (`org/name` or `hf://org/name`) or an absolute folder on every node."""
+    """Hugging Face id (`org/name` or `hf://org/name`), or an absolute path of a folder on every
+    node."""
     revision: Annotated[str, Field(max_length=256, pattern=_WORD)] | None = None
-    """Branch, tag or commit of a Hugging Face repository. The emulated engine reads no weights."""
+    """Branch, tag or commit of the Hugging Face repository. The emulated engine ignores it."""
     dtype: Annotated[Dtype, Field(strict=False)] | None = None
-    """Number format; absent: the engine decides."""
+    """Number format of weights and KV cache; absent: the engine decides."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Longest prompt plus output, in tokens; absent: the model's own limit."""
+    """Maximum length of prompt plus output in tokens; absent: the model's own limit."""
     served_name: Annotated[str, Field(max_length=256, pattern=_WORD)] | None = None
-    """Name that clients ask for; absent: the id, or the folder's last part."""
+    """Model name that clients request; absent: the Hugging Face id, or the folder's name."""
     cache: ModelCache | None = None
-    """Where workers find the model's files; absent: each pod downloads them, or finds the folder on
-    its node."""
+    """Where workers store or find the model's files; absent: each pod downloads them, or reads the
+    folder on its node."""
 
     @property
     def locator(self) -> str:
@@ -132,7 +133,7 @@ class Model(Shape):
 
     @property
     def name(self) -> str:
-        """The name that clients ask for."""
+        """The model name that clients request."""
         if self.served_name:
             return self.served_name
         return PurePosixPath(self.source).name if self.folder else self.locator
@@ -141,8 +142,8 @@ class Model(Shape):
 class _StringOrObject:
     """Schema of a field that is text or an object.
 
-    A structural schema has no such union: a node without a type must keep unknown fields. The
-    known ones are still checked by the API server, and listed by `kubectl explain`.
+    A structural schema has no such union: a node without a type must keep unknown fields. The API
+    server still checks the known ones, and `kubectl explain` lists them.
     """
 
     @classmethod
@@ -151,7 +152,7 @@ class _StringOrObject:
     ) -> dict[str, Any]:
         schema = {**handler.resolve_ref_schema(handler(core_schema))}
         del schema["type"], schema["additionalProperties"]
-        # The pattern is for text and the properties are for objects; each ignores the other.
+        # The pattern applies to text only, and the properties to objects only.
         return {**schema, "pattern": _SOURCE, "x-kubernetes-preserve-unknown-fields": True}
 
 

@@ -1,7 +1,6 @@
-"""What was seen of a deployment's traffic, and what became of its plans. Parts of its status.
+"""Observed traffic of a deployment, and what replanning derived from it: parts of its status.
 
-Written by `cleave.controller.loop`, which also reads it back: an operator that starts anew goes on
-from what is told here.
+Written by `cleave.controller.loop`, which also reads it: a restarted operator continues from here.
 """
 
 from datetime import datetime
@@ -17,84 +16,85 @@ Factor = Annotated[float, Field(ge=0.1, le=10)]
 
 
 class SeenLengths(Shape):
-    """Of prompts or outputs, in tokens."""
+    """Observed prompt or output lengths in tokens."""
 
     mean: NonNegative
-    """Mean."""
+    """Mean length in tokens."""
     p90: NonNegative | None = None
-    """90th percentile; absent: not known."""
+    """90th percentile of the lengths; absent: not known."""
 
 
 class SeenTraffic(Shape):
-    """The traffic of the last minutes, as the gateways counted it."""
+    """Traffic of the last minutes, as counted by the gateways."""
 
     at: Annotated[datetime, Field(strict=False)]
-    """When this was written."""
+    """Time at which this was written."""
     window_s: NonNegative
-    """Seconds that it speaks of."""
+    """Length of the observed window in seconds."""
     rate: NonNegative
     """Requests per second."""
     prompt_tokens: SeenLengths | None = None
-    """Prompt lengths; absent: no request ended."""
+    """Prompt lengths; absent: no request ended in the window."""
     output_tokens: SeenLengths | None = None
-    """Output lengths; absent: no request ended."""
+    """Output lengths; absent: no request ended in the window."""
     attainment: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of requests that met both targets; absent: none was judged."""
+    """Share of requests that met both latency targets; absent: none was measured."""
     ttft_ms: LatencyPercentiles | None = None
-    """Time to first token; absent: no stream began."""
+    """Time to first token in milliseconds; absent: no stream began in the window."""
     tpot_ms: LatencyPercentiles | None = None
-    """Time per output token after the first; absent: no stream ended."""
+    """Time per output token after the first, in milliseconds; absent: no stream ended."""
 
 
 class SeenPrediction(Shape):
-    """What the planner predicts for what runs, at the traffic that was seen."""
+    """Latencies that the planner predicts for the running plan with the observed traffic."""
 
     at: Annotated[datetime, Field(strict=False)]
-    """When it was compared."""
+    """Time of the comparison with observed latencies."""
     attainment: Annotated[float, Field(ge=0, le=1)]
-    """Share of requests that meet both targets."""
+    """Predicted share of requests that meet both latency targets."""
     ttft_ms: LatencyPercentiles | None = None
-    """Time to first token; absent: too little was seen to compare."""
+    """Predicted time to first token; absent: too few requests for a comparison."""
     tpot_ms: LatencyPercentiles | None = None
-    """Time per output token after the first; absent: too little was seen to compare."""
+    """Predicted time per output token; absent: too few requests for a comparison."""
     error: NonNegative | None = None
-    """Largest difference from what was seen, as a share of that; absent: nothing to compare."""
+    """Largest relative difference between predicted and observed figures; absent: not compared."""
 
 
 class LatencyCorrection(Shape):
-    """By what the passes are multiplied that the planner takes from its latency model."""
+    """Factors by which the planner multiplies the iteration times of its latency model."""
 
     prefill: Factor = 1.0
-    """Passes that compute prompts."""
+    """Factor on iterations that compute prompts."""
     decode: Factor = 1.0
-    """Passes that generate tokens."""
+    """Factor on iterations that generate tokens."""
     num_requests: Annotated[int, Field(ge=0)] = 0
-    """Requests that it rests on."""
+    """Number of requests that the factors were measured with."""
     of: str
-    """Digest of model, engine and kinds of GPU: for others it says nothing."""
+    """Hash of model, engine and kinds of GPU; the correction is valid for these only."""
 
 
 class PlanBasis(Shape):
-    """What the plan rests on instead of what the spec states."""
+    """Inputs of the plan that replace those of the spec."""
 
     workload: Workload
-    """The traffic that it was made for, fitted to what was seen."""
+    """Traffic that the plan was made for, fitted to the observed traffic."""
     correction: LatencyCorrection | None = None
-    """That of the latency model which it was made with; absent: none."""
+    """Correction of the latency model that the plan was made with; absent: none."""
     of: str
-    """Digest of the traffic that the spec states: when that changes, it is planned for."""
+    """Hash of the spec's workload: when that changes, the plan is made from the spec again."""
 
 
 class PastPlan(Shape):
-    """What came of a look at whether the plan is still right."""
+    """Result of one review of the plan."""
 
     at: Annotated[datetime, Field(strict=False)]
-    """When."""
+    """Time of the review."""
     verdict: str
-    """Applied, Proposed or Corrected."""
+    """Applied: the new plan was applied. Proposed: it was proposed only. Corrected: the latency
+    model was corrected."""
     reason: str
-    """Why."""
+    """Why the review had this result."""
     pools: list[ManualPool] = Field(default_factory=list, max_length=3)
-    """Instances of the plan, by role; absent: there was none."""
+    """Instances of the new plan, by role; absent: there was none."""
     left: list[ManualPool] = Field(default_factory=list, max_length=3)
-    """Instances of the plan that it took the place of; absent: of none."""
+    """Instances of the plan that was replaced, by role; absent: none was."""

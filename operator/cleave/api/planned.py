@@ -1,7 +1,7 @@
-"""Instances per role, by hand or planned, and what a plan is expected to do.
+"""Instances per role, manual or planned, and the predicted performance of a plan.
 
 Parts of LLMDeployment. Written by `cleave.pods` and `cleave plan`; figures are absent where nothing
-predicted them.
+was predicted.
 """
 
 from typing import Annotated
@@ -15,46 +15,49 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class ManualPool(Shape):
-    """Instances of one role, by hand or planned."""
+    """The instances of one role, manual or planned."""
 
     role: Annotated[Role, Field(strict=False)]
-    """prefill, decode or mixed."""
+    """The role: prefill, decode or mixed."""
     replicas: Annotated[int, Field(ge=1, le=10000)] = 1
-    """Instances of this role."""
+    """Number of instances of this role."""
     parallelism: Parallelism = Parallelism()
-    """How one instance is spread over GPUs."""
+    """How one instance is distributed over GPUs."""
     gpu: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Kind of GPU, by its name in the catalogue, the cluster file or the node's label
-    nvidia.com/gpu.product; absent: whatever the nodes have. Emulated engines run anywhere."""
+    """Kind of GPU: its name in the catalogue or the cluster file, or the value of the node label
+    nvidia.com/gpu.product. Absent: any kind. Emulated engines run on any node."""
     per_cell: Annotated[int, Field(ge=1, le=128)] | None = None
-    """Instances of this role in a cell, whose prefill and decode instances have the same pipeline
-    stage in one node or NVLink domain (DistServe's Algorithm 2); absent: they may be anywhere."""
+    """Instances of this role in one cell. A cell is a co-location group: its prefill and decode
+    instances have equal pipeline stages in the same node or NVLink domain (DistServe's Algorithm
+    2). Absent: instances may be placed anywhere."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Most requests in one pass; absent, or stated in engine.args: what the engine does then."""
+    """Maximum number of requests in one engine iteration; absent: the engine's default. The same
+    flag in engine.args takes precedence."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """Most tokens in one pass; absent, or stated in engine.args: what the engine does then."""
+    """Maximum number of tokens in one engine iteration; absent: the engine's default. The same flag
+    in engine.args takes precedence."""
 
     rules = (
         Rule(
             cel="!has(self.perCell) || self.replicas % self.perCell == 0",
             holds=lambda p: p.per_cell is None or p.replicas % p.per_cell == 0,
-            message="must divide replicas: there are whole cells only",
+            message="must divide replicas: a cell cannot be incomplete",
             field="perCell",
         ),
         Rule(
             cel="!has(self.perCell) || self.role != 'mixed'",
             holds=lambda p: p.per_cell is None or p.role is not Role.MIXED,
-            message="has no effect on mixed instances, which hand nothing over; remove it",
+            message="has no effect on mixed instances, which transfer no KV; remove it",
             field="perCell",
         ),
     )
 
 
 class LatencyPercentiles(Shape):
-    """Of one latency over all requests, in milliseconds; absent: those requests never end."""
+    """Percentiles of a latency in milliseconds; absent: so many requests never finish."""
 
     p50: NonNegative | None = None
-    """Median."""
+    """50th percentile (median)."""
     p90: NonNegative | None = None
     """90th percentile."""
     p99: NonNegative | None = None
@@ -62,32 +65,32 @@ class LatencyPercentiles(Shape):
 
 
 class Predicted(Shape):
-    """What the planner's simulation says; latencies and attainment are at the asked rate."""
+    """Simulated performance; latencies and attainment are at the planned rate."""
 
     goodput: NonNegative
-    """Highest rate (requests per second) at which the latency targets hold."""
+    """Highest rate, in requests per second, at which the latency targets are met."""
     goodput_low: NonNegative
     """Lower end of the 95 % confidence interval of goodput."""
     goodput_high: NonNegative
-    """Upper end of the same."""
+    """Upper end of the 95 % confidence interval of goodput."""
     goodput_per_gpu: NonNegative
-    """Goodput by GPU."""
+    """Goodput divided by the number of GPUs."""
     attainment: Annotated[float, Field(ge=0, le=1)]
-    """Share of requests that meet both targets."""
+    """Share of requests that meet both latency targets."""
     ttft_ms: LatencyPercentiles
-    """Time to first token."""
+    """Time to first token in milliseconds."""
     tpot_ms: LatencyPercentiles
-    """Time per output token after the first."""
+    """Time per output token after the first, in milliseconds."""
     cost_per_hour: NonNegative
-    """Price of all GPUs for an hour."""
+    """Price of all GPUs for one hour."""
     power_watts: NonNegative
-    """Provisioned power of all GPUs."""
+    """Provisioned power of all GPUs in watts."""
     trust: str
-    """Where the latencies come from, and how wrong they have been."""
+    """Source of the latencies, and how large their errors have been."""
 
 
 class PlanGrowth(Shape):
-    """How many workers a rate needs: a line through simulated counts (Aladdin, Eq. 7).
+    """Workers that a rate needs: a line through simulated counts (Aladdin, Eq. 7).
 
     A worker is the smallest part of the plan with its proportion of roles.
     """
@@ -95,51 +98,53 @@ class PlanGrowth(Shape):
     workers: Annotated[int, Field(ge=1)]
     """Workers of the plan as it is."""
     per_rate: NonNegative
-    """Workers for each request per second."""
+    """Workers per request per second: the slope of the line."""
     base: float
-    """Added to that, before it is rounded up."""
+    """Workers at rate 0: the intercept of the line, before the sum is rounded up."""
     lowest_rate: NonNegative
-    """Requests per second below which the lengths of a minute's requests are too unlike."""
+    """Rate, in requests per second, below which a minute has too few requests for typical
+    lengths."""
 
 
 class PlanOption(Shape):
-    """One way to serve the deployment."""
+    """An alternative plan."""
 
     pools: list[ManualPool] = Field(default_factory=list, max_length=3)
-    """Instances, by role."""
+    """Instances of each role."""
     gpus: Annotated[int, Field(ge=0)]
     """GPUs of all instances."""
     algorithm: str = ""
-    """How it was found."""
+    """Algorithm that found the plan."""
     predicted: Predicted | None = None
-    """What it is expected to do; absent: nothing was predicted."""
+    """Predicted performance; absent: nothing was predicted."""
 
 
 class SelectedPlan(Shape):
-    """The placement in force."""
+    """The plan or manual placement in force."""
 
     revision: str
-    """Identifies engine and model; instances of unlike revisions never work together."""
+    """Hash of engine and model; instances of different revisions never work together."""
     reason: str
-    """Why this placement."""
+    """Why this placement was chosen."""
     gpus: Annotated[int, Field(ge=0)]
     """GPUs of all instances."""
     pools: list[ManualPool] = Field(default_factory=list, max_length=3)
-    """Instances, by role."""
+    """Instances of each role."""
     algorithm: str = ""
-    """How it was found; empty: stated by hand, or not planned."""
+    """Algorithm that found the plan; empty: the placement is manual, or was not planned."""
     inputs: str | None = None
-    """Digest of what was planned from: as long as it stays, the plan does."""
+    """Hash of the inputs of the plan: the plan stays as long as the hash does."""
     verdict: str | None = None
     """Disaggregate or Colocate; absent: not planned."""
     whole_below_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Prompts up to so many tokens are computed by the instance that decodes them while all prefill
-    instances are busy; absent: none."""
+    """Prompts of up to this many tokens are computed by their decode instance while all prefill
+    instances are busy; absent: none are."""
     ahead_from_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Prompts from so many tokens on gain by a transfer while they are computed; absent: none."""
+    """Prompts of at least this many tokens gain from a KV transfer during their prefill; absent:
+    none do."""
     predicted: Predicted | None = None
-    """What it is expected to do; absent: nothing was predicted."""
+    """Predicted performance; absent: nothing was predicted."""
     growth: PlanGrowth | None = None
-    """How it grows with its traffic; absent: spec.scaling.roles does not ask for it."""
+    """How the plan scales with its traffic; absent: spec.scaling.roles is empty."""
     alternatives: list[PlanOption] = Field(default_factory=list, max_length=3)
-    """The next best plans, best first."""
+    """The next best plans, the best first."""

@@ -1,4 +1,4 @@
-"""What a plan is to optimise, and within which limits."""
+"""What a plan optimizes, and within which limits."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -9,7 +9,7 @@ from cleave.api.shape import Shape, keyed_by
 
 
 class Mode(StrEnum):
-    """What becomes of plans."""
+    """Whether plans are applied."""
 
     AUTO = "Auto"
     ADVISORY = "Advisory"
@@ -17,11 +17,11 @@ class Mode(StrEnum):
 
 
 class Objective(StrEnum):
-    """What the best plan has most of."""
+    """What the best plan maximizes."""
 
     GOODPUT_PER_GPU = "GoodputPerGPU"
     COST = "Cost"
-    """Goodput per price of an hour."""
+    """Goodput per price of one hour."""
     POWER = "Power"
     """Goodput per provisioned watt."""
 
@@ -35,7 +35,7 @@ class Affinity(StrEnum):
 
 
 class Disaggregation(StrEnum):
-    """Whether prefill and decode may, must or must not be separate."""
+    """Whether prefill and decode may, must or must not run on separate instances."""
 
     AUTO = "Auto"
     ALWAYS = "Always"
@@ -43,7 +43,7 @@ class Disaggregation(StrEnum):
 
 
 class Replanning(StrEnum):
-    """Whether plans follow traffic."""
+    """Whether plans are revised when traffic changes."""
 
     OFF = "Off"
     ADVISORY = "Advisory"
@@ -51,52 +51,55 @@ class Replanning(StrEnum):
 
 
 class Replan(Shape):
-    """Plans while traffic moves away from what they were made for."""
+    """How plans are revised when traffic differs from the planned traffic."""
 
     mode: Annotated[Replanning, Field(strict=False)] = Replanning.AUTO
-    """Auto: another plan is applied where it pays, as far as planning.mode is Auto; what is placed
-    by hand stays. Advisory: it is only told, by Events and in status.advice. Off: traffic is not
-    watched, and what was planned once stays."""
+    """Auto: another plan is applied when it is better by minGain, provided that planning.mode is
+    Auto; manual placements stay. Advisory: the other plan is only reported, by Events and in
+    status.advice. Off: traffic is not observed, and the first plan stays."""
     interval_s: Annotated[int, Field(ge=10, le=86_400)] = 300
-    """Seconds between two looks at whether the plan is still right, and at least so long from one
-    plan to the next."""
+    """Seconds between two reviews of the plan, and the minimum time between two plans."""
     min_gain: Annotated[float, Field(ge=0, le=10)] = 0.1
-    """Least gain for which instances are changed: requests within both targets, or GPUs saved, as a
-    share of what there is."""
+    """Minimum gain for which instances are changed: requests that meet both targets, or GPUs saved,
+    as a share of the present number."""
     drift_threshold: Annotated[float, Field(gt=0, le=10)] = 0.3
-    """Largest error of the planner's prediction for what runs, as a share of what was seen, with
-    which it is trusted to change it; above, its latency model is corrected first."""
+    """Largest relative error of the planner's prediction for the running plan with which it may
+    change that plan. With a larger error its latency model is corrected first."""
 
 
 class GpuChoice(Shape):
-    """One kind of GPU that the plan may use."""
+    """A kind of GPU that the plan may use."""
 
     type: Annotated[str, Field(min_length=1, max_length=128)]
-    """Name in the catalogue or in the cluster's own list."""
+    """Name of the GPU in the catalogue or in the cluster's own list."""
     max: Annotated[int, Field(ge=1)] | None = None
-    """Most GPUs of this kind; absent: all there are."""
+    """Maximum number of GPUs of this kind; absent: all in the cluster."""
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
-    """Price of one GPU for an hour, in any currency; absent: the catalogue's."""
+    """Price of one GPU for one hour, in any currency; absent: the catalogue's price."""
     power_cap_watts: Annotated[float, Field(gt=0)] | None = None
-    """Power limit of one GPU; prefill slows down under it."""
+    """Power limit of one GPU in watts, with which prefill is slower."""
 
 
 class Planning(Shape):
-    """How the planner chooses."""
+    """How the planner chooses a plan."""
 
     mode: Annotated[Mode, Field(strict=False)] = Mode.AUTO
-    """Auto: the best plan is applied; a placement by hand comes before it. Advisory: it is only
-    told in status.advice, and what runs stays. Manual: spec.placement is all there is."""
+    """Auto: the best plan is applied, unless spec.placement gives a manual one. Advisory: the plan
+    is only reported in status.advice, and instances stay as they are. Manual: nothing is planned;
+    spec.placement applies."""
     objective: Annotated[Objective, Field(strict=False)] = Objective.GOODPUT_PER_GPU
-    """GoodputPerGPU, Cost (requests per price) or Power (requests per watt)."""
+    """What the plan maximizes: GoodputPerGPU (requests per GPU), Cost (requests per price) or Power
+    (requests per watt)."""
     affinity: Annotated[Affinity, Field(strict=False)] = Affinity.AUTO
-    """High: prefill and decode anywhere (DistServe's Algorithm 1). Low: the same pipeline stage of
-    both in one node (Algorithm 2). Auto: what the network between nodes allows."""
+    """High: prefill and decode instances are placed anywhere (DistServe's Algorithm 1). Low: their
+    equal pipeline stages share a node (Algorithm 2). Auto: what the network between nodes
+    allows."""
     disaggregation: Annotated[Disaggregation, Field(strict=False)] = Disaggregation.AUTO
-    """Auto: where it pays. Always, Never: without asking."""
+    """Auto: prefill and decode are separated when the plan is better for it. Always, Never: in any
+    case."""
     max_gpus: Annotated[int | None, Field(ge=1, alias="maxGPUs")] = None
-    """Most GPUs of the whole deployment; absent: all of the cluster."""
+    """Maximum number of GPUs of the deployment; absent: all in the cluster."""
     gpus: Annotated[list[GpuChoice], keyed_by("type")] = Field(default_factory=list, max_length=16)
-    """Kinds of GPU that may be used; absent: every kind in the cluster."""
+    """Kinds of GPU that the plan may use; absent: every kind in the cluster."""
     replan: Replan = Replan()
-    """How plans follow traffic, in a cluster."""
+    """How plans are revised when traffic changes, in a cluster."""

@@ -1,6 +1,6 @@
-"""InstancePool: the instances of one role of a deployment. Made by `cleave.pods`, read by it too.
+"""InstancePool: the instances of one role of a deployment. Created and read by `cleave.pods`.
 
-One pool per role, because `/scale` carries a single number.
+There is one pool per role, because the `/scale` subresource carries a single number.
 """
 
 from datetime import datetime
@@ -19,7 +19,7 @@ KIND = "InstancePool"
 
 
 class ReplicasOwner(StrEnum):
-    """Who decides how many instances a pool has."""
+    """Who sets the number of instances of a pool."""
 
     PLAN = "Plan"
     MANUAL = "Manual"
@@ -27,63 +27,65 @@ class ReplicasOwner(StrEnum):
 
 
 class PoolRollout(Shape):
-    """Instances to keep at this moment of a roll-out."""
+    """Instances to keep at the present step of a rollout."""
 
     new: Annotated[int, Field(ge=0, le=20_000)]
-    """Of the pool's revision."""
+    """Instances to keep of the pool's revision."""
     old: Annotated[int, Field(ge=0, le=20_000)]
-    """Of other revisions."""
+    """Instances to keep of other revisions."""
     older: dict[str, Annotated[int, Field(ge=0, le=20_000)]] = Field(default_factory=dict)
-    """The same by revision; absent: whichever."""
+    """Instances to keep of each other revision; absent: of any."""
 
 
 class Colocation(Shape):
     """Which instances share a node or NVLink domain (DistServe's Algorithm 2)."""
 
     per_cell: Annotated[int, Field(ge=1, le=128)]
-    """Instances of this pool in one cell. Equal pipeline stages of all prefill and decode instances
-    of a cell lie in one domain; as many cells of the plan as fit a node are one here."""
+    """Instances of this pool in one cell, a co-location group: equal pipeline stages of all its
+    prefill and decode instances share one domain. If several cells of the plan fit a node, they
+    form one cell here."""
     topology_key: Annotated[str, Field(min_length=1, max_length=317)] = "kubernetes.io/hostname"
-    """Label of nodes whose value names the domain."""
+    """Node label whose value identifies the domain."""
     exclusive: bool = False
-    """Whether no two cells may share a domain: each fills one."""
+    """Whether each cell has a domain of its own."""
 
 
 class InstancePoolSpec(Shape):
-    """What is wanted."""
+    """Desired state of the pool."""
 
     deployment: Annotated[str, Field(max_length=40, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
-    """The LLMDeployment that this pool belongs to."""
+    """Name of the LLMDeployment that this pool belongs to."""
     role: Annotated[Role, Field(strict=False)]
-    """What its instances serve."""
+    """Role of the instances: prefill, decode or mixed."""
     replicas: Annotated[int, Field(ge=0, le=10000)] = 1
-    """Instances."""
+    """Desired number of instances."""
     owner: Annotated[ReplicasOwner, Field(strict=False)] = ReplicasOwner.PLAN
-    """Who owns `replicas`. Plan: the deployment, whose plan overwrites what else is set. Manual
-    (`kubectl scale`) and Autoscaler: the deployment leaves it alone."""
+    """Who sets `replicas`. Plan: the deployment, which overwrites other values with the plan's.
+    Manual (`kubectl scale`) and Autoscaler: the deployment does not change it."""
     rollout: PoolRollout | None = None
-    """Instances to keep now, by revision; the deployment writes it, so that roles move together.
-    Absent: the pool replaces its instances one by one."""
+    """Instances to keep now, by revision. The deployment writes it, so that all roles are replaced
+    in step. Absent: the pool replaces its instances one by one."""
     parallelism: Parallelism = Parallelism()
-    """How one instance is spread over GPUs."""
+    """How one instance is distributed over GPUs."""
     nodes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Nodes that one instance is spread over, with a pod on each."""
+    """Nodes that one instance spans, with one pod on each."""
     colocation: Colocation | None = None
-    """Which instances share a node or NVLink domain; absent: they may be anywhere."""
+    """Which instances share a node or NVLink domain; absent: they may be placed anywhere."""
     gpu: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Kind of GPU; absent: whatever the nodes have."""
+    """Kind of GPU; absent: any kind."""
     revision: Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]+$")]
-    """Identifies engine and model; instances of unlike revisions never work together."""
+    """Hash of engine and model; instances of different revisions never work together."""
     model: ModelField
-    """The model: its source as text, or an object."""
+    """The model to serve: its source as text, or an object."""
     engine: Engine = Engine()
-    """The engine of every instance."""
+    """The inference engine of every instance."""
     template: Template = Template()
-    """Overrides for worker pods."""
+    """Overrides for the worker pods."""
     pending_timeout_s: Annotated[int, Field(ge=10, le=86_400)] = 120
-    """Seconds after which an instance that no node has room for is given up."""
+    """Seconds after which an instance that fits on no node is deleted."""
     deletion_policy: Annotated[DeletionPolicy, Field(strict=False)] = DeletionPolicy.DRAIN
-    """Drain: running requests end first when the pool is deleted. Immediate: they are cut."""
+    """What happens to running requests when the pool is deleted. Drain: they are finished first.
+    Immediate: they are aborted."""
 
     rules = (
         Rule(
@@ -96,51 +98,51 @@ class InstancePoolSpec(Shape):
 
 
 class Trial(Shape):
-    """The last trial to have more instances than nodes have room for."""
+    """The last attempt to have more instances than the nodes have room for."""
 
     fits: Annotated[int, Field(ge=0)]
-    """Instances that there was room for."""
+    """Number of instances that fitted."""
     attempts: Annotated[int, Field(ge=0)]
-    """How often in a row it failed, with these nodes."""
+    """Consecutive failed attempts with these nodes."""
     again_at: Annotated[datetime, Field(strict=False)]
-    """When the next one begins, unless nodes change before."""
+    """Time of the next attempt; it is made earlier when nodes change."""
     nodes: str
-    """Digest of what nodes offered."""
+    """Hash of what the nodes offered."""
     reason: str
-    """What the scheduler said."""
+    """Message of the scheduler."""
 
 
 class InstancePoolStatus(Shape):
-    """What is."""
+    """Observed state of the pool."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
-    """Generation of the spec that this status speaks of."""
+    """Generation of the spec that this status describes."""
     replicas: Annotated[int, Field(ge=0)] = 0
-    """Instances that exist."""
+    """Number of instances that exist."""
     ready: Annotated[int, Field(ge=0)] = 0
-    """Instances that are ready."""
+    """Number of instances that are ready."""
     serving: Annotated[int, Field(ge=0)] = 0
-    """Instances that take requests of this role now."""
+    """Number of instances that receive requests of this role now."""
     updated: Annotated[int, Field(ge=0)] = 0
-    """Instances that are as the spec wants them."""
+    """Number of instances of the present spec."""
     selector: str | None = None
-    """Label selector of its pods, for autoscalers."""
+    """Label selector of the pool's pods, for autoscalers."""
     trial: Trial | None = None
-    """Why there are fewer instances than wanted; absent: nodes have room for all."""
+    """Why there are fewer instances than desired; absent: nodes have room for all."""
     conditions: Conditions = Field(default_factory=list)
-    """Ready: all instances are ready, as the generation in observedGeneration asks for them, and
-    none of an earlier spec are left. ScalingLimited: nodes have no room for all instances.
-    Progressing: instances are added, replaced or removed. Degraded: instances are missing, or one
-    keeps failing."""
+    """Ready: all instances of the generation in observedGeneration are ready, and none of an
+    earlier spec remain. ScalingLimited: the nodes have no room for all instances. Progressing:
+    instances are added, replaced or removed. Degraded: instances are missing, or one keeps
+    failing."""
 
 
 class InstancePool(Resource):
-    """The instances of one role of an LLMDeployment."""
+    """An InstancePool holds the instances of one role of an LLMDeployment."""
 
     kind: Literal["InstancePool"] = "InstancePool"
     spec: InstancePoolSpec
-    """What is wanted."""
+    """Desired state of the pool."""
     status: InstancePoolStatus | None = None
-    """What is."""
+    """Observed state of the pool."""
 
     rules = (name_rule(48),)

@@ -1,4 +1,4 @@
-"""How pools lend each other instances: part of the LLMDeployment."""
+"""How the prefill and decode pools exchange instances: part of the LLMDeployment."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -9,7 +9,7 @@ from cleave.api.shape import Shape
 
 
 class Flipping(StrEnum):
-    """Whether instances change roles as traffic does."""
+    """Whether instances change roles when traffic changes."""
 
     OFF = "Off"
     ADVISORY = "Advisory"
@@ -17,14 +17,15 @@ class Flipping(StrEnum):
 
 
 class Pools(Shape):
-    """Prefill and decode pools, while traffic moves. Mixed pools are left as they are."""
+    """How the prefill and decode pools exchange instances; mixed pools stay as they are."""
 
     flipping: Annotated[Flipping, Field(strict=False)] = Flipping.AUTO
-    """Auto: while prompts wait until little is left of slo.ttftMs, or decode instances are full, an
-    instance of the other pool serves both; it goes home when it is calm. No instance restarts
-    and no request is moved. Advisory: the gateway logs and counts what Auto would do. Off: nobody
-    is lent, and who is comes home within minutes."""
+    """Auto: when queued prompts are about to miss slo.ttftMs, or decode instances are full, an
+    instance of the other pool serves both roles; it returns to its own role when the load has
+    fallen. No instance restarts and no request is moved. Advisory: the gateway logs and counts the
+    changes that Auto would make. Off: no instance changes its role, and those that have return
+    within minutes."""
     min_prefill: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Prefill instances that never do anything else."""
+    """Minimum number of prefill instances that always keep their role."""
     min_decode: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Decode instances that never do anything else."""
+    """Minimum number of decode instances that always keep their role."""

@@ -1,4 +1,4 @@
-"""Kubernetes quantities ("500m", "6Gi", 2) as a field type. Used by pod overrides."""
+"""Kubernetes quantities ("500m", "6Gi", 2) as a field type. Used by the pod overrides."""
 
 import re
 from typing import Annotated
@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 PATTERN = r"^([0-9]+|[0-9]*\.[0-9]+|[0-9]+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?$"
-"""Quantities that are not negative."""
+"""Matches quantities that are not negative."""
 
 
 def _checked(value: object) -> str:
@@ -30,4 +30,4 @@ Quantity = Annotated[
         }
     ),
 ]
-"""A quantity; whole numbers become text."""
+"""A quantity; whole numbers are converted to text."""

@@ -1,4 +1,4 @@
-"""What both resources have in common: version, metadata and conditions."""
+"""What both resources have in common: API version, metadata and conditions."""
 
 import re
 from datetime import datetime
@@ -13,13 +13,13 @@ VERSION = "v1alpha1"
 API_VERSION = "cleave.dev/v1alpha1"
 
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-"""Names of most objects."""
+"""Pattern of most object names."""
 
 ApiVersion = Literal["cleave.dev/v1alpha1"]
 
 
 class Metadata(Shape):
-    """The object's metadata; of what the API server writes, only a few fields are read."""
+    """Metadata of the object; only a few of the fields that the API server writes are read."""
 
     name: Annotated[str, Field(min_length=1, max_length=253)]
     namespace: str = "default"
@@ -37,7 +37,7 @@ class Metadata(Shape):
 
 
 MetadataField = Annotated[Metadata, WithJsonSchema({"type": "object"})]
-"""Metadata; its schema is the API server's own."""
+"""Metadata, with the API server's own schema."""
 
 
 class Resource(Shape):
@@ -59,9 +59,9 @@ class Resource(Shape):
 
 
 def name_rule(longest: int) -> Rule:
-    """Names of at most `longest` characters that can begin a DNS label.
+    """Restrict names to `longest` characters that can begin a DNS label.
 
-    Names become parts of pod and Service names, which end at 63 characters.
+    Names become parts of pod and Service names, which may have 63 characters.
     """
     pattern = rf"^[a-z]([-a-z0-9]{{0,{longest - 2}}}[a-z0-9])?$"
     return Rule(
@@ -74,20 +74,20 @@ def name_rule(longest: int) -> Rule:
 
 
 class Condition(Shape):
-    """One aspect of the state, in Kubernetes' form."""
+    """One aspect of the object's state, in Kubernetes' form."""
 
     type: Annotated[str, Field(max_length=316)]
-    """Aspect: Ready, PlanReady, ..."""
+    """The aspect, such as Ready or PlanReady."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """Whether the condition is met."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
-    """Why, in one CamelCase word."""
+    """The reason in one CamelCase word."""
     message: Annotated[str, Field(max_length=32768)] = ""
-    """Why, in a sentence."""
+    """The reason in a sentence."""
     last_transition_time: Annotated[datetime, Field(strict=False)]
-    """When the status last changed."""
+    """Time at which `status` last changed."""
     observed_generation: Annotated[int, Field(ge=0)] | None = None
-    """Generation of the spec that this was seen for."""
+    """Generation of the spec that the condition describes."""
 
 
 Conditions = Annotated[list[Condition], keyed_by("type")]

@@ -1,4 +1,4 @@
-"""Roles and parallelism: the words that placement, pools and pods share."""
+"""Roles and parallelism, which placement, pools and pods share."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -9,7 +9,7 @@ from cleave.api.shape import Shape
 
 
 class Role(StrEnum):
-    """What an instance serves."""
+    """The role of an instance: which phases of a request it serves."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -17,7 +17,7 @@ class Role(StrEnum):
 
 
 class Parallelism(Shape):
-    """How one instance is spread over GPUs."""
+    """How one instance is distributed over GPUs."""
 
     tensor: Annotated[int, Field(ge=1, le=64)] = 1
     """Tensor parallel size."""
@@ -26,5 +26,5 @@ class Parallelism(Shape):
 
     @property
     def gpus(self) -> int:
-        """GPUs (on CPU nodes: cores) of one instance."""
+        """GPUs of one instance (on CPU nodes: cores)."""
         return self.tensor * self.pipeline

@@ -12,14 +12,14 @@ from cleave.api.shape import Rule, Shape, keyed_by
 
 
 class RoleScaling(Shape):
-    """Bounds of one role's instances."""
+    """Limits of one role's instances."""
 
     role: Annotated[Role, Field(strict=False)]
-    """prefill, decode or mixed."""
+    """The role: prefill, decode or mixed."""
     min_replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Fewest instances; all of them go only where idleS says so."""
+    """Minimum number of instances; scaling to zero is controlled by idleS only."""
     max_replicas: Annotated[int, Field(ge=1, le=10_000)]
-    """Most instances."""
+    """Maximum number of instances."""
 
     rules = (
         Rule(
@@ -32,7 +32,7 @@ class RoleScaling(Shape):
 
 
 _CRON = r"^[0-9A-Za-z*,/#-]+( [0-9A-Za-z*,/#-]+){4}$"
-"""Five fields; what they may say is for the parser to judge, which the API server has none of."""
+"""Five fields; their values are checked by the parser, which the API server does not have."""
 
 
 def _checked(text: str) -> str:
@@ -45,43 +45,45 @@ def _checked(text: str) -> str:
 
 
 class Peak(Shape):
-    """More traffic than usual, at times that are known."""
+    """A period of known higher traffic."""
 
     cron: Annotated[
         str,
         Field(min_length=9, max_length=128, pattern=_CRON),
         AfterValidator(_checked),
     ]
-    """When it begins, in UTC: minute, hour, day of the month, month, day of the week. Earlier than
-    the traffic by what instances take to start."""
+    """When the period begins, in UTC, as cron expression: minute, hour, day of the month, month,
+    day of the week. Set it earlier than the traffic, by the time that instances take to start."""
     duration_s: Annotated[int, Field(ge=60, le=604_800)]
-    """How long it lasts."""
+    """Length of the period in seconds."""
     rate: Annotated[float, Field(gt=0, le=1_000_000)]
-    """Requests per second to be ready for, at least."""
+    """Minimum rate, in requests per second, that instances are provided for."""
 
 
 class Scaling(Shape):
-    """How instances follow the rate between two plans, in a cluster."""
+    """How the number of instances follows the request rate between two plans, in a cluster."""
 
     roles: Annotated[list[RoleScaling], keyed_by("role")] = Field(
         default_factory=list, max_length=3
     )
-    """Roles whose instances follow the rate of requests, by the line through simulated counts that
-    comes with a plan (Aladdin, Eq. 7); absent: the plan's numbers stay. Pools whose spec.owner is
-    not Plan are left alone."""
+    """Roles whose number of instances follows the request rate, by the scaling law of the plan (a
+    line through simulated counts; Aladdin, Eq. 7). Absent: the plan's numbers stay. Pools whose
+    spec.owner is not Plan are not scaled."""
     calm_s: Annotated[int, Field(ge=10, le=1_800)] = 300
-    """Instances come at once, and go when the rate of every minute of so many seconds could do
-    without them."""
+    """Instances are added at once; they are removed when the rate of every minute in this many
+    seconds needs fewer."""
     idle_s: Annotated[int, Field(ge=10, le=604_800)] | None = None
-    """Seconds without a request after which all instances go; the next request brings them back and
-    waits for them at the gateway. Absent: they stay."""
+    """Seconds without a request after which the deployment is scaled to zero. The next request
+    starts the instances again and waits for them at the gateway. Absent: it is never scaled to
+    zero."""
     wake_timeout_s: Annotated[int, Field(ge=1, le=3_600)] = 600
-    """How long a request waits for an instance where idleS is stated: as long as the slowest start
-    takes. routing.queueLimit bounds how many wait in one gateway."""
+    """Maximum time in seconds that a request waits for an instance if idleS is set; choose at least
+    the slowest start of an instance. routing.queueLimit limits how many requests wait in one
+    gateway."""
 
     schedule: Annotated[list[Peak], Field(max_length=32)] = Field(default_factory=list)
-    """Known peaks. While one lasts, instances do not go to zero, and roles that scale have what its
-    rate needs."""
+    """Periods of known higher traffic. During such a period the deployment is not scaled to zero,
+    and scaled roles have the instances that its rate needs."""
 
     rules = (
         Rule(

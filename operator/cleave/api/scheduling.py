@@ -1,7 +1,8 @@
-"""How engines order, cut and admit work: part of the engine.
+"""How engines order, split and admit work: part of the engine.
 
-Each field is followed where its phase runs: orders by instances that compute prompts, admission by
-those that decode, both by mixed ones. An instance that changes its role follows the new role's.
+Each field applies where its phase runs: prompt order on instances that compute prompts, admission
+on those that decode, both on mixed ones. When an instance changes its role, the new role's settings
+apply.
 """
 
 from enum import StrEnum
@@ -30,38 +31,40 @@ class DecodeAdmission(StrEnum):
 
 
 class RoleLimits(Shape):
-    """Limits of a pass while an instance has a role; never above what its engine started with."""
+    """Limits of an engine iteration by role; at most those of the engine's start."""
 
     role: Annotated[Role, Field(strict=False)]
-    """prefill, decode or mixed."""
+    """The role: prefill, decode or mixed."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Most requests in one pass; absent: as planned for the role, or what the engine does."""
+    """Maximum number of requests in one iteration; absent: as planned for the role, or the engine's
+    default."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """Most tokens in one pass; absent: as planned for the role, or what the engine does."""
+    """Maximum number of tokens in one iteration; absent: as planned for the role, or the engine's
+    default."""
 
 
 class Scheduling(Shape):
-    """What each pass of an engine computes; a change of role changes it at once."""
+    """What each iteration of an engine computes; a change of role changes it at once."""
 
     order: Annotated[PromptOrder, Field(strict=False)] = PromptOrder.ARRIVAL
-    """Of waiting prompts. Arrival: the oldest first. ShortestFirst and LongestFirst: by length,
-    within the oldest `sortedPrompts`."""
+    """Order of waiting prompts. Arrival: the oldest first. ShortestFirst and LongestFirst: by
+    length, among the oldest `sortedPrompts`."""
     sorted_prompts: Annotated[int, Field(ge=1, le=256)] = 16
-    """The oldest prompts that are sorted at a time, against starvation."""
+    """Number of oldest prompts that are sorted at a time; it prevents starvation."""
     long_prompt_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """Most tokens of one prompt in a pass while other requests are there, so that a long prompt
-    does not hold up short ones; absent: as many as the pass has room for."""
+    """Maximum number of tokens of one prompt in an iteration while other requests wait or run, so
+    that a long prompt does not delay short ones; absent: as many as the iteration has room for."""
     admission: Annotated[DecodeAdmission, Field(strict=False)] = DecodeAdmission.GREEDY
-    """When a request joins those that decode. Greedy: what it holds now fits. ReserveStatic: all
-    that it is predicted to hold fits now. ReserveDynamic: everybody's still fits when the first of
-    all is predicted to end."""
+    """When a request joins those that decode. Greedy: its present KV blocks fit. ReserveStatic: all
+    KV that it is predicted to need fits now. ReserveDynamic: the KV of all requests still fits when
+    the first of them is predicted to end."""
     preemption_limit: Annotated[int, Field(ge=1, le=1_000)] | None = None
-    """Once preempted so often, a request is preempted only when no other can be; absent: no limit,
-    the youngest goes first."""
+    """Number of preemptions after which a request is preempted only when no other can be; absent:
+    no limit, the youngest request is preempted first."""
     limits: Annotated[list[RoleLimits], keyed_by("role")] = Field(
         default_factory=list, max_length=3
     )
-    """Limits of a pass, by role."""
+    """Limits of an iteration, by role."""
 
     rules = (
         Rule(
@@ -74,5 +77,5 @@ class Scheduling(Shape):
     )
 
     def limits_of(self, role: Role) -> RoleLimits:
-        """What is stated for a role."""
+        """Return the limits that are given for a role."""
         return next((each for each in self.limits if each.role == role), RoleLimits(role=role))

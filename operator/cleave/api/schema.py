@@ -1,6 +1,6 @@
-"""From a pydantic model to a structural schema, the dialect of JSON Schema that CRDs take.
+"""Converts a pydantic model to a structural schema, the form of JSON Schema that CRDs take.
 
-Used by `cleave.api.crd`. What is hard: the API server refuses what pydantic writes by nature:
+Used by `cleave.api.crd`. What is hard: the API server rejects much of what pydantic generates:
 references, titles, null types, closed objects, and bounds in the newer JSON Schema form.
 """
 
@@ -17,13 +17,13 @@ _LAST = ("properties", "items", "additionalProperties", "required")
 
 
 def structural(model: type[BaseModel]) -> Schema:
-    """The model's structural schema, field names as in YAML."""
+    """Return the model's structural schema, with field names as in YAML."""
     schema = model.model_json_schema(by_alias=True, mode="validation")
     return _convert(schema, schema.get("$defs", {}))
 
 
 def _convert(schema: Schema, definitions: dict[str, Schema]) -> Schema:
-    """One node; its children by recursion. Resources hold no cycles."""
+    """Convert one node, and its children by recursion. Resources have no cycles."""
     node = _resolved(schema, definitions)
     node = {key: value for key, value in node.items() if key not in _DROPPED}
     if "const" in node:
@@ -46,14 +46,14 @@ def _convert(schema: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def _resolved(schema: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The node with its reference put in place; what stands beside a reference wins."""
+    """Replace a reference by its target; keys beside the reference take precedence."""
     if "$ref" in schema:
         target = definitions[schema["$ref"].removeprefix("#/$defs/")]
         beside = {key: value for key, value in schema.items() if key != "$ref"}
         return _resolved({**target, **beside}, definitions)
     options = [o for o in schema.get("anyOf", ()) if o != {"type": "null"}]
     if len(options) == 1:
-        # Optional. No `nullable`: the API server then drops a null, which means absent here too.
+        # Optional. Without `nullable` the API server drops a null, which means absent here too.
         beside = {key: value for key, value in schema.items() if key != "anyOf"}
         return _resolved({**options[0], **beside}, definitions)
     return dict(schema)
@@ -66,7 +66,7 @@ def _bound(node: Schema, exclusive: str, bound: str) -> None:
 
 
 def _with_default(node: Schema) -> Schema:
-    """Without defaults that say nothing; an object's is empty, since its fields have their own."""
+    """Remove null defaults; an object's default is empty, as its fields have their own."""
     if node.get("default", ...) is None:
         del node["default"]
     elif isinstance(node.get("default"), dict):
@@ -78,7 +78,7 @@ def _with_default(node: Schema) -> Schema:
 
 
 def _ordered(node: Schema) -> Schema:
-    """The same for a reader: what it is, its bounds, its parts, Kubernetes' extensions."""
+    """Order keys for readers: description and type, bounds, parts, Kubernetes' extensions."""
 
     def rank(key: str) -> tuple[int, int, str]:
         if key in _ORDER:

@@ -1,8 +1,8 @@
-"""What every part of a resource is made of: the base model and the cross-field rule.
+"""Base of every part of a resource: the base model and the cross-field rule.
 
 Used by the resource types only. What is hard: a rule must hold in two places, in the API server
-(CEL inside the CRD) and in Python (`cleave validate`, without a cluster). Both forms stand side by
-side in one Rule, so that one is not changed without the other being seen.
+(CEL inside the CRD) and in Python (`cleave validate`, without a cluster). A Rule has both forms
+side by side, so that nobody changes one without seeing the other.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import CoreSchema, PydanticCustomError
 
 RULES_BROKEN = "rules_broken"
-"""Type of the pydantic error that holds broken rules; its context has `rules`."""
+"""Type of the pydantic error about broken rules; its context has them as `rules`."""
 
 
 def keyed_by(field: str) -> Any:  # noqa: ANN401 - pydantic's own type for field information
-    """Marks a list whose entries are told apart by one field, as in `kubectl apply`."""
+    """Mark a list as a map keyed by one field of its entries, as for `kubectl apply`."""
     return Field(
         json_schema_extra={
             "x-kubernetes-list-type": "map",
@@ -32,22 +32,22 @@ class Rule:
     """A rule over several fields of one object."""
 
     cel: str
-    """True when the rule holds; `self` is the object."""
+    """CEL expression that is true when the rule holds; `self` is the object."""
     holds: Callable[[Any], bool]
-    """The same in Python; its argument is the validated model."""
+    """The same rule in Python; its argument is the validated model."""
     message: str
     """One sentence that says what to do."""
     field: str
-    """The field (as it is written in YAML) that a fault is reported at; empty: the object."""
+    """The field, as written in YAML, that a fault is reported at; empty: the object."""
 
     def to_schema(self) -> dict[str, str]:
-        """The rule as an entry of x-kubernetes-validations."""
-        place = {"fieldPath": f".{self.field}"} if self.field else {}
-        return {"rule": self.cel, "message": self.message, **place}
+        """Return the rule as an entry of x-kubernetes-validations."""
+        location = {"fieldPath": f".{self.field}"} if self.field else {}
+        return {"rule": self.cel, "message": self.message, **location}
 
 
 class Shape(BaseModel):
-    """A part of a resource: camelCase in YAML, no unknown fields, no silent conversions."""
+    """A part of a resource: camelCase in YAML, no unknown fields, no implicit conversions."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -68,7 +68,7 @@ class Shape(BaseModel):
         broken = [rule for rule in self.rules if not rule.holds(self)]
         if broken:
             text = "; ".join(rule.message for rule in broken)
-            # Without quoting braces pydantic would take them for its own template.
+            # Escape braces, which pydantic would read as placeholders.
             template = text.replace("{", "{{").replace("}", "}}")
             raise PydanticCustomError(RULES_BROKEN, template, {"rules": broken})
         return self
@@ -77,7 +77,7 @@ class Shape(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """The schema with this model's rules as CEL."""
+        """Add this model's rules to the schema, as CEL."""
         schema = handler(core_schema)
         if cls.rules:
             target = handler.resolve_ref_schema(schema)

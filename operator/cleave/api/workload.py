@@ -10,12 +10,12 @@ Tokens = Annotated[float, Field(ge=1, le=10_000_000)]
 
 
 class Lengths(Shape):
-    """A distribution of token counts; log-normal through the mean and the 90th percentile."""
+    """A log-normal distribution of token counts, given by its mean and 90th percentile."""
 
     mean: Tokens
     """Mean number of tokens."""
     p90: Tokens | None = None
-    """90th percentile; absent: every request has the mean."""
+    """90th percentile of the number of tokens; absent: every request has the mean."""
 
     rules = (
         Rule(
@@ -29,10 +29,10 @@ class Lengths(Shape):
 
 
 class TraceSource(Shape):
-    """Recorded requests instead of distributions."""
+    """A trace of recorded requests, instead of distributions."""
 
     path: Annotated[str, Field(min_length=1, max_length=1024)]
-    """A CSV or JSONL file on the machine that plans."""
+    """Path of a CSV or JSONL file on the machine that runs the planner."""
 
 
 class Workload(Shape):
@@ -41,14 +41,15 @@ class Workload(Shape):
     rate: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Requests per second to plan for; absent: the rate of the trace."""
     prompt_tokens: Lengths | None = None
-    """Prompt lengths."""
+    """Distribution of prompt lengths."""
     output_tokens: Lengths | None = None
-    """Output lengths."""
+    """Distribution of output lengths."""
     burstiness: Annotated[float, Field(ge=0, le=20)] | None = None
-    """Coefficient of variation of the gaps between arrivals: 0 regular, 1 Poisson (also where it is
-    absent), above bursty. Not beside a trace without a rate, which has its own gaps."""
+    """Coefficient of variation of the times between arrivals: 0 is regular, 1 is Poisson (the
+    default), above 1 is bursty. Not allowed with a trace without a rate, which has its own arrival
+    times."""
     trace: TraceSource | None = None
-    """Recorded requests; lengths come from it, and arrivals unless a rate is stated."""
+    """Recorded requests: lengths are taken from it, and arrival times unless a rate is given."""
 
     rules = (
         Rule(
@@ -76,5 +77,5 @@ class Workload(Shape):
 
     @property
     def gap_variation(self) -> float:
-        """The burstiness, Poisson's where none is stated."""
+        """The burstiness; Poisson's if none is given."""
         return 1.0 if self.burstiness is None else self.burstiness

@@ -1,4 +1,4 @@
-"""What a reconcile wants done: values, made by pure decisions and carried out by the executor."""
+"""Actions: the values that a reconcile returns and that the executor carries out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from cleave.traffic.window import Window
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One object of the cluster, by name and, where it is known, by its very uid."""
+    """One object of the cluster: by name and, where it is known, by uid."""
 
     kind: str
     namespace: str
@@ -23,49 +23,51 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Make the object be so, by server-side apply; what is not stated stays another's."""
+    """Create or update an object by server-side apply. Fields left out stay with their owner."""
 
     manifest: Manifest
     is_new: bool = False
-    """Whether none was seen: one that is there all the same, and is not its owner's, stays."""
+    """Whether the cache had no such object. One that exists and has another owner is then left as
+    it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Make an object that is not there; one of that name that is there already stays as it is."""
+    """Create an object. One of the same name that exists already is left as it is."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete this very object, not another one of its name."""
+    """Delete the object with this uid, not a later one of the same name."""
 
     target: Reference
     grace_s: int | None = None
-    """Grace instead of the object's own; 0: forget it at once, its node is lost."""
+    """Grace period in seconds, instead of the object's own; 0: remove it at once, for pods of lost
+    nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repurpose:
-    """Give a running instance another role for good, as `pool`'s from then on; nothing restarts.
+    """Give a running instance another role for good and move its pod to `pool`, without a restart.
 
-    Where its agent refuses or does not answer, the pod stays what it is.
+    When the agent refuses or does not answer, pod and role stay as they are.
     """
 
     target: Reference
     """The pod."""
     agent: str
-    """Address of its agent."""
+    """Address of the pod's agent, as HOST:PORT."""
     role: Role
     metadata: Manifest
-    """Labels, annotations and owner to change; empty: they are right already."""
+    """Labels, annotations and owner reference to write; empty: they are right already."""
     pool: Reference
 
 
 @dataclass(frozen=True, slots=True)
 class PatchStatus:
-    """Make the status be so."""
+    """Write the status of an object."""
 
     target: Reference
     status: Manifest
@@ -73,7 +75,7 @@ class PatchStatus:
 
 @dataclass(frozen=True, slots=True)
 class SetFinalizers:
-    """Replace the finalizers, unless the object has changed since `version`."""
+    """Replace the finalizers, unless the object has changed since resource version `version`."""
 
     target: Reference
     finalizers: tuple[str, ...]
@@ -82,7 +84,7 @@ class SetFinalizers:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Tell people what happened to an object, as a Kubernetes Event."""
+    """Record a Kubernetes Event for an object."""
 
     target: Reference
     reason: str
@@ -92,63 +94,63 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """A question about what runs: whether the planner is right about it, and knows better."""
+    """Request to compare the running plan with observed traffic, and to look for a better plan."""
 
     at_s: float
-    """When it was asked, since the epoch."""
+    """Time of the request, in seconds since the epoch."""
     pools: tuple[PlannedPool, ...]
-    """What runs."""
+    """The pools that run."""
     algorithm: str
-    """How it was found."""
+    """Algorithm that found the running plan."""
     windows: tuple[Window, ...]
-    """What was seen of it."""
+    """Traffic windows since the running plan was in place, oldest first."""
     terms: Terms
     left: tuple[Left, ...] = ()
-    """What ran before."""
+    """Plans that ran before the present one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reviewed:
-    """The answer to it. A plan, where there is a better one, is the outcome's."""
+    """Result of a `Review`. A better plan, if there is one, is in `PlanOutcome.plan`."""
 
     verdict: Verdict
     reason: str
     holds: bool | None
-    """Whether the planner is right about what runs; None: too little was seen."""
+    """Whether predicted and observed latencies agree; None: too little traffic to tell."""
     judged: str
-    """The same in a sentence."""
+    """The same as a sentence."""
     prediction: SeenPrediction
-    """Of what runs."""
+    """Predicted latencies of the running plan."""
     correction: LatencyCorrection | None
-    """Of the latency model, from now on; None: it is right as it is."""
+    """Correction of the latency model from now on; None: no correction is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """A question to the planner and, once there is one, its answer: a plan, faults, or neither."""
+    """A request to the planner and, once it has finished, its result: a plan or faults."""
 
     inputs: str
-    """Digest of what a plan rests on."""
+    """Hash of everything that the plan depends on."""
     numbers: str = ""
-    """Digest of how many nodes there were."""
+    """Hash of how many nodes of each kind there were."""
     basis: PlanBasis | None = None
-    """What is planned from instead of what the spec states."""
+    """Observed traffic and model correction, which replace those of the spec."""
     review: Review | None = None
-    """What is asked besides; None: nothing runs yet, or it does not matter."""
+    """Set when the running plan is to be reviewed; None: a plan is to be made from scratch."""
     model_digest: str = ""
-    """Of what latencies depend on."""
+    """Hash of what latencies depend on (model, engine, kinds of GPU)."""
     plan: Manifest | None = None
-    """The plan as `status.plan` tells it."""
+    """The plan, in the form of `status.plan`."""
     faults: tuple[str, ...] = ()
-    """What is wrong with the question, one line each."""
+    """Why the request could not be answered, one line each."""
     infeasible: str = ""
-    """Why no plan holds the targets."""
+    """Why no plan meets the latency targets; empty: one does."""
     reviewed: Reviewed | None = None
-    """The answer to `review`."""
+    """Result of `review`."""
 
     @property
     def result(self) -> str:
-        """The answer in a word."""
+        """The result in one word, for metrics."""
         if self.faults:
             return "failed"
         if self.reviewed is not None:
@@ -156,28 +158,28 @@ class PlanOutcome:
         return "planned" if self.plan is not None else "infeasible"
 
     def with_plan(self, plan: Manifest) -> "PlanOutcome":
-        """The question answered by a plan."""
+        """Return a copy with this plan as result."""
         return replace(self, plan=plan)
 
     def with_faults(self, faults: Sequence[str]) -> "PlanOutcome":
-        """The question that cannot be answered."""
+        """Return a copy with these faults as result."""
         return replace(self, faults=tuple(faults))
 
     def as_infeasible(self, reason: str) -> "PlanOutcome":
-        """The question to which no plan is the answer."""
+        """Return a copy that says why no plan is feasible."""
         return replace(self, infeasible=reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the planner, away from here; the answer brings the deployment back into the queue."""
+    """Submit a request to the planner process; its result enqueues the deployment again."""
 
     question: PlanOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Look again after a while, whatever happens."""
+    """Reconcile again after `after_s` seconds."""
 
     after_s: float
 

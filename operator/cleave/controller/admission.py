@@ -1,10 +1,10 @@
-"""What the API server is answered when it asks whether a resource may be stored. Pure.
+"""Answers AdmissionReviews: may this resource be stored? Pure.
 
-Called by `cleave.controller.webhook`. The CRDs' schema and CEL rules have been kept by then; here
-the same rules are said again in `cleave validate`'s words, because the API server asks webhooks
-even where an older CRD is installed, and then what CEL cannot say (`cleave.controller.possible`).
-What is hard: only what no change of the cluster can mend is refused. What nodes lack today may
-come tomorrow, so it is a warning.
+Called by `cleave.controller.webhook`. The API server has checked the CRD's schema and CEL rules by
+then. They are checked again here, with the messages of `cleave validate`, because an older CRD may
+be installed; then follow the checks that CEL cannot express (`cleave.controller.possible`). What is
+hard: a resource is refused only for faults that no change of the cluster can repair. GPUs that
+nodes lack today may be added later, so that is a warning.
 """
 
 import json
@@ -31,46 +31,46 @@ _LONGEST_WARNING = 250
 _MOST_WARNINGS = 8
 
 _METADATA = ("name", "namespace", "labels", "annotations")
-"""What a rule may look at; the rest is the API server's own, and grows with its versions."""
+"""Metadata fields that rules read. Others belong to the API server, and grow with its versions."""
 
 
 class ReviewError(ValueError):
-    """This is no AdmissionReview."""
+    """The request is not an AdmissionReview."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is to be said of one resource."""
+    """Faults and warnings about one resource."""
 
     faults: tuple[str, ...] = ()
-    """One line each; with any, the resource is refused."""
+    """One line each; with any of them the resource is refused."""
     warnings: tuple[str, ...] = ()
-    """One line each, shown to whoever applied it."""
+    """One line each; kubectl shows them to the user who applies the resource."""
 
 
 def answer(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]:
-    """The AdmissionReview with its response. `cluster`: the nodes; None: not known.
+    """Return the AdmissionReview with its response.
 
-    Raises ReviewError.
+    `cluster` describes the nodes; None: not known. Raises ReviewError.
     """
     request = review.get("request")
     if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
         raise ReviewError("the request is no AdmissionReview")
-    said = judge(request.get("object"), cluster)
-    response: dict[str, Any] = {"uid": request["uid"], "allowed": not said.faults}
-    if said.faults:
+    findings = judge(request.get("object"), cluster)
+    response: dict[str, Any] = {"uid": request["uid"], "allowed": not findings.faults}
+    if findings.faults:
         response["status"] = {
             "code": _UNPROCESSABLE,
             "reason": "Invalid",
-            "message": "; ".join(said.faults),
+            "message": "; ".join(findings.faults),
         }
-    if said.warnings:
-        response["warnings"] = [_shortened(text) for text in said.warnings[:_MOST_WARNINGS]]
+    if findings.warnings:
+        response["warnings"] = [_shortened(text) for text in findings.warnings[:_MOST_WARNINGS]]
     return {"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response}
 
 
 def judge(resource: object, cluster: Cluster | None) -> Judgement:
-    """What is wrong with a resource, and what its author should know."""
+    """Check a decoded resource; kinds other than Cleave's pass without findings."""
     if not isinstance(resource, Mapping):
         return Judgement()
     match resource.get("kind"):
@@ -96,12 +96,12 @@ def _judge(
         "spec": resource.get("spec"),
     }
     try:
-        # As `cleave validate` reads it: JSON has no types of its own beside those of a resource.
+        # Parse from JSON, as `cleave validate` does: strict types accept strings for dates there.
         parsed = model.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
         return Judgement(faults=tuple(fault_lines(error, model)))
-    found = examine(parsed, cluster)
-    return Judgement(found.faults, () if found.faults else found.warnings)
+    findings = examine(parsed, cluster)
+    return Judgement(findings.faults, () if findings.faults else findings.warnings)
 
 
 def _shortened(text: str) -> str:

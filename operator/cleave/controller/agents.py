@@ -1,7 +1,7 @@
-"""Orders to agents: the operator's only words to instances. Called by the executor.
+"""Client of the agents' gRPC API: sets the configured role of an instance. Called by the executor.
 
-What is hard: the gateways' pool manager gives orders too, and the epoch lets only the newer one
-through. So the agent is asked for its epoch first, and once more when somebody was faster.
+What is hard: the gateways' role flipper sets roles too, and an agent accepts only an epoch above
+its present one. So the epoch is read first, and read again after a lost race.
 """
 
 import grpc
@@ -13,37 +13,40 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 TIMEOUT_S = 2.0
 ORDER_TIMEOUT_S = 20.0
-"""The agent proves by a hand-off that the role works before it takes it."""
+"""Before it takes a role the agent runs a KV hand-off as self-test, which takes seconds."""
 _TRIES = 2
 
 
 class AgentError(RuntimeError):
-    """The agent does not answer, or does not take the order; one line."""
+    """The agent does not answer or refuses the role; the message is one line."""
 
 
 async def set_home(agent: str, role: Role) -> None:
-    """Give the instance this role for good; nothing where it has it. Raises AgentError."""
-    wanted = agent_pb2.Role.Value(f"ROLE_{role.upper()}")
+    """Set the instance's configured role; does nothing when it has it. Raises AgentError."""
+    desired = agent_pb2.Role.Value(f"ROLE_{role.upper()}")
     async with dial(agent) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
-            for left in reversed(range(_TRIES)):
+            for remaining in reversed(range(_TRIES)):
                 health = await stub.Health(agent_pb2.HealthRequest(), timeout=TIMEOUT_S)
-                stated = health.registration
-                if stated.home == wanted:
+                registration = health.registration
+                if registration.home == desired:
                     return
-                if stated.epoch >= epochs.LAST:
+                if registration.epoch >= epochs.LAST:
                     raise AgentError(
-                        f"agent {agent}: epoch exhausted ({stated.epoch});"
+                        f"agent {agent}: epoch exhausted ({registration.epoch});"
                         " delete the pod to give it another role"
                     )
-                order = agent_pb2.SetRoleRequest(
-                    role=wanted, epoch=stated.epoch + 1, boot_id=stated.boot_id, lasting=True
+                request = agent_pb2.SetRoleRequest(
+                    role=desired,
+                    epoch=registration.epoch + 1,
+                    boot_id=registration.boot_id,
+                    lasting=True,
                 )
                 try:
-                    await stub.SetRole(order, timeout=ORDER_TIMEOUT_S)
+                    await stub.SetRole(request, timeout=ORDER_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
-                    if left == 0 or not _is_outrun(error):
+                    if remaining == 0 or not _is_outrun(error):
                         raise
                 else:
                     return
@@ -52,5 +55,5 @@ async def set_home(agent: str, role: Role) -> None:
 
 
 def _is_outrun(error: grpc.aio.AioRpcError) -> bool:
-    """Whether another order, or another life of the engine, came in between."""
+    """Whether another role change or an engine restart came in between."""
     return error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED)

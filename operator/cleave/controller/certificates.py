@@ -1,9 +1,9 @@
-"""The webhook's certificate, made without anybody's help. Pure but for the random keys.
+"""Issues the webhook's serving certificate. Pure but for the random keys.
 
-Called by `cleave.controller.webhook`, which keeps the result in a Secret. What is hard: operators
-that stand by go on showing the old certificate until they look at the Secret again, so the old
-authority is trusted for as long as it is valid, beside the new one. The authority's key is thrown
-away at once: it signs one certificate in its life, and nobody can steal it from the Secret.
+Called by `cleave.controller.webhook`, which stores the result in a Secret. What is hard: standby
+operators serve the old certificate until they read the Secret again, so the old certificate
+authority (CA) stays trusted, beside the new one, for as long as it is valid. The CA's private key
+is discarded at once: it signs one certificate only and cannot be stolen from the Secret.
 """
 
 import base64
@@ -20,31 +20,31 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 VALID = timedelta(days=90)
 RENEWED = timedelta(days=30)
-"""A certificate with less left is replaced."""
+"""A certificate that expires sooner than this is replaced."""
 _SKEW = timedelta(hours=1)
-"""Clocks that are behind must find it valid too."""
+"""Certificates are valid from this long ago, for clients whose clocks are behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What the Secret holds, as PEM text."""
+    """The contents of the Secret, as PEM text."""
 
     trusted: str
-    """`ca.crt`: authorities that the API server is told to trust."""
+    """`ca.crt`: the CA certificates that the API server trusts."""
     chain: str
-    """`tls.crt`: the server's certificate."""
+    """`tls.crt`: the server's certificate chain."""
     key: str
-    """`tls.key`: its private key."""
+    """`tls.key`: the server's private key."""
 
 
 class CertificateError(ValueError):
-    """The Secret holds no certificate that can be used; the message says why."""
+    """The Secret holds no usable certificate; the message says why."""
 
 
 def issue(names: Sequence[str], now: datetime, trusted: str = "") -> Certificate:
-    """A certificate for these DNS names by an authority of its own.
+    """Issue a certificate for these DNS names from a new CA.
 
-    Of the authorities trusted so far, those that are still valid stay.
+    CA certificates in `trusted` that are still valid stay in the bundle.
     """
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), _new_key()
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cleave webhook authority")])
@@ -69,9 +69,9 @@ def issue(names: Sequence[str], now: datetime, trusted: str = "") -> Certificate
         )
         .sign(authority_key, hashes.SHA256())
     )
-    kept = [each for each in _read(trusted) if each.not_valid_after_utc > now]
+    still_valid = [each for each in _read(trusted) if each.not_valid_after_utc > now]
     return Certificate(
-        trusted="".join(_pem(each) for each in (authority, *kept)),
+        trusted="".join(_pem(each) for each in (authority, *still_valid)),
         chain=_pem(leaf),
         key=key.private_bytes(
             serialization.Encoding.PEM,
@@ -82,44 +82,44 @@ def issue(names: Sequence[str], now: datetime, trusted: str = "") -> Certificate
 
 
 def check(certificate: Certificate, names: Sequence[str], now: datetime) -> None:
-    """Raises CertificateError unless it serves these names, is trusted, and for long enough."""
-    chain, authorities = _read(certificate.chain), _read(certificate.trusted)
-    if not chain:
+    """Raise CertificateError unless it serves these names, is trusted and is valid long enough."""
+    cert_chain, authorities = _read(certificate.chain), _read(certificate.trusted)
+    if not cert_chain:
         raise CertificateError("tls.crt holds no certificate")
-    leaf = chain[0]
+    leaf = cert_chain[0]
     if leaf.not_valid_after_utc - now < RENEWED:
         raise CertificateError(f"ends at {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
     if missing := set(names) - _names(leaf):
         raise CertificateError(f"is not for {', '.join(sorted(missing))}")
     if not _fits(certificate.key, leaf):
         raise CertificateError("tls.key is not the key of tls.crt")
-    if not any(_is_signed(chain[-1], authority) for authority in authorities):
-        raise CertificateError("ca.crt holds nobody who signed tls.crt")
+    if not any(_is_signed(cert_chain[-1], authority) for authority in authorities):
+        raise CertificateError("ca.crt holds no CA that signed tls.crt")
 
 
 def from_secret(secret: Mapping[str, object]) -> Certificate | None:
-    """What a Secret holds; None: it is empty or incomplete."""
+    """Decode the certificate from a Secret; None: the Secret is empty or incomplete."""
     data = secret.get("data")
     if not isinstance(data, Mapping):
         return None
     try:
-        trusted, chain, key = (
+        trusted, cert_chain, key = (
             base64.b64decode(data[name], validate=True).decode()
             for name in ("ca.crt", "tls.crt", "tls.key")
         )
     except (KeyError, TypeError, UnicodeDecodeError, binascii.Error):
         return None
-    return Certificate(trusted, chain, key)
+    return Certificate(trusted, cert_chain, key)
 
 
 def to_secret(certificate: Certificate) -> dict[str, str]:
-    """The `data` of a Secret."""
-    named = {
+    """Return the `data` of the Secret."""
+    entries = {
         "ca.crt": certificate.trusted,
         "tls.crt": certificate.chain,
         "tls.key": certificate.key,
     }
-    return {name: base64.b64encode(text.encode()).decode() for name, text in named.items()}
+    return {name: base64.b64encode(text.encode()).decode() for name, text in entries.items()}
 
 
 def _new_key() -> ec.EllipticCurvePrivateKey:
@@ -169,10 +169,10 @@ def _pem(certificate: x509.Certificate) -> str:
 
 def _names(leaf: x509.Certificate) -> set[str]:
     try:
-        found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        extension = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
         return set()
-    return set(found.value.get_values_for_type(x509.DNSName))
+    return set(extension.value.get_values_for_type(x509.DNSName))
 
 
 def _fits(key: str, leaf: x509.Certificate) -> bool:

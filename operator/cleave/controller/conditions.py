@@ -1,4 +1,4 @@
-"""Status conditions: what holds now, since when, and what to tell people when it changes. Pure."""
+"""Status conditions: merges new states with the written ones, and derives Events. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ _LONGEST_MESSAGE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One aspect of the state of an object."""
+    """The new state of one condition, without its times."""
 
     type: str
     status: bool | None
-    """None: unknown."""
+    """None: Unknown."""
     reason: str
     """One CamelCase word."""
     message: str = ""
 
 
 _QUIET = frozenset({"Progressing", "PlanFeasible", "PlanDrifted", "PredictionHolds"})
-"""They cause no Events: one comes and goes in ordinary work, one repeats PlanReady, and the loop
-tells of the others what it makes of them."""
+"""Conditions without Events: Progressing changes in ordinary work, PlanFeasible repeats PlanReady,
+and replanning emits its own Events for the other two."""
 ROLLING_OUT = "RollingOut"
-"""The reason for which Progressing is told all the same, and its end with it."""
+"""The reason for which Progressing does cause an Event, at its beginning and at its end."""
 PLANNING = "Planning"
-"""A reason that is no bad news."""
+"""A reason that never makes an Event a warning."""
 _REASONS_ARE_NEWS = frozenset({"PlanReady", "ScalingLimited"})
 _BAD_WHEN_TRUE = frozenset({"Degraded", "ScalingLimited"})
 
@@ -36,38 +36,43 @@ _BAD_WHEN_TRUE = frozenset({"Degraded", "ScalingLimited"})
 def settled(
     before: Iterable[Manifest], now: Sequence[Condition], generation: int | None, now_s: float
 ) -> list[Manifest]:
-    """`now` as status holds it; one whose status is what it was keeps its transition time."""
-    known = {each["type"]: each for each in before}
-    return [_written(each, known.get(each.type), generation, now_s) for each in now]
+    """Return the conditions to write; one whose status is unchanged keeps its transition time."""
+    previous = {each["type"]: each for each in before}
+    return [_written(each, previous.get(each.type), generation, now_s) for each in now]
 
 
 def told(target: Reference, before: Iterable[Manifest], now: Sequence[Condition]) -> Iterator[Emit]:
-    """An Event for every condition that holds now and did not, or the other way round.
+    """Yield an Event for every condition whose status has changed.
 
-    Also for one whose reason is another one where the reason is the news.
+    For the types in `_REASONS_ARE_NEWS` a changed reason causes one as well.
     """
-    known = {each["type"]: (each["status"], each["reason"]) for each in before}
+    previous = {each["type"]: (each["status"], each["reason"]) for each in before}
     status = {each.type: each.status for each in now}
     for each in now:
         if _is_said_by_another(each, status):
             continue
-        was = known.get(each.type)
-        if _is_roll_out(each, was) or (each.type not in _QUIET and _is_news(each, was)):
+        before_each = previous.get(each.type)
+        if _is_roll_out(each, before_each) or (
+            each.type not in _QUIET and _is_news(each, before_each)
+        ):
             text = each.message or f"{each.type} is {_word(each.status)}"
-            is_warning = _is_bad(each) and was is not None and each.reason != PLANNING
+            is_warning = _is_bad(each) and before_each is not None and each.reason != PLANNING
             yield Emit(target, each.reason, text[:_LONGEST_MESSAGE], is_warning)
 
 
 def _is_said_by_another(each: Condition, status: Mapping[str, bool | None]) -> bool:
-    """Whether Available says that requests fail, Progressing that a roll-out begins, or Ready that
-    requests are served again. `status`: of all conditions that hold now, by type."""
+    """Whether the Event of another condition says the same.
+
+    Available reports that requests fail, Progressing that a rollout begins, and Ready that requests
+    are served again. `status`: of all present conditions, by type.
+    """
     if each.type == "Ready":
         return each.status is not True and ("Available" in status or each.reason == ROLLING_OUT)
     return each.type == "Available" and each.status is True and status.get("Ready") is True
 
 
 def _is_roll_out(each: Condition, was: tuple[str, str] | None) -> bool:
-    """Whether a roll-out begins or ends."""
+    """Whether a rollout begins or ends."""
     if each.type != "Progressing" or was is None or was[1] == each.reason:
         return False
     return each.reason == ROLLING_OUT or (was[1] == ROLLING_OUT and each.status is False)
@@ -78,7 +83,7 @@ def _is_bad(each: Condition) -> bool:
 
 
 def _is_news(each: Condition, was: tuple[str, str] | None) -> bool:
-    """Whether it is worth telling; that a new object is not ready yet is not."""
+    """Whether a change is worth an Event; that a new object is not ready yet is not."""
     if each.type in _REASONS_ARE_NEWS and (was is None or was[1] != each.reason):
         return was is not None or each.type not in _BAD_WHEN_TRUE
     if was is None:
@@ -87,20 +92,20 @@ def _is_news(each: Condition, was: tuple[str, str] | None) -> bool:
 
 
 def read(status: Manifest) -> Iterator[Condition]:
-    """What was said in a status."""
-    known = {"True": True, "False": False}
+    """Yield the conditions of a written status."""
+    values = {"True": True, "False": False}
     for each in status.get("conditions", ()):
-        is_so = known.get(each["status"])
-        yield Condition(each["type"], is_so, each["reason"], each.get("message", ""))
+        value = values.get(each["status"])
+        yield Condition(each["type"], value, each["reason"], each.get("message", ""))
 
 
 def holds(conditions: Iterable[Manifest], kind: str) -> bool:
-    """Whether the condition of this type is there and True."""
+    """Whether the condition of this type is present and True."""
     return any(each["type"] == kind and each["status"] == "True" for each in conditions)
 
 
 def find(status: Manifest, kind: str) -> Manifest | None:
-    """The condition of this type in a status; None: there is none."""
+    """Return the condition of this type from a status; None: there is none."""
     return next((each for each in status.get("conditions", ()) if each["type"] == kind), None)
 
 

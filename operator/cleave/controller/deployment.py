@@ -1,8 +1,8 @@
-"""Reconcile of an LLMDeployment: plan, pools, gateway, status. Pure.
+"""Reconciles an LLMDeployment: plan, pools, gateway and status. Pure.
 
-Called by the controller. What is hard: roles have to change together, since prefill and decode of
-unlike revisions do not work together. This reconcile says how many instances of each revision every
-pool keeps at the moment; the pools do it.
+Called by the controller. What is hard: roles change together, since prefill and decode instances of
+different revisions cannot work together. This reconcile decides how many instances of each revision
+every pool keeps at the moment; the pools' reconciles carry it out.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from cleave.controller.actions import (
 )
 from cleave.controller.instances import Instance
 from cleave.controller.inventory import Inventory
-from cleave.controller.loop import replanning
+from cleave.controller.loop import replanning as replan
 from cleave.controller.loop.drift import Course
 from cleave.controller.observed import ObservedPod
 from cleave.controller.placing import Decision
@@ -49,132 +49,145 @@ _MAX_SKEW = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DeploymentView:
-    """A deployment and what belongs to it."""
+    """An LLMDeployment with everything that its reconcile reads."""
 
     deployment: LLMDeployment
-    """With the metadata that the API server wrote; without its status."""
+    """With the API server's metadata; without its status."""
     inventory: Inventory
     now_s: float
     status: Manifest = field(default_factory=dict)
-    """As it was written last."""
+    """As it was last written."""
     pools: tuple[InstancePool, ...] = ()
     pool_status: Mapping[Role, Manifest] = field(default_factory=dict)
     pods: tuple[ObservedPod, ...] = ()
     """One per instance."""
     children: Children = field(default_factory=dict)
     outcome: PlanOutcome | None = None
-    """The planner's last answer."""
+    """The planner's last result."""
     instances: Mapping[str, Instance] | None = None
-    """What the gateways know, by pod; None: none has answered."""
+    """What the gateways report of instances, by pod; None: no gateway has answered."""
     asked: PlanOutcome | None = None
-    """The question that the planner works on."""
+    """The request that the planner works on."""
     traffic: Window | None = None
-    """Of about the last minute; None: not known."""
+    """Traffic of about the last minute; None: not known."""
     windows: tuple[Window, ...] = ()
-    """The same and what was before, piece by piece, oldest first."""
+    """Recent traffic in windows, oldest first; the last ones make up `traffic`."""
     course: Course = Course()  # noqa: RUF009 - a frozen value
-    """How it compares with what was planned for, as far as that is known."""
+    """How traffic differs from the planned one, from the windows compared so far."""
     demand: Demand | None = None
-    """What instances follow; None: not known, or nobody asked for it."""
+    """The rate that instances are scaled by; None: not known, or scaling is off."""
     fault: str = ""
-    """Why what was wanted last could not be made."""
+    """Why the writes of the last reconcile failed; empty: they did not."""
     settings: Settings = Settings()  # noqa: RUF009 - a frozen value
 
     def alive(self, role: Role) -> list[ObservedPod]:
-        """The instances of a role that are neither going nor over."""
+        """The instances of a role that are neither being deleted nor finished."""
         return [pod for pod in self.pods if pod.role is role and not (pod.deleting or pod.is_over)]
 
 
 def reconcile(view: DeploymentView) -> list[Action]:
-    """What to do next; nothing when all is as it is wanted."""
+    """Return the actions to take next; none when everything is as desired.
+
+    1. Take up observed traffic and the planner's last result. 2. Decide the placement. 3. Derive
+    the desired pools and their replicas. 4. Report the status, then write what differs.
+    """
     deployment = view.deployment
     if deployment.metadata.deletion_timestamp is not None:
         return list(_deleting(view))
     actions: list[Action] = []
     if FINALIZER not in deployment.metadata.finalizers:
         actions.append(_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
-    there = {pool.spec.role: pool for pool in view.pools}
-    turn = replanning.turn(view)
+    current = {pool.spec.role: pool for pool in view.pools}
+    replan_outcome = replan.turn(view)
     decision = placing.decide(
         deployment,
         view.status,
         view.inventory,
-        turn.outcome,
+        replan_outcome.outcome,
         is_limited=_is_limited(view),
-        basis=turn.basis,
+        basis=replan_outcome.basis,
     )
-    # Without a placement what runs stays; how many of it there are may change all the same.
-    asked = list(view.pools)
+    # Without a placement the present pools stay; their replicas may change all the same.
+    desired_pools = list(view.pools)
     if decision.placement is not None:
-        asked = pools(deployment, decision.placement, view.inventory.machines)
-    asked = _scaled(view, decision, asked)
-    changes = decision.placement is not None or asked != list(view.pools)
-    goals: Mapping[Role, InstancePool] = there
+        desired_pools = pools(deployment, decision.placement, view.inventory.machines)
+    desired_pools = _scaled(view, decision, desired_pools)
+    changes = decision.placement is not None or desired_pools != list(view.pools)
+    desired: Mapping[Role, InstancePool] = current
     if changes:
-        goals = {pool.spec.role: _of_owner(pool, there.get(pool.spec.role)) for pool in asked}
-    work: list[Action] = list(wanted.changed(_fixed(view), deployment, view.children))
+        desired = {
+            pool.spec.role: _of_owner(pool, current.get(pool.spec.role)) for pool in desired_pools
+        }
+    writes: list[Action] = list(wanted.changed(_fixed(view), deployment, view.children))
     if changes:
-        work += _moved(view, goals)
+        writes += _moved(view, desired)
         if decision.plan == view.status.get("plan"):
-            work += _told_scaled(view, goals)
-    is_applied = not work and _is_of_spec(view, decision)
+            writes += _told_scaled(view, desired)
+    is_applied = not writes and _is_of_spec(view, decision)
     if deployment.spec.paused:
-        # What there would be to do waits, and only says whether anything does.
-        kept = placing.kept(view.status)
-        return [*actions, *told.report(view, kept, there, turn, is_applied=is_applied)]
-    if (question := decision.question or turn.question) is not None:
-        actions.append(Ask(question))
-    # The status comes first: it is written even where the rest fails.
-    actions += told.report(view, decision, goals, turn, is_applied=is_applied)
-    return actions + work
+        # Pending changes wait; the status only says whether there are any.
+        decision_before = placing.kept(view.status)
+        return [
+            *actions,
+            *told.report(view, decision_before, current, replan_outcome, is_applied=is_applied),
+        ]
+    if (plan_request := decision.question or replan_outcome.question) is not None:
+        actions.append(Ask(plan_request))
+    # Status first: if a later write fails, users still see what exists.
+    actions += told.report(view, decision, desired, replan_outcome, is_applied=is_applied)
+    return actions + writes
 
 
 def _is_of_spec(view: DeploymentView, decision: Decision) -> bool:
-    """Whether the placement in force answers the present spec.
+    """Whether the placement in force was made for the present spec.
 
-    Not while it is planned, nor when there is no plan for it. Advisory applies no plan: there the
-    pools are compared with what the plan in force makes of the spec.
+    It is not while a plan is being made, or when there is none. In Advisory mode no plan is
+    applied: there the pools are compared with those that the plan in force yields for the present
+    spec.
     """
     if decision.placement is not None:
         return True
-    deployment, there = view.deployment, {pool.spec.role: pool for pool in view.pools}
+    deployment, current = view.deployment, {pool.spec.role: pool for pool in view.pools}
     if deployment.spec.planning.mode is not Mode.ADVISORY or decision.plan is None:
         return False
     try:
-        placement = placing.placed(decision.plan)
+        planned = placing.placed(decision.plan)
     except ValueError:
         return False
-    made = {pool.spec.role: pool for pool in pools(deployment, placement, view.inventory.machines)}
-    return made.keys() == there.keys() and all(
-        _counted(pool, there[role].spec.replicas, there[role].spec.owner).spec == there[role].spec
-        for role, pool in made.items()
+    expected = {
+        pool.spec.role: pool for pool in pools(deployment, planned, view.inventory.machines)
+    }
+    return expected.keys() == current.keys() and all(
+        _counted(pool, current[role].spec.replicas, current[role].spec.owner).spec
+        == current[role].spec
+        for role, pool in expected.items()
     )
 
 
 def _scaled(
-    view: DeploymentView, decision: Decision, asked: Sequence[InstancePool]
+    view: DeploymentView, decision: Decision, desired: Sequence[InstancePool]
 ) -> list[InstancePool]:
-    """The pools with as many instances as there should be now."""
+    """Return the pools with the replicas that traffic calls for now."""
     if not scaling.watches(view.deployment) or decision.plan is None:
-        return list(asked)
+        return list(desired)
     if view.deployment.spec.paused:
-        # What traffic asks for meanwhile is no change that waits.
+        # While paused nothing is scaled, and that is no pending change.
         counts: scaling.Counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     else:
         counts = scaling.find_counts(view, decision.plan)
     return [
         _counted(pool, counts.get(pool.spec.role, pool.spec.replicas), pool.spec.owner)
-        for pool in asked
+        for pool in desired
     ]
 
 
-def _told_scaled(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator[Emit]:
-    """How many there will be, where that changes and the plan does not."""
-    there = {pool.spec.role: pool.spec.replicas for pool in view.pools}
+def _told_scaled(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Emit]:
+    """Yield an Event when replicas change while the plan stays."""
+    current = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     changes = [
-        f"{role} {there[role]} -> {goal.spec.replicas}"
-        for role, goal in goals.items()
-        if role in there and there[role] != goal.spec.replicas
+        f"{role} {current[role]} -> {desired_pool.spec.replicas}"
+        for role, desired_pool in desired.items()
+        if role in current and current[role] != desired_pool.spec.replicas
     ]
     if changes and scaling.watches(view.deployment):
         rate = f" at {view.demand.rate:.3g} req/s" if view.demand else ""
@@ -183,7 +196,7 @@ def _told_scaled(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> It
 
 
 def _fixed(view: DeploymentView) -> list[Manifest]:
-    """What a deployment has whatever its plan."""
+    """Objects of a deployment that do not depend on its plan."""
     deployment, settings = view.deployment, view.settings
     return [
         service_account(deployment),
@@ -196,74 +209,74 @@ def _fixed(view: DeploymentView) -> list[Manifest]:
     ]
 
 
-def _moved(view: DeploymentView, goals: Mapping[Role, InstancePool]) -> Iterator[Action]:
-    """Pools as they should be at this moment; those of dropped roles go once they are empty."""
-    there = {pool.spec.role: pool for pool in view.pools}
-    dropped = {role: _emptied(pool) for role, pool in there.items() if role not in goals}
-    asked = {**goals, **dropped}
-    moves = repurposing.choose(view.pods, asked, there)
-    # What moves is where it belongs: it neither starts nor ends.
-    settled = replace(view, pods=repurposing.after(view.pods, moves))
-    steps = {**_steps(settled, goals, dropped), **_held(view, moves, there, dropped)}
-    for role, goal in asked.items():
+def _moved(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Action]:
+    """Yield what brings the pools to their desired state; pools of dropped roles go once empty."""
+    current = {pool.spec.role: pool for pool in view.pools}
+    dropped = {role: _emptied(pool) for role, pool in current.items() if role not in desired}
+    desired_or_dropped = {**desired, **dropped}
+    changes = repurposing.choose(view.pods, desired_or_dropped, current)
+    # Count instances that change roles in their new pools: they neither start nor end.
+    view_after = replace(view, pods=repurposing.after(view.pods, changes))
+    steps = {**_steps(view_after, desired, dropped), **_held(view, changes, current, dropped)}
+    for role, desired_pool in desired_or_dropped.items():
         if role in dropped and not any(pod.role is role for pod in view.pods):
-            if there[role].metadata.deletion_timestamp is None:
-                yield Delete(wanted.reference(there[role]))
+            if current[role].metadata.deletion_timestamp is None:
+                yield Delete(wanted.reference(current[role]))
         else:
-            yield from _set_back(view, goal, there.get(role))
-            yield from _applied(goal, steps.get(role), there.get(role), view.deployment)
-    yield from repurposing.moved(moves, there)
-    leaving = {move.pod.name for move in moves}
+            yield from _set_back(view, desired_pool, current.get(role))
+            yield from _applied(desired_pool, steps.get(role), current.get(role), view.deployment)
+    yield from repurposing.moved(changes, current)
+    leaving = {change.pod.name for change in changes}
     staying = (pod for pod in view.pods if pod.name not in leaving)
-    yield from repurposing.corrected(staying, view.instances or {}, there)
+    yield from repurposing.corrected(staying, view.instances or {}, current)
 
 
 def _held(
     view: DeploymentView,
-    moves: Sequence[Move],
-    there: Mapping[Role, InstancePool],
+    changes: Sequence[Move],
+    current: Mapping[Role, InstancePool],
     dropped: Mapping[Role, InstancePool],
 ) -> Mapping[Role, Step]:
-    """Pools that make nothing, or let nothing go, before instances have moved.
+    """Steps that keep pools from creating or deleting pods before instances have changed roles.
 
-    One that is not there yet would fill itself; one that the plan has dropped would empty itself
-    even where an instance cannot move.
+    A new receiving pool would create instances of its own. A pool that the plan has dropped would
+    delete its instances even if one cannot change its role.
     """
-    receivers = {move.role for move in moves} - there.keys()
-    donors = {move.pod.role for move in moves} & dropped.keys()
+    receivers = {change.role for change in changes} - current.keys()
+    donors = {change.pod.role for change in changes} & dropped.keys()
     count = Counter(pod.role for pod in view.pods if not (pod.deleting or pod.is_over))
     return {role: Step(new=count[role], old=0) for role in receivers | donors}
 
 
 def _set_back(
-    view: DeploymentView, goal: InstancePool, there: InstancePool | None
+    view: DeploymentView, desired: InstancePool, current: InstancePool | None
 ) -> Iterator[Emit]:
-    """Tell whoever has scaled a pool that belongs to the plan, while the plan has not changed."""
+    """Report that somebody's replica count of a pool that the plan owns is overwritten."""
     planned = {
         pool["role"]: pool["replicas"] for pool in view.status.get("plan", {}).get("pools", ())
     }
-    count = goal.spec.replicas
-    if scaling.watches(view.deployment) or there is None or there.spec.replicas == count:
+    count = desired.spec.replicas
+    if scaling.watches(view.deployment) or current is None or current.spec.replicas == count:
         return
-    if planned.get(str(goal.spec.role)) != count:
+    if planned.get(str(desired.spec.role)) != count:
         return
     text = (
-        f"replicas: {there.spec.replicas} set back to {count}, the plan's number; "
+        f"replicas: {current.spec.replicas} set back to {count}, the plan's number; "
         f"spec.owner: Manual or Autoscaler keeps what you set"
     )
-    yield Emit(wanted.reference(there), "ReplicasSetBack", text, is_warning=True)
+    yield Emit(wanted.reference(current), "ReplicasSetBack", text, is_warning=True)
 
 
 def _emptied(pool: InstancePool) -> InstancePool:
-    """A pool that the plan has dropped."""
+    """The desired state of a pool that the plan has dropped."""
     return _counted(pool, 0, ReplicasOwner.PLAN)
 
 
-def _of_owner(goal: InstancePool, there: InstancePool | None) -> InstancePool:
-    """The goal with the number of instances that its owner wants, where that is not the plan."""
-    if there is None or there.spec.owner is ReplicasOwner.PLAN:
-        return goal
-    return _counted(goal, there.spec.replicas, there.spec.owner)
+def _of_owner(desired: InstancePool, current: InstancePool | None) -> InstancePool:
+    """The desired pool with the present replicas, where the plan does not own their number."""
+    if current is None or current.spec.owner is ReplicasOwner.PLAN:
+        return desired
+    return _counted(desired, current.spec.replicas, current.spec.owner)
 
 
 def _counted(pool: InstancePool, replicas: int, owner: ReplicasOwner) -> InstancePool:
@@ -273,32 +286,32 @@ def _counted(pool: InstancePool, replicas: int, owner: ReplicasOwner) -> Instanc
 
 def _steps(
     view: DeploymentView,
-    goals: Mapping[Role, InstancePool],
+    desired: Mapping[Role, InstancePool],
     dropped: Mapping[Role, InstancePool],
 ) -> Mapping[Role, Step]:
-    """What to keep of each revision now; nothing where nothing has to be replaced."""
-    roles = {role: _state(view, role, goal) for role, goal in {**goals, **dropped}.items()}
+    """How many instances of each revision to keep now; empty: nothing has to be replaced."""
+    roles = {role: _state(view, role, pool) for role, pool in {**desired, **dropped}.items()}
     is_rolling = any(state.old for state in roles.values())
     if not is_rolling and not any(roles[role].new for role in dropped):
         return {}
-    stated = view.deployment.spec.rollout
-    limits = RolloutLimits(stated.max_surge, stated.max_unavailable, _MAX_SKEW)
+    rollout = view.deployment.spec.rollout
+    limits = RolloutLimits(rollout.max_surge, rollout.max_unavailable, _MAX_SKEW)
     return next_step(roles, limits)
 
 
-def _state(view: DeploymentView, role: Role, goal: InstancePool) -> RoleState:
-    """The instances of a role by revision."""
+def _state(view: DeploymentView, role: Role, desired: InstancePool) -> RoleState:
+    """Count the instances of a role by revision."""
     pods = [pod for pod in view.pods if pod.role is role and not pod.is_over]
-    there = [pod for pod in pods if not pod.deleting]
-    revision = goal.spec.revision
-    new = [pod for pod in there if pod.revision == revision]
+    present = [pod for pod in pods if not pod.deleting]
+    revision = desired.spec.revision
+    new = [pod for pod in present if pod.revision == revision]
     older: dict[str, Count] = {}
-    for pod in there:
+    for pod in present:
         if pod.revision != revision:
-            known = older.get(pod.revision, Count(0, 0))
-            older[pod.revision] = Count(known.total + 1, known.ready + pod.ready)
+            earlier = older.get(pod.revision, Count(0, 0))
+            older[pod.revision] = Count(earlier.total + 1, earlier.ready + pod.ready)
     return RoleState(
-        replicas=goal.spec.replicas,
+        replicas=desired.spec.replicas,
         old=sum(count.total for count in older.values()),
         old_ready=sum(count.ready for count in older.values()),
         new=len(new),
@@ -309,36 +322,36 @@ def _state(view: DeploymentView, role: Role, goal: InstancePool) -> RoleState:
 
 
 def _applied(
-    goal: InstancePool, step: Step | None, there: InstancePool | None, owner: LLMDeployment
+    desired: InstancePool, step: Step | None, current: InstancePool | None, owner: LLMDeployment
 ) -> Iterator[Apply]:
-    """Apply a pool, unless it is so already."""
+    """Apply a pool unless it is up to date."""
     rollout = PoolRollout(new=step.new, old=step.old, older=dict(step.older)) if step else None
-    spec = goal.spec.model_copy(update={"rollout": rollout})
-    if there is not None and there.spec == spec:
+    spec = desired.spec.model_copy(update={"rollout": rollout})
+    if current is not None and current.spec == spec:
         return
-    if there is not None and there.metadata.deletion_timestamp is not None:
+    if current is not None and current.metadata.deletion_timestamp is not None:
         return
     manifest: Manifest = {
-        "apiVersion": goal.api_version,
-        "kind": goal.kind,
+        "apiVersion": desired.api_version,
+        "kind": desired.kind,
         "metadata": {
-            "name": goal.name,
-            "namespace": goal.namespace,
-            "labels": goal.metadata.labels,
-            # Set from the start, so that none of its pods is ever without.
+            "name": desired.name,
+            "namespace": desired.namespace,
+            "labels": desired.metadata.labels,
+            # From the start, so that the pool is never deleted without a drain.
             "finalizers": [FINALIZER],
         },
         "spec": spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         | {"replicas": spec.replicas, "owner": str(spec.owner)},
     }
-    if there is not None and there.spec.owner is not ReplicasOwner.PLAN:
-        # Whoever owns the number may have changed it since it was seen.
-        manifest["metadata"]["resourceVersion"] = there.metadata.resource_version
-    yield Apply(wanted.owned(manifest, owner), is_new=there is None)
+    if current is not None and current.spec.owner is not ReplicasOwner.PLAN:
+        # The owner of `replicas` may have changed it since: then the write conflicts.
+        manifest["metadata"]["resourceVersion"] = current.metadata.resource_version
+    yield Apply(wanted.owned(manifest, owner), is_new=current is None)
 
 
 def _deleting(view: DeploymentView) -> Iterator[Action]:
-    """Pools first: their pods drain while the gateway still carries what runs."""
+    """Delete the pools first: their pods drain while the gateway still serves running requests."""
     deployment = view.deployment
     if FINALIZER not in deployment.metadata.finalizers:
         return
@@ -346,8 +359,8 @@ def _deleting(view: DeploymentView) -> Iterator[Action]:
         if pool.metadata.deletion_timestamp is None:
             yield Delete(wanted.reference(pool))
     if not view.pools:
-        kept = tuple(name for name in deployment.metadata.finalizers if name != FINALIZER)
-        yield _finalizers(deployment, kept)
+        remaining = tuple(name for name in deployment.metadata.finalizers if name != FINALIZER)
+        yield _finalizers(deployment, remaining)
     else:
         yield Requeue(_AGAIN_S)
 

@@ -1,9 +1,9 @@
-"""The only part of the operator that writes: carries out what reconciles want done.
+"""Executes the actions that reconciles return: the only part of the operator that writes.
 
-Used by the controller. What is hard: answers may be lost, objects may have changed, and another
-operator may have taken over. Every write can be repeated, names the object it means, and is not
-made once the lease has run out. Objects as the API server answers them go into the index at once,
-so that the next decision knows what this one did.
+Used by the controller. What is hard: responses may be lost, objects may have changed, and another
+operator may have become the leader. So every write is idempotent, names its object by uid, and is
+not sent once the lease has expired. Objects in responses are put into the cache at once, so that
+the next decision sees this write.
 """
 
 import asyncio
@@ -45,32 +45,32 @@ log = logging.getLogger(__name__)
 
 Write = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit
 
-_LEASE_OVER = "the lease has run out"
+_LEASE_OVER = "the lease has expired"
 _NOT_FOUND = 404
 _CONFLICT = 409
-_THEIRS = "is there already and belongs to something else; delete it, or choose another name"
+_THEIRS = "exists already and belongs to something else; delete it, or choose another name"
 _LIKELY_NAMES = ("Service",)
-"""What has a name that somebody else may have chosen too, another deployment included."""
+"""Kinds whose objects have names that somebody else may use as well, such as another deployment."""
 _SHARED = ("Service", "ServiceAccount", "RoleBinding")
-"""What pools by hand have in common when they belong to one deployment by name."""
+"""Kinds that manually created pools share when they name the same deployment."""
 _AT_ONCE = 32
-"""Requests under way at a time."""
+"""Most concurrent requests."""
 
 
 class NotLeadingError(RuntimeError):
-    """Another operator may be writing."""
+    """This operator does not hold the lease, so another one may be writing."""
 
 
 class StaleError(RuntimeError):
-    """The object has changed since it was seen; the decision has to be taken anew."""
+    """The object has changed since it was cached; the decision has to be made again."""
 
 
 class TakenError(RuntimeError):
-    """Somebody else has an object of the name that this operator wants to make."""
+    """An object of this name exists and belongs to something else."""
 
 
 class Executor:
-    """Writes to one API server."""
+    """Executes actions against one API server."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Executor:
         metrics: Metrics,
         order: Callable[[str, Role], Awaitable[None]] = set_home,
     ) -> None:
-        """`order` tells an agent its role; raises AgentError."""
+        """`order` sets the role of an agent's instance and raises AgentError."""
         self._kube = kube
         self._order = order
         self._may_write = may_write
@@ -93,9 +93,10 @@ class Executor:
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
-        """Everything that writes, in order; what is alike side by side.
+        """Execute all writes in order, those of the same type concurrently.
 
-        Raises ApiError, StaleError, TakenError or NotLeadingError; what came before has been done.
+        Raises ApiError, StaleError, TakenError or NotLeadingError; earlier writes have been made
+        then.
         """
         writes = [each for each in actions if not isinstance(each, Ask | Requeue)]
         for kind, same in groupby(writes, key=type):
@@ -107,8 +108,8 @@ class Executor:
                     await self._do(each)
 
     async def _side_by_side(self, batch: Sequence[Write]) -> None:
-        ended = await asyncio.gather(*(self._do(each) for each in batch), return_exceptions=True)
-        for error in ended:
+        results = await asyncio.gather(*(self._do(each) for each in batch), return_exceptions=True)
+        for error in results:
             if isinstance(error, BaseException):
                 raise error
 
@@ -149,7 +150,7 @@ class Executor:
         if action.is_new and kind in _LIKELY_NAMES and await self._is_there(manifest):
             return
         path = KINDS[kind].path(meta["namespace"], name)
-        # Without force, whatever is there as another one wants it is a conflict.
+        # Without force, a field that another manager owns is a conflict.
         force = "false" if action.is_new else "true"
         query = {"fieldManager": MANAGER, "force": force}
         try:
@@ -160,24 +161,26 @@ class Executor:
             raise
 
     async def _is_there(self, manifest: Manifest) -> bool:
-        """Whether it is there as it should be.
+        """Whether the object exists with the manifest that is to be applied.
 
-        Raises TakenError when it is somebody else's, also where both want the same of it: what this
-        operator owns goes with the deployment.
+        Raises TakenError when it belongs to something else, even if its manifest is the same:
+        objects that this operator owns are deleted with the deployment.
         """
         meta, kind = manifest["metadata"], manifest["kind"]
         try:
-            there = await self._kube.get(kind, meta["namespace"], meta["name"])
+            existing = await self._kube.get(kind, meta["namespace"], meta["name"])
         except ApiError as error:
             if error.status == _NOT_FOUND:
                 return False
             raise
         ours = {owner["uid"] for owner in meta["ownerReferences"]}
-        theirs = {owner["uid"] for owner in there["metadata"].get("ownerReferences", ())}
-        if not (ours & theirs or (kind in _SHARED and _deployment(there) == _deployment(manifest))):
+        theirs = {owner["uid"] for owner in existing["metadata"].get("ownerReferences", ())}
+        if not (
+            ours & theirs or (kind in _SHARED and _deployment(existing) == _deployment(manifest))
+        ):
             raise TakenError(f"{kind} {meta['name']} {_THEIRS}")
-        self._seen(there)
-        return observed.child(there).applied == observed.child(manifest).applied != ""
+        self._seen(existing)
+        return observed.child(existing).applied == observed.child(manifest).applied != ""
 
     async def _create(self, action: Create) -> None:
         manifest = action.manifest
@@ -185,7 +188,7 @@ class Executor:
         try:
             self._seen(await self._write("POST", path, manifest, query={"fieldManager": MANAGER}))
         except ApiError as error:
-            # It was made before, by an answer that was lost or by the operator before this one.
+            # It exists: the response was lost, or the previous leader created it.
             if error.status != _CONFLICT:
                 raise
             target = manifest["metadata"]
@@ -204,22 +207,22 @@ class Executor:
             body["gracePeriodSeconds"] = action.grace_s
         path = KINDS[target.kind].path(target.namespace, target.name)
         try:
-            answer = await self._write("DELETE", path, body)
+            response = await self._write("DELETE", path, body)
         except ApiError as error:
-            # Gone, or another one of its name is there.
+            # It is gone, or another object has its name.
             if error.status not in (_NOT_FOUND, _CONFLICT):
                 raise
             self._gone(target)
             return
-        if answer.get("kind") == target.kind and "deletionTimestamp" in answer["metadata"]:
-            self._seen(answer)
+        if response.get("kind") == target.kind and "deletionTimestamp" in response["metadata"]:
+            self._seen(response)
         else:
             self._gone(target)
 
     async def _repurpose(self, action: Repurpose) -> bool:
-        """First the agent, then the labels: a pod whose agent says no is replaced as ever.
+        """Set the agent's role, then the pod's labels; returns whether the instance has the role.
 
-        Whether it has the role.
+        A pod whose agent refuses keeps its labels, and is replaced like any other.
         """
         target = action.target
         if not self._may_write():
@@ -271,19 +274,22 @@ class Executor:
         path = KINDS[target.kind].path(target.namespace, target.name)
         query = {"fieldManager": MANAGER}
         try:
-            answer = await self._write("PATCH", path, {"metadata": meta}, MERGE_PATCH, query)
+            response = await self._write("PATCH", path, {"metadata": meta}, MERGE_PATCH, query)
         except ApiError as error:
             if error.status != _NOT_FOUND:
                 raise
             self._gone(target)
             return
-        if answer["metadata"].get("finalizers") or "deletionTimestamp" not in answer["metadata"]:
-            self._seen(answer)
+        if (
+            response["metadata"].get("finalizers")
+            or "deletionTimestamp" not in response["metadata"]
+        ):
+            self._seen(response)
         else:
             self._gone(target)
 
     async def _emit(self, action: Emit) -> None:
-        """An Event that nobody can take is no reason to stop."""
+        """Create an Event; errors are logged only."""
         target = action.target
         now = timestamp(self._clock())
         text = f"{target.uid}/{action.reason}/{action.message}/{now}"
@@ -323,7 +329,7 @@ class Executor:
         content_type: str = "application/json",
         query: dict[str, str] | None = None,
     ) -> Manifest:
-        """One write, repeated while its errors pass and the lease holds."""
+        """Send one write, with retries while errors are transient and the lease is held."""
 
         async def once() -> Manifest:
             if not self._may_write():
@@ -336,13 +342,13 @@ class Executor:
 
 
 def _deployment(manifest: Manifest) -> str | None:
-    """Name of the deployment that it is labelled with."""
+    """Name of the deployment in the object's labels."""
     name: str | None = manifest["metadata"].get("labels", {}).get(DEPLOYMENT)
     return name
 
 
 def _named(action: Write) -> str:
-    """What it was done to, for the log."""
+    """The object of an action, for the log."""
     if isinstance(action, Apply | Create):
         meta = action.manifest["metadata"]
         return f"{action.manifest['kind']} {meta['namespace']}/{meta['name']}"

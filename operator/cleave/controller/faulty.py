@@ -1,6 +1,7 @@
-"""What is done about a resource that cannot be read: its author is told, what runs stays. Pure.
+"""Reports a resource that fails validation; its pods and gateways stay as they are. Pure.
 
-The API server lets none in; a version of Cleave with other rules may have.
+Called by the controller. The webhook refuses such a resource; one that a version of Cleave with
+other rules admitted may still exist.
 """
 
 from collections.abc import Sequence
@@ -15,18 +16,21 @@ from cleave.pods.labels import Manifest
 def report(
     kind: str, meta: Manifest, status: Manifest, faults: Sequence[str], now_s: float
 ) -> list[Action]:
-    """Ready is False, and says why; the rest of the status stays. One that is deleted may go."""
+    """Set Ready to False with the faults; the rest of the status stays.
+
+    A resource that is being deleted loses its finalizer.
+    """
     target = Reference(kind, meta["namespace"], meta["name"], meta["uid"])
     finalizers = meta.get("finalizers", [])
     if "deletionTimestamp" in meta:
-        kept = tuple(name for name in finalizers if name != FINALIZER)
+        remaining = tuple(name for name in finalizers if name != FINALIZER)
         version = meta.get("resourceVersion", "")
-        return [SetFinalizers(target, kept, version)] if FINALIZER in finalizers else []
+        return [SetFinalizers(target, remaining, version)] if FINALIZER in finalizers else []
     before = status.get("conditions", [])
     ready = Condition("Ready", False, "Invalid", "; ".join(faults))
-    settled = conditions.settled(before, [ready], meta.get("generation"), now_s)
-    others = [each for each in before if each["type"] != "Ready"]
-    if [each for each in before if each["type"] == "Ready"] == settled:
+    merged = conditions.settled(before, [ready], meta.get("generation"), now_s)
+    other_conditions = [each for each in before if each["type"] != "Ready"]
+    if [each for each in before if each["type"] == "Ready"] == merged:
         return []
-    told = {**status, "conditions": [*settled, *others]}
-    return [PatchStatus(target, told), *conditions.told(target, before, [ready])]
+    new_status = {**status, "conditions": [*merged, *other_conditions]}
+    return [PatchStatus(target, new_status), *conditions.told(target, before, [ready])]

@@ -1,7 +1,7 @@
-"""What the gateways told last of each deployment's instances, asked again when it matters.
+"""Caches what the gateways report of each deployment's instances.
 
-Used by the controller. Asking costs a request per gateway; so a deployment is asked when its ready
-instances have changed, before a decision that depends on load, and otherwise now and then.
+Used by the controller. A refresh costs a request per gateway; so it happens when the set of ready
+instances has changed, before a decision that depends on load, and otherwise every `_OLD_S` seconds.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
@@ -16,7 +16,7 @@ K = TypeVar("K", bound=Hashable)
 
 _OLD_S = 45.0
 _PARTIAL_S = 1.0
-"""How long an answer counts that leaves something open, at first; twice as long each time."""
+"""An incomplete answer is used for this long at first, then twice as long each time."""
 _FRESH_S = 2.0
 
 Known = Mapping[str, Instance] | None
@@ -30,65 +30,67 @@ class _Told:
     ready: frozenset[str]
     instances: Known
     tries: int
-    """How many answers in a row have left something open."""
+    """Consecutive answers that were incomplete."""
 
     @property
     def valid_s(self) -> float:
-        """For how long it counts."""
+        """Seconds for which the answer is used."""
         return min(_OLD_S, _PARTIAL_S * 2.0 ** (self.tries - 1)) if self.tries else _OLD_S
 
 
 class Fleets(Generic[K]):
-    """The last answers, by deployment."""
+    """The last answer of the gateways, by deployment."""
 
     def __init__(self, clock: Callable[[], float], ask: AskGateways = instances.ask) -> None:
         self._clock, self._ask = clock, ask
         self._told: dict[K, _Told] = {}
 
     def last(self, key: K) -> Known:
-        """What was told last."""
-        told = self._told.get(key)
-        return told.instances if told else None
+        """Return the cached answer."""
+        cached = self._told.get(key)
+        return cached.instances if cached else None
 
     async def known(self, key: K, gateways: Collection[str], ready: frozenset[str]) -> Known:
-        """What is known; asked for when other pods are `ready` (names) than at the last answer."""
-        told = self._told.get(key)
-        if told and told.ready == ready and self._clock() - told.at_s < told.valid_s:
-            return told.instances
+        """Return the cached answer, refreshed when it is old or other pods are `ready` (names)."""
+        cached = self._told.get(key)
+        if cached and cached.ready == ready and self._clock() - cached.at_s < cached.valid_s:
+            return cached.instances
         return await self._asked(key, gateways, ready)
 
     def again_after_s(self, key: K) -> float | None:
-        """When to ask again because the last answer leaves something open; None: it does not."""
-        told = self._told.get(key)
-        return told.valid_s if told is not None and told.tries else None
+        """Seconds until a retry of an incomplete answer; None: it is complete."""
+        cached = self._told.get(key)
+        return cached.valid_s if cached is not None and cached.tries else None
 
     async def fresh(self, key: K, gateways: Collection[str]) -> Known:
-        """What is true about now."""
-        told = self._told.get(key)
-        if told and self._clock() - told.at_s < _FRESH_S:
-            return told.instances
-        return await self._asked(key, gateways, told.ready if told else frozenset())
+        """Return an answer that is at most `_FRESH_S` seconds old."""
+        cached = self._told.get(key)
+        if cached and self._clock() - cached.at_s < _FRESH_S:
+            return cached.instances
+        return await self._asked(key, gateways, cached.ready if cached else frozenset())
 
     def forget(self, key: K) -> None:
-        """The deployment is gone."""
+        """Drop the answer: the deployment is gone, or its instances have changed."""
         self._told.pop(key, None)
 
     async def _asked(self, key: K, gateways: Collection[str], ready: frozenset[str]) -> Known:
         if not gateways or not ready:
             return self.last(key)
-        answer = await self._ask([*map(instances.base_url, gateways)])
-        found = self.last(key) if answer is None else answer
-        before = self._told.get(key)
-        earlier = before.tries if before and before.ready == ready else 0
-        tries = (
-            0 if all(_is_told((found or {}).get(name)) for name in ready) else min(earlier + 1, 8)
+        response = await self._ask([*map(instances.base_url, gateways)])
+        instances_now = self.last(key) if response is None else response
+        previous = self._told.get(key)
+        incomplete_before = previous.tries if previous and previous.ready == ready else 0
+        incomplete_count = (
+            0
+            if all(_is_told((instances_now or {}).get(name)) for name in ready)
+            else min(incomplete_before + 1, 8)
         )
-        self._told[key] = _Told(self._clock(), ready, found, tries)
-        return found
+        self._told[key] = _Told(self._clock(), ready, instances_now, incomplete_count)
+        return instances_now
 
 
 def _is_told(instance: Instance | None) -> bool:
-    """Whether there is nothing to wait for: it is sent requests, and its KV path is verified."""
+    """Whether the instance receives requests and, unless mixed, its KV path is verified."""
     if instance is None or not instance.selectable:
         return False
     return instance.role == Role.MIXED or instance.kv_path.verified

@@ -1,8 +1,8 @@
-"""Where kopf and the operator meet: every watch feeds the index, and nothing else happens there.
+"""Connects kopf's watches with the controller: every watch event goes into the cache.
 
-Made by `main`. kopf finds, keeps and renews the watches; it is told to write nothing, to keep no
-state in objects, and to handle no change itself, because decisions here follow from what is, not
-from what has changed.
+Made by `main`. kopf lists, watches and reconnects. It is configured to write nothing, to keep no
+state in objects and to run no change handlers, because reconciles are level-triggered: they follow
+from the present state, not from changes.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ _PAUSES_S = (0.5, 1.0, 2.0)
 
 
 def registry(controller: Controller, metrics: Metrics) -> kopf.OperatorRegistry:
-    """A handler for every kind that is watched."""
+    """Register an event handler for every kind that is watched."""
 
-    async def told(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401 - kopf's own
+    async def on_event(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401 - kopf's own
         manifest, kind = dict(event["object"]), str(event["object"]["kind"])
         metrics.events[kind, event["type"] or "LISTED"] += 1
         if event["type"] == "DELETED":
@@ -30,67 +30,67 @@ def registry(controller: Controller, metrics: Metrics) -> kopf.OperatorRegistry:
 
     handlers = kopf.OperatorRegistry()
     kopf.on.login(registry=handlers)(kopf.login_via_client)
-    for watched in WATCHED:
-        api = KINDS[watched.kind]
+    for watched_kind in WATCHED:
+        api = KINDS[watched_kind.kind]
         group, _, version = api.version.rpartition("/")
-        kopf.on.event(group, version, api.plural, id=watched.kind, registry=handlers)(told)
+        kopf.on.event(group, version, api.plural, id=watched_kind.kind, registry=handlers)(on_event)
     return handlers
 
 
 def settings() -> kopf.OperatorSettings:
-    """kopf's settings: watch, and nothing else."""
-    chosen = kopf.OperatorSettings()
-    chosen.posting.enabled = False
-    # Which kinds there are is known; to watch for more would take further rights.
-    chosen.scanning.disabled = True
-    chosen.networking.enforce_retry_after = True
-    # Of one request; a watch is begun anew for ever.
-    chosen.networking.error_backoffs = _PAUSES_S
-    chosen.queueing.exit_timeout = 0.5
-    # `main` has things to do after kopf has ended.
-    chosen.process.ultimate_exiting_timeout = None
-    # Each event would be copied several times to find out what has changed, which nobody asks.
-    chosen.persistence.diffbase_storage = _NoDifferences()
-    chosen.persistence.progress_storage = _NoProgress()
-    for watched in WATCHED:
-        if watched.selector:
-            api = KINDS[watched.kind]
+    """kopf's settings: watch only, write nothing."""
+    options = kopf.OperatorSettings()
+    options.posting.enabled = False
+    # The kinds are known; a scan for others would need further permissions.
+    options.scanning.disabled = True
+    options.networking.enforce_retry_after = True
+    # Back-off of one request; a watch is retried for ever.
+    options.networking.error_backoffs = _PAUSES_S
+    options.queueing.exit_timeout = 0.5
+    # `main` still cleans up after kopf has ended.
+    options.process.ultimate_exiting_timeout = None
+    # Else kopf copies each event several times to compute a difference that is not used.
+    options.persistence.diffbase_storage = _NoDifferences()
+    options.persistence.progress_storage = _NoProgress()
+    for watched_kind in WATCHED:
+        if watched_kind.selector:
+            api = KINDS[watched_kind.kind]
             group, _, version = api.version.rpartition("/")
-            chosen.watching.label_selectors[group, version, api.plural] = watched.selector
-    return chosen
+            options.watching.label_selectors[group, version, api.plural] = watched_kind.selector
+    return options
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """Keeps nothing of what objects were like."""
+    """Stores no last-handled state of objects."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:  # noqa: ANN401
-        """Nothing is compared."""
+        """Return an empty essence: nothing is compared."""
         return kopf.BodyEssence()
 
     def fetch(self, **_: Any) -> kopf.BodyEssence | None:  # noqa: ANN401
-        """Nothing was kept."""
+        """Return None: nothing is stored."""
         return None
 
     def store(self, **_: Any) -> None:  # noqa: ANN401
-        """Nothing is kept."""
+        """Store nothing."""
 
 
 class _NoProgress(kopf.ProgressStorage):
-    """Keeps nothing of how far handlers have come: there are none that could."""
+    """Stores no progress of handlers, as there are no change handlers."""
 
     def fetch(self, **_: Any) -> kopf.ProgressRecord | None:  # noqa: ANN401
-        """Nothing was kept."""
+        """Return None: nothing is stored."""
         return None
 
     def store(self, **_: Any) -> None:  # noqa: ANN401
-        """Nothing is kept."""
+        """Store nothing."""
 
     def purge(self, **_: Any) -> None:  # noqa: ANN401
-        """Nothing is there."""
+        """Do nothing: nothing is stored."""
 
     def touch(self, **_: Any) -> None:  # noqa: ANN401
-        """Objects are left as they are."""
+        """Leave the object as it is."""
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
-        """Nothing is in it."""
+        """Return the object as it is."""
         return essence

@@ -1,8 +1,8 @@
-"""The machines of a cluster as the planner takes them, read from its nodes. Pure.
+"""The GPU inventory of a cluster, as the planner takes it, from its nodes. Pure.
 
-Called by the planner's desk and by admission. What is hard: nodes come and go, plans should not. So
-there are two digests: one of the kinds of nodes, which a plan rests on, and one of their numbers,
-which matters only to a plan that has no room.
+Called by the controller for the planner and for admission. What is hard: nodes come and go, and
+plans should stay. So there are two hashes: one of the kinds of nodes, on which a plan depends, and
+one of their counts, which matters only to a plan whose instances find no node.
 """
 
 from collections import Counter
@@ -15,33 +15,37 @@ from cleave.controller.wanted import digest
 from cleave.pods.spread import CLIQUE, HOSTNAME, Machines
 
 _ETHERNET_GBPS = 25.0
-"""Assumed of nodes that tell of no InfiniBand: what DistServe's test bed had."""
+"""Assumed for nodes without InfiniBand: the network of DistServe's test bed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What there is to plan with."""
+    """What the nodes offer."""
 
     cluster: Cluster | None
-    """None: no node has GPUs."""
+    """Input of the planner; None: no node has GPUs."""
     machines: Machines
-    """What pods have to know of them."""
+    """Input of the pod builders."""
     kinds: str
-    """Digest of the kinds of nodes."""
+    """Hash of the kinds of nodes and of the network."""
     numbers: str
-    """Digest of how many there are of each."""
+    """Hash of how many nodes there are of each kind."""
 
 
 MOST_GPUS = 128
-"""Of one node, as far as the planner looks; a device plug-in that shares GPUs offers any number."""
+"""Most GPUs of one node that the planner considers; a device plug-in that shares GPUs may offer any
+number."""
 
 
 def inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) -> Inventory:
-    """The GPU nodes, with network, own GPUs and profiles from `settings` where there are any."""
-    there = [node for node in nodes if node.num_gpus and node.gpu]
-    groups = Counter((node.gpu, min(node.num_gpus, MOST_GPUS)) for node in there)
+    """Build the inventory of the GPU nodes.
+
+    Network, own GPU descriptions and profiles come from `settings` where they are given.
+    """
+    gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
+    groups = Counter((node.gpu, min(node.num_gpus, MOST_GPUS)) for node in gpu_nodes)
     network = Network()
-    if not (there and all(node.has_rdma for node in there)):
+    if not (gpu_nodes and all(node.has_rdma for node in gpu_nodes)):
         network = Network(kind=NetworkKind.ETHERNET, bandwidth_gbps=_ETHERNET_GBPS)
     if settings is not None:
         network = settings.network
@@ -57,14 +61,14 @@ def inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) ->
     base = [[gpu, size] for gpu, size, _ in rows], str(network)
     return Inventory(
         cluster=cluster,
-        machines=_machines(there),
+        machines=_machines(gpu_nodes),
         kinds=digest(base),
         numbers=digest(rows),
     )
 
 
 def _machines(nodes: Sequence[ObservedNode]) -> Machines:
-    """What pods have to know of the nodes."""
+    """Return what the pod builders need to know of the nodes."""
     largest: dict[str, int] = {}
     for node in nodes:
         largest[node.gpu] = max(largest.get(node.gpu, 0), node.num_gpus)

@@ -1,8 +1,8 @@
-"""The API server, as the operator speaks to it: JSON in, JSON out, every call bounded.
+"""Client of the Kubernetes API server: JSON in, JSON out, with a time-out on every call.
 
-Used by the executor, the leader election and the sweep. Addresses, certificates and tokens are
-the `kubernetes` package's matter; its thousand classes for objects are left out, since manifests
-are what the rest of this package works on.
+Used by the executor, the leader election and the resync. Addresses, certificates and tokens come
+from the `kubernetes` package; its generated classes are not used, because the rest of this package
+works on plain manifests.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 
 
 class ApiError(RuntimeError):
-    """The API server refused, or could not be reached (status 0)."""
+    """The API server refused the request, or could not be reached (status 0)."""
 
     def __init__(
         self, status: int, reason: str, message: str, pause_s: float | None = None
@@ -46,17 +46,17 @@ class ApiError(RuntimeError):
         self.reason = reason
         self.message = message
         self.pause_s = pause_s
-        """How long the server asks to wait."""
+        """Seconds after which the server asks to retry (Retry-After); None: not given."""
 
     @property
     def passes(self) -> bool:
-        """Whether the same request may work a moment later."""
+        """Whether the error is transient, so that a retry may succeed."""
         return self.status in (0, _TOO_MANY) or self.status >= _SERVER_FAULT
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """Where the objects of a kind are."""
+    """The API resource of a kind."""
 
     version: str
     """As in `apiVersion`."""
@@ -64,11 +64,11 @@ class Api:
     is_namespaced: bool = True
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """Path of a list, of an object, or of a part of it."""
+        """Return the URL path of a list, an object or a subresource."""
         root = "/api" if "/" not in self.version else "/apis"
-        place = f"/namespaces/{quote(namespace)}" if self.is_namespaced and namespace else ""
+        scope = f"/namespaces/{quote(namespace)}" if self.is_namespaced and namespace else ""
         parts = "".join(f"/{quote(part)}" for part in (name, subresource) if part)
-        return f"{root}/{self.version}{place}/{self.plural}{parts}"
+        return f"{root}/{self.version}{scope}/{self.plural}{parts}"
 
 
 KINDS: Mapping[str, Api] = {
@@ -112,7 +112,7 @@ class Kube:
         accept: str = JSON,
         timeout_s: float = _TIMEOUT_S,
     ) -> Manifest:
-        """One request; its answer. Raises ApiError."""
+        """Send one request and return the decoded response. Raises ApiError."""
         headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": "cleave-operator"}
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._client.configuration.host}{path}"
@@ -120,37 +120,37 @@ class Kube:
             url += f"?{urlencode(query)}"
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._client.call_api(method, url, headers, body)
-                data: bytes = await answer.read()  # type: ignore[no-untyped-call]
+                response = await self._client.call_api(method, url, headers, body)
+                data: bytes = await response.read()  # type: ignore[no-untyped-call]
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ApiError(0, "Unreachable", str(error) or type(error).__name__) from error
-        if answer.status >= 400:
-            raise _refusal(answer.status, answer.headers.get("Retry-After"), data)
+        if response.status >= 400:
+            raise _refusal(response.status, response.headers.get("Retry-After"), data)
         decoded = json.loads(data) if data else {}
         return decoded if isinstance(decoded, dict) else {}
 
     async def get(
         self, kind: str, namespace: str, name: str, timeout_s: float = _TIMEOUT_S
     ) -> Manifest:
-        """One object. Raises ApiError."""
+        """Return one object. Raises ApiError."""
         return await self.request("GET", KINDS[kind].path(namespace, name), timeout_s=timeout_s)
 
     async def serves(self, kind: str) -> bool:
-        """Whether objects of this kind can be kept there. Raises ApiError."""
+        """Whether the API server has this kind. Raises ApiError."""
         api = KINDS[kind]
         try:
-            found = await self.request("GET", f"/apis/{api.version}")
+            listed = await self.request("GET", f"/apis/{api.version}")
         except ApiError as error:
             if error.status == _NOT_FOUND:
                 return False
             raise
-        return any(each["name"] == api.plural for each in found.get("resources", ()))
+        return any(each["name"] == api.plural for each in listed.get("resources", ()))
 
 
 async def connect() -> Kube:
-    """A connection as the pod's service account, else as the kubeconfig file says.
+    """Connect with the pod's service account, or else with the kubeconfig file.
 
-    Raises ApiError when neither is there.
+    Raises ApiError when neither exists.
     """
     settings = Configuration()
     try:
@@ -172,25 +172,28 @@ async def persistent(
     tries: int = _TRIES,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Manifest:
-    """The answer to a call that is safe to repeat, tried again while its errors pass."""
+    """Call until it succeeds, with retries while its errors are transient.
+
+    `call` must be safe to repeat. Raises the last ApiError.
+    """
     pause_s = _FIRST_PAUSE_S
-    for left in reversed(range(tries)):
+    for remaining in reversed(range(tries)):
         try:
             return await call()
         except ApiError as error:
-            if not error.passes or left == 0:
+            if not error.passes or remaining == 0:
                 raise
-            asked_s = error.pause_s if error.pause_s is not None else pause_s
-            # Not all of those that were refused come back at once.
-            await sleep(min(asked_s, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25))
+            delay_s = error.pause_s if error.pause_s is not None else pause_s
+            # Jitter, so that clients do not all retry at the same moment.
+            await sleep(min(delay_s, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25))
             pause_s *= 2
     raise AssertionError("unreachable")
 
 
 def _refusal(status: int, retry_after: str | None, data: bytes) -> ApiError:
     try:
-        told = json.loads(data)
-        reason, message = str(told["reason"]), str(told["message"])
+        status_object = json.loads(data)
+        reason, message = str(status_object["reason"]), str(status_object["message"])
     except (ValueError, KeyError, TypeError):
         reason, message = "Refused", data[:200].decode(errors="replace")
     pause_s = float(retry_after) if retry_after and retry_after.isdigit() else None

@@ -1,8 +1,8 @@
-"""Leader election: one operator writes, the others watch and wait. A Lease says who.
+"""Leader election with a Lease: one operator writes, the others are on standby.
 
-Run by `main`. What is hard: clocks differ, so a Lease has run out when a waiting operator has seen
-no change of it for its whole duration by its own clock. The leader counts its time from before it
-asked for it, and stops writing earlier than anybody may take over.
+Run by `main`. What is hard: clocks differ. So a standby operator takes a Lease over when it has not
+seen it change for its whole duration, by its own clock. The leader counts from before it sent the
+renewal, and stops writing before anybody may take over.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ class Terms:
     """Times of the election, in seconds."""
 
     lease_s: int = 4
-    """A Lease without renewal for this long is anybody's."""
+    """A Lease that was not renewed for this long may be taken over."""
     writing_s: float = 3.0
     """The leader writes for this long after a renewal; less than `lease_s`."""
     renew_s: float = 1.0
     look_s: float = 0.5
-    """How often the others look."""
+    """Period at which standby operators read the Lease."""
 
 
 class Leader:
-    """This operator's part in the election."""
+    """Takes part in the election for this operator."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Leader:
 
     @property
     def silent_s(self) -> float:
-        """How long ago the election was last looked at."""
+        """Seconds since the last attempt to read or renew the Lease."""
         return self._clock() - self._tried_at_s
 
     async def run(self) -> None:
@@ -78,7 +78,7 @@ class Leader:
             await asyncio.sleep(self._terms.renew_s if self.is_leading else self._terms.look_s)
 
     async def resign(self) -> None:
-        """Let another operator lead at once."""
+        """Release the Lease, so that another operator can lead at once."""
         if not self.is_leading:
             return
         self._until_s = float("-inf")
@@ -89,28 +89,28 @@ class Leader:
                 lease["spec"]["holderIdentity"] = ""
                 await self._put(lease)
         except ApiError as error:
-            log.warning("the lease could not be given back: %s", error)
+            log.warning("cannot release the lease: %s", error)
 
     async def _try(self) -> None:
-        """Renew the Lease, or take it when it is free; otherwise look at it."""
+        """Renew the Lease, or take it when it is free; otherwise observe it."""
         began_s = self._clock()
         try:
-            held = await self._hold()
+            is_holder = await self._hold()
         except ApiError as error:
-            # Said once: it is tried twice a second.
+            # Log each error once: there are two attempts a second.
             if error.status != _CONFLICT and str(error) != self._fault:
                 log.warning("leader election: %s", error)
             self._fault = str(error)
             return
         self._fault = ""
-        if held:
+        if is_holder:
             self._until_s = began_s + self._terms.writing_s
             if not self.elected.is_set():
                 log.info("%s leads", self._identity)
                 self.elected.set()
 
     async def _hold(self) -> bool:
-        """Whether the Lease was written as this operator's. Raises ApiError."""
+        """Whether the Lease was written for this operator. Raises ApiError."""
         try:
             lease = await self._kube.get(
                 "Lease", self._namespace, self._name, timeout_s=self._terms.renew_s
@@ -130,19 +130,19 @@ class Leader:
         return True
 
     def _is_free(self, spec: Manifest) -> bool:
-        """Whether nobody else holds the Lease, or its holder has been silent for too long."""
+        """Whether this operator may take the Lease: no other holder, or an expired one."""
         holder = spec.get("holderIdentity") or ""
-        seen = holder, str(spec.get("renewTime"))
+        record = holder, str(spec.get("renewTime"))
         now_s = self._clock()
-        if seen != self._seen:
-            self._seen, self._seen_at_s = seen, now_s
+        if record != self._seen:
+            self._seen, self._seen_at_s = record, now_s
         if holder in ("", self._identity):
             return True
         lease_s = spec.get("leaseDurationSeconds") or self._terms.lease_s
         return now_s - self._seen_at_s >= lease_s
 
     def _lease(self, before: Manifest) -> Manifest:
-        """The Lease as this operator's, from now."""
+        """The Lease with this operator as holder, renewed now."""
         spec = before.get("spec", {})
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         is_ours = spec.get("holderIdentity") == self._identity
@@ -161,6 +161,6 @@ class Leader:
         }
 
     async def _put(self, lease: Manifest) -> None:
-        """Write the Lease, unless somebody else has since it was read. Raises ApiError."""
+        """Replace the Lease, unless it has changed since it was read. Raises ApiError."""
         path = KINDS["Lease"].path(self._namespace, self._name)
         await self._kube.request("PUT", path, body=lease, timeout_s=self._terms.renew_s)

@@ -26,7 +26,7 @@ _EXIT_CODES = "Exit codes: 0 stopped by a signal, 1 failed or no cluster, 2 bad 
 
 
 def run(options: Options) -> int:
-    """Run an operator until a signal ends it; the exit code."""
+    """Run an operator until a signal ends it; returns the exit code."""
     try:
         asyncio.run(_serve(options))
     except ApiError as error:
@@ -50,36 +50,36 @@ async def _serve(options: Options) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Read the command line and run; `program` is how the help names it."""
-    stated = _build_parser(program).parse_args(arguments)
-    _log(stated.log_level.upper(), stated.log_format)
+    """Parse the command line and run; `program` is the name that the help shows."""
+    args = _build_parser(program).parse_args(arguments)
+    _log(args.log_level.upper(), args.log_format)
     try:
-        cluster = load_cluster(stated.cluster) if stated.cluster else None
+        cluster = load_cluster(args.cluster) if args.cluster else None
     except ManifestError as error:
         for fault in error.faults:
             log.error("--cluster: %s", fault)
         return 2
     webhook = None
-    if stated.webhook:
-        issues = stated.webhook_certificate == "operator"
-        webhook = WebhookOptions(stated.webhook, stated.webhook_port, issues)
+    if args.webhook:
+        issues_certificate = args.webhook_certificate == "operator"
+        webhook = WebhookOptions(args.webhook, args.webhook_port, issues_certificate)
     return run(
         Options(
-            # A process that starts anew is another one: the old may still have a write under way.
-            identity=f"{stated.identity}_{uuid.uuid4().hex[:8]}",
-            namespace=stated.own_namespace,
-            hosts=stated.host,
-            port=stated.port,
-            lease=stated.lease,
-            namespaces=tuple(stated.namespace),
+            # Unique per process: a predecessor of the same name may still have a write in flight.
+            identity=f"{args.identity}_{uuid.uuid4().hex[:8]}",
+            namespace=args.own_namespace,
+            hosts=args.host,
+            port=args.port,
+            lease=args.lease,
+            namespaces=tuple(args.namespace),
             webhook=webhook,
             settings=Settings(
-                namespace=stated.own_namespace,
-                image_prefix=stated.image_prefix,
-                discovery_role=stated.discovery_role,
-                device=stated.device,
-                isolates=stated.isolate_workers,
-                watch_s=stated.watch_interval,
+                namespace=args.own_namespace,
+                image_prefix=args.image_prefix,
+                discovery_role=args.discovery_role,
+                device=args.device,
+                isolates=args.isolate_workers,
+                watch_s=args.watch_interval,
                 cluster=cluster,
             ),
         )
@@ -88,13 +88,13 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 def _log(level: str, log_format: str) -> None:
     logs.set_up(log_format, level=level)
-    # They tell of every event that is handed over, and of every try while the API server is away.
+    # kopf logs every event, and every retry while the API server is unreachable.
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)
 
 
 def _build_parser(program: str) -> argparse.ArgumentParser:
-    description = "Look after the LLMDeployments and InstancePools of a Kubernetes cluster."
+    description = "Reconcile the LLMDeployments and InstancePools of a Kubernetes cluster."
     parser = argparse.ArgumentParser(program, description=description, epilog=_EXIT_CODES)
     add = parser.add_argument
     add(
@@ -105,41 +105,46 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         help="addresses of /healthz, /readyz, /metrics and the webhook",
     )
     add("--port", type=int, default=8081)
-    add("--namespace", action="append", default=[], help="look after this one only; repeatable")
-    add("--lease", default="cleave-operator", help="name of the lease that says who writes")
+    add("--namespace", action="append", default=[], help="watch this namespace only; repeatable")
+    add("--lease", default="cleave-operator", help="name of the leader election's Lease")
     add(
         "--own-namespace",
         default=os.environ.get("POD_NAMESPACE", "default"),
-        help="where the lease is (default: $POD_NAMESPACE)",
+        help="namespace of the Lease (default: $POD_NAMESPACE)",
     )
     add(
         "--identity",
         default=os.environ.get("POD_NAME") or os.uname().nodename,
-        help="name of this operator (default: $POD_NAME)",
+        help="identity of this operator in the Lease (default: $POD_NAME)",
     )
-    add("--image-prefix", default="", help="registry and folder of Cleave's own images")
+    add("--image-prefix", default="", help="registry and path of Cleave's own images")
     add("--discovery-role", default="cleave-discovery", help="ClusterRole that pods are bound to")
     add(
         "--isolate-workers",
         action="store_true",
-        help="NetworkPolicies: workers are reached from their deployment and this namespace only",
+        help="NetworkPolicies: only a deployment's pods and this namespace may reach its workers",
     )
     add(
         "--watch-interval",
         type=_seconds,
         default=15.0,
         metavar="S",
-        help="seconds between two looks at the gateways' counts (default: 15)",
+        help="seconds between two scrapes of the gateways' metrics (default: 15)",
     )
-    add("--device", choices=["gpu", "cpu"], default="gpu", help="what computes tokens")
-    add("--cluster", type=Path, metavar="FILE", help="network, own GPUs and measured profiles")
+    add("--device", choices=["gpu", "cpu"], default="gpu", help="device that the nodes compute on")
+    add(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="cluster file with network, own GPUs and measured profiles",
+    )
     add("--webhook", default="", metavar="NAME", help="serve the validating webhook of this name")
     add("--webhook-port", type=int, default=9443)
     add(
         "--webhook-certificate",
         choices=["operator", "cert-manager"],
         default="operator",
-        help="who makes the webhook's certificate",
+        help="who issues the webhook's certificate",
     )
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     logs.add_option(parser, "json")

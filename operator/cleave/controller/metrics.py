@@ -1,4 +1,4 @@
-"""What the operator counts. Plain numbers, made into Prometheus metrics at a scrape."""
+"""The operator's own metrics: plain counters, converted to Prometheus metrics at each scrape."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -18,7 +18,7 @@ _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 
 
 class Metrics:
-    """Everything one operator has counted since its start."""
+    """Everything that this operator has counted since its start."""
 
     def __init__(self) -> None:
         self.reconciles: dict[tuple[str, ...], int] = defaultdict(int)
@@ -26,21 +26,21 @@ class Metrics:
         self.actions: dict[tuple[str, ...], int] = defaultdict(int)
         """Writes by action and outcome: done, failed."""
         self.events: dict[tuple[str, ...], int] = defaultdict(int)
-        """Of the watches, by kind and type."""
+        """Watch events by kind and type."""
         self.plans: dict[tuple[str, ...], int] = defaultdict(int)
-        """Answers of the planner: planned, infeasible, failed; of looks at what runs: keep,
-        correct, propose, apply."""
+        """Planner results: planned, infeasible, failed; of reviews: keep, correct, propose,
+        apply."""
         self._seconds: dict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_S) + 1))
         self._sums: dict[str, float] = defaultdict(float)
 
     def reconciled(self, kind: str, outcome: str, seconds: float) -> None:
-        """Count one reconcile."""
+        """Count one reconcile and its duration."""
         self.reconciles[kind, outcome] += 1
         self._seconds[kind][bisect_left(_BOUNDS_S, seconds)] += 1
         self._sums[kind] += seconds
 
     def durations(self) -> HistogramMetricFamily:
-        """Of reconciles, their writes included."""
+        """Return the histogram of reconcile durations, writes included."""
         family = HistogramMetricFamily(
             "cleave_operator_reconcile_seconds", "Reconciles with their writes", labels=["kind"]
         )
@@ -52,7 +52,7 @@ class Metrics:
 
 
 class Collector:
-    """Turns the counts into metric families; registered with prometheus_client."""
+    """Converts the counters to metric families; registered with prometheus_client."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Collector:
         self._queued, self._objects, self._is_leading = queued, objects, is_leading
 
     def collect(self) -> Iterable[Metric]:
-        """Called at each scrape."""
+        """Yield all metrics; prometheus_client calls this at each scrape."""
         counted = self._metrics
         yield _count("reconciles", "Reconciles", ("kind", "outcome"), counted.reconciles)
         yield _count("actions", "Writes", ("action", "outcome"), counted.actions)
@@ -76,15 +76,17 @@ class Collector:
         yield from collect(self._statuses())
         yield counted.durations()
         yield GaugeMetricFamily(
-            "cleave_operator_queue_depth", "Objects that wait to be looked at", self._queued()
+            "cleave_operator_queue_depth", "Objects that wait for a reconcile", self._queued()
         )
         yield GaugeMetricFamily(
             "cleave_operator_leading", "1 while this operator writes", float(self._is_leading())
         )
-        known = GaugeMetricFamily("cleave_operator_objects", "Objects known", labels=["kind"])
+        cached_objects = GaugeMetricFamily(
+            "cleave_operator_objects", "Objects known", labels=["kind"]
+        )
         for kind, number in self._objects().items():
-            known.add_metric([kind], number)
-        yield known
+            cached_objects.add_metric([kind], number)
+        yield cached_objects
 
 
 def _count(

@@ -1,6 +1,6 @@
-"""What was seen in the cluster, as values: made from manifests, read by every decision.
+"""Cluster objects as values: parsed from manifests, read by every decision. Pure.
 
-Pure. Decisions never read manifests themselves, so that tests state a few fields instead of whole
+Decisions never read manifests themselves, so that tests state a few fields instead of whole
 objects, and ten thousand pods take little memory.
 """
 
@@ -24,100 +24,100 @@ from cleave.pods.resources import GPU, GPU_PRODUCT
 from cleave.pods.spread import CLIQUE, INFINIBAND
 
 TEMPLATE = "cleave.dev/template"
-"""Annotation of worker pods: digest of what they were made from."""
+"""Annotation of worker pods: hash of the pool template that they were created from."""
 APPLIED = "cleave.dev/applied"
-"""Annotation of everything else that is made: digest of what was applied."""
+"""Annotation of all other created objects: hash of the manifest that was applied."""
 
 _RDMA_LABEL = "feature.node.kubernetes.io/rdma.capable"
-"""Written by node feature discovery."""
+"""Label that node feature discovery writes."""
 _RDMA_DEVICE = "rdma/"
 _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedPod:
-    """One worker pod: one instance."""
+    """A worker pod. Merged by `instances`, it stands for a whole instance."""
 
     name: str
     uid: str
     role: Role
     revision: str
-    """Which instances it may work with."""
+    """Instances work together with those of the same revision only."""
     ready: bool
     phase: str = "Running"
-    """Kubernetes' word: Pending, Running, Succeeded, Failed, Unknown."""
+    """The phase of Kubernetes: Pending, Running, Succeeded, Failed or Unknown."""
     scheduled: bool = True
-    """Whether it has a node."""
+    """Whether a node is assigned."""
     unschedulable_reason: str = ""
     """The scheduler's message while it finds no node."""
     deleting: bool = False
     created_s: float = 0.0
-    """Seconds since the epoch, as all times here."""
+    """In seconds since the epoch, as all times here."""
     ready_s: float | None = None
-    """Since when it has been ready, or not; None: not known."""
+    """When its Ready condition last changed; None: not known."""
     node: str = ""
     ip: str = ""
-    """Where its agent is; empty: not known yet."""
+    """Address of its agent; empty: not assigned yet."""
     load: float | None = None
-    """Requests that run or wait there; None: nobody has told."""
+    """Running and waiting requests; None: no gateway has reported it."""
     namespace: str = "default"
     deployment: str = ""
     pool: str = ""
     template: str = ""
-    """Digest of what it was made from; empty: not known."""
+    """Hash of the pool template that it was created from; empty: not known."""
     deleted_s: float | None = None
-    """When it has to be gone: its deletion was asked for one grace before."""
+    """When its grace period ends: deletion was requested one grace period before."""
     restarts: int = 0
     cell: int | None = None
-    """Which cell it belongs to, in a pool whose instances share nodes with others."""
+    """Number of its cell, in a pool whose instances share nodes with others."""
     instance: str = ""
-    """Name of the instance that it is, or is a part of; empty: its own."""
+    """Name of its instance; empty: the pod's own name."""
     is_follower: bool = False
-    """Whether it is a further pod of an instance that is spread over nodes."""
+    """Whether it is a further pod of an instance that spans several nodes."""
     set_name: str = ""
-    """Name of the LeaderWorkerSet that made it; empty: none did."""
+    """Name of the LeaderWorkerSet that created it; empty: none did."""
 
     @property
     def is_over(self) -> bool:
-        """Whether its processes have ended for good: it can only be replaced."""
+        """Whether its processes have ended for good, so that it has to be replaced."""
         return self.phase in ("Failed", "Succeeded")
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedNode:
-    """One node."""
+    """A node."""
 
     name: str
     ready: bool
     schedulable: bool
     gpu: str = ""
-    """Value of nvidia.com/gpu.product; empty: no GPUs."""
+    """Value of its label nvidia.com/gpu.product; empty: no GPUs."""
     num_gpus: int = 0
     has_rdma: bool = False
     """Whether its network cards read and write GPU memory (InfiniBand, RoCE)."""
     clique: str = ""
-    """Nodes of the same NVLink domain have the same."""
+    """Equal for nodes of the same NVLink domain."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedChild:
-    """A Service, Deployment or disruption budget that was made for a resource."""
+    """A Service, Deployment or disruption budget that belongs to a resource."""
 
     kind: str
     namespace: str
     name: str
     uid: str
     applied: str
-    """Digest of what was applied; empty: somebody else made it."""
+    """Hash of the applied manifest; empty: something else created it."""
     deleting: bool = False
     ready: int = 0
     """Ready replicas of a Deployment."""
     is_updated: bool = False
-    """Whether all replicas of a Deployment, and no others, are of its latest spec."""
+    """Whether a Deployment has replicas of its latest spec only, and all of them."""
 
 
 def pod(manifest: Manifest) -> ObservedPod | None:
-    """A worker pod; None: its labels are not those of one."""
+    """Parse a worker pod; None: its labels are not those of one."""
     meta, spec = manifest["metadata"], manifest.get("spec", {})
     status, labels = manifest.get("status", {}), meta.get("labels", {})
     try:
@@ -160,7 +160,7 @@ def pod(manifest: Manifest) -> ObservedPod | None:
 
 
 def instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
-    """One per instance, as its leader: ready when all of its pods are, over when one of them is."""
+    """Merge pods into instances: ready when all pods are, over when one is."""
     groups: dict[str, list[ObservedPod]] = {}
     for each in pods:
         groups.setdefault(each.instance or each.name, []).append(each)
@@ -183,24 +183,24 @@ def _whole(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:
 
 
 def node(manifest: Manifest) -> ObservedNode:
-    """A node; GPUs that are not allocatable do not count."""
+    """Parse a node; only allocatable GPUs count."""
     meta, status = manifest["metadata"], manifest.get("status", {})
-    labels, there = meta.get("labels", {}), status.get("allocatable", {})
+    labels, allocatable = meta.get("labels", {}), status.get("allocatable", {})
     return ObservedNode(
         name=meta["name"],
         ready=_conditions(status).get("Ready", {}).get("status") == "True",
         schedulable=not manifest.get("spec", {}).get("unschedulable", False),
         gpu=labels.get(GPU_PRODUCT, ""),
-        num_gpus=int(there.get(GPU, 0)),
+        num_gpus=int(allocatable.get(GPU, 0)),
         has_rdma=INFINIBAND in labels
         or labels.get(_RDMA_LABEL) == "true"
-        or any(name.startswith(_RDMA_DEVICE) for name in there),
+        or any(name.startswith(_RDMA_DEVICE) for name in allocatable),
         clique=labels.get(CLIQUE, ""),
     )
 
 
 def child(manifest: Manifest) -> ObservedChild:
-    """Anything that was applied for a resource."""
+    """Parse an object that was applied for a resource."""
     meta, status = manifest["metadata"], manifest.get("status", {})
     spec = manifest.get("spec") or {}
     return ObservedChild(
@@ -211,15 +211,15 @@ def child(manifest: Manifest) -> ObservedChild:
         applied=meta.get("annotations", {}).get(APPLIED, ""),
         deleting="deletionTimestamp" in meta,
         ready=status.get("readyReplicas", 0),
-        # As `kubectl rollout status` decides it.
+        # The rule of `kubectl rollout status`.
         is_updated=status.get("observedGeneration", 0) >= meta.get("generation", 0)
-        # Counts of 0 are left out.
+        # Kubernetes omits counts of 0.
         and spec.get("replicas") == status.get("updatedReplicas", 0) == status.get("replicas", 0),
     )
 
 
 def seconds(timestamp: str | None) -> float | None:
-    """Seconds since the epoch of Kubernetes' `2026-01-02T03:04:05Z`; None of None."""
+    """Convert Kubernetes' `2026-01-02T03:04:05Z` to seconds since the epoch; None stays None."""
     if timestamp is None:
         return None
     moment = datetime.fromisoformat(timestamp)
@@ -227,7 +227,7 @@ def seconds(timestamp: str | None) -> float | None:
 
 
 def timestamp(seconds_since_epoch: float) -> str:
-    """The same moment as Kubernetes writes it."""
+    """Format seconds since the epoch as Kubernetes does."""
     moment = datetime.fromtimestamp(int(seconds_since_epoch), UTC)
     return moment.isoformat().replace("+00:00", "Z")
 

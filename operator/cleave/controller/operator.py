@@ -1,8 +1,9 @@
-"""All parts of one operator, put together and kept running. Called by `main`.
+"""Assembles all parts of one operator process and keeps them running. Called by `main`.
 
-What is hard: the order. Nothing is decided before everything has been seen once, and nothing is
-written while another operator leads. Whatever ends unexpectedly ends the whole, and whoever runs
-this starts it anew; nothing is lost by that, because everything follows from what is there.
+What is hard: the order. Nothing is decided before every object has been listed once, and nothing is
+written while another operator leads. When one part ends unexpectedly, the process ends and
+Kubernetes restarts it; nothing is lost by that, because every decision follows from the cluster's
+state.
 """
 
 import asyncio
@@ -31,32 +32,32 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0
 _QUIET_S = 30.0
-"""How long the election may be silent before this operator counts as stuck."""
+"""The liveness probe fails when the election has not run for this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookOptions:
-    """The validating webhook."""
+    """Options of the validating webhook."""
 
     name: str
-    """Of its Service, its Secret and its configuration."""
+    """Name of its Service, its Secret and its ValidatingWebhookConfiguration."""
     port: int = 9443
     issues: bool = True
-    """Whether the operator makes its certificate."""
+    """Whether the operator issues the certificate; False: cert-manager does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of one operator process."""
+    """Options of one operator process."""
 
     identity: str
     namespace: str
-    """Its own: where the lease is."""
+    """The operator's own namespace, where the Lease is."""
     hosts: tuple[str, ...] = ("0.0.0.0",)  # noqa: S104 - probes and scrapes come from elsewhere
     port: int = 8081
     lease: str = "cleave-operator"
     namespaces: tuple[str, ...] = ()
-    """Those that it looks after; none: all."""
+    """Namespaces to watch; empty: all."""
     webhook: WebhookOptions | None = None
     settings: Settings = field(default_factory=Settings)
     terms: Terms = field(default_factory=Terms)
@@ -97,7 +98,7 @@ class Operator:
         self._pages = Pages(alive=self._faults, ready=self._missing, registry=registry)
 
     async def run(self) -> None:
-        """Work until SIGTERM or SIGINT. Raises what has ended one of the parts."""
+        """Run until SIGTERM or SIGINT. Raises the error that has ended one of the parts."""
         await self._pages.start(self._options.hosts, self._options.port)
         try:
             await self._fill()
@@ -108,13 +109,15 @@ class Operator:
             await self._pages.stop()
 
     async def _fill(self) -> None:
-        """See everything once; the API server and the CRDs may come later than this operator."""
+        """List every object once, with retries: API server and CRDs may become available later."""
         while True:
             try:
                 await self._sweep.fill()
                 has_sets = await self._kube.serves("LeaderWorkerSet")
             except ApiError as error:
-                log.warning("cannot list what there is: %s; again in %.0f s", error, _AGAIN_S)
+                log.warning(
+                    "cannot list the objects of the cluster: %s; retry in %.0f s", error, _AGAIN_S
+                )
                 await asyncio.sleep(_AGAIN_S)
             else:
                 settings = self._controller.settings
@@ -135,15 +138,15 @@ class Operator:
         if self._webhook is not None:
             parts.append(self._webhook.run())
         tasks = [asyncio.create_task(part) for part in parts]
-        # Last: when kopf ends, it takes every task with it that is younger.
-        watching = asyncio.create_task(self._watch())
+        # Last: when kopf ends, it cancels every task that was created after it.
+        watches = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait([*tasks, watching], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*tasks, watches], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (*tasks, watching):
+            for task in (*tasks, watches):
                 task.cancel()
-            ended = await asyncio.gather(*tasks, watching, return_exceptions=True)
-        for each in ended:
+            results = await asyncio.gather(*tasks, watches, return_exceptions=True)
+        for each in results:
             if isinstance(each, BaseException) and not isinstance(each, asyncio.CancelledError):
                 raise each
 
@@ -158,28 +161,28 @@ class Operator:
         )
 
     def _make_webhook(self) -> Webhook | None:
-        asked, options = self._options.webhook, self._options
-        if asked is None:
+        webhook, options = self._options.webhook, self._options
+        if webhook is None:
             return None
-        base = f"{asked.name}.{options.namespace}.svc"
+        base = f"{webhook.name}.{options.namespace}.svc"
         names = (base, f"{base}.cluster.local")
-        store = KubeStore(self._kube, options.namespace, asked.name)
+        store = KubeStore(self._kube, options.namespace, webhook.name)
         return Webhook(
-            WebhookConfig(options.hosts, asked.port, names, asked.issues),
-            Keeper(store, names, issues=asked.issues),
+            WebhookConfig(options.hosts, webhook.port, names, webhook.issues),
+            Keeper(store, names, issues=webhook.issues),
             lambda: self._controller.inventory().cluster,
         )
 
     def _faults(self) -> list[str]:
-        """Why this operator should be started anew."""
+        """Why the liveness probe should fail: this process needs a restart."""
         faults = [f"the watch of {kind} has ended" for kind in self._sweep.dead]
         if self._is_filled and self._leader.silent_s > _QUIET_S:
             faults.append("the leader election has stopped")
         return faults
 
     def _missing(self) -> list[str]:
-        """Why this operator could not take over."""
-        missing = [] if self._is_filled else ["what there is has not been listed yet"]
+        """Why the readiness probe should fail: this operator could not take over yet."""
+        missing = [] if self._is_filled else ["the objects of the cluster have not been listed yet"]
         if self._webhook is not None and not self._webhook.is_listening:
             missing.append("the webhook does not listen yet")
         return missing

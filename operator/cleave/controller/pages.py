@@ -1,4 +1,4 @@
-"""What the operator answers over HTTP: whether it lives, whether it is ready, and its metrics."""
+"""HTTP endpoints of the operator: /healthz, /readyz and /metrics."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 Faults = Callable[[], list[str]]
-"""What is wrong, one line each; empty: nothing."""
+"""Returns what is wrong, one line each; empty: nothing."""
 
 
 class Pages:
-    """A small server; `start` and `stop` it."""
+    """A small HTTP server; `start` and `stop` it."""
 
     def __init__(self, *, alive: Faults, ready: Faults, registry: CollectorRegistry) -> None:
         self._alive, self._ready, self._registry = alive, ready, registry
@@ -19,7 +19,7 @@ class Pages:
 
     @property
     def port(self) -> int:
-        """Where it listens; 0: it does not."""
+        """The port it listens on; 0: it is stopped."""
         return int(self._runner.addresses[0][1]) if self._runner else 0
 
     async def start(self, hosts: Sequence[str], port: int) -> None:

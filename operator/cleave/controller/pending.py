@@ -1,11 +1,11 @@
-"""Instances that no node has room for: how long to wait, when to give up, when to try again. Pure.
+"""Limits a pool to the instances that nodes have room for: time-out, eviction, retry. Pure.
 
-Called by the pool's reconcile. What is hard: a pod that was given up is gone, and without memory
-it would be made again at once. What has to be remembered, the last trial, is in the pool's status.
+Called by the pool's reconcile. What is hard: an evicted pod is gone, and the pool would create it
+again at once. So the last attempt, a `Trial`, is recorded in the pool's status.
 
-An instance that is given up holds its place in no queue, so that the others of a plan do not wait
-for half a pair. A pool without any instance on a node leaves one waiting: the scheduler places it
-as soon as it can, and whoever adds nodes sees that one is wanted.
+An evicted instance leaves the scheduler's queue, so that other pods of a plan do not wait for half
+a pair. A pool without any instance on a node keeps one pending: the scheduler places it as soon as
+it can, and cluster autoscalers see that a node is needed.
 """
 
 from collections import Counter
@@ -17,43 +17,43 @@ from cleave.controller.observed import ObservedPod, timestamp
 _FIRST_PAUSE_S = 60.0
 _LONGEST_PAUSE_S = 600.0
 _LONGEST_MESSAGE = 600
-_UNTOLD = "the scheduler has not said why"
+_UNTOLD = "the scheduler has given no reason"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The last trial to have more instances than fit."""
+    """The last attempt to have more instances than nodes have room for."""
 
     fits: int
-    """Instances that there was room for, and one that waits when there was none."""
+    """Instances that found a node, plus one pending instance when none did."""
     attempts: int
-    """How often in a row, with these nodes, some were given up."""
+    """Consecutive attempts, with these nodes, in which instances were evicted."""
     again_s: float
-    """When the next trial begins, in seconds since the epoch."""
+    """When the next attempt begins, in seconds since the epoch."""
     nodes: str
-    """Digest of what nodes offered and the pool asked for."""
+    """Hash of what the nodes offered and the pool asked for."""
     reason: str
-    """What the scheduler said."""
+    """The scheduler's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What is to be done about instances that no node has room for."""
+    """What to do about instances that no node has room for."""
 
     give_up: tuple[ObservedPod, ...] = ()
     """Pods to delete."""
     most: int | None = None
-    """No instance is to be made beyond so many; None: any number."""
+    """Most instances of the pool for now; None: not limited."""
     reason: str = ""
-    """A sentence for ScalingLimited; empty: nothing is limited."""
+    """Message of the ScalingLimited condition; empty: not limited."""
     again_after_s: float | None = None
-    """When to look again, whatever happens; None: there is nothing to wait for."""
+    """Seconds until the next change without an event; None: there is none."""
     trial: Trial | None = None
-    """What to remember."""
+    """To be written to the status; None: nodes have room for all."""
 
 
 def limit(
-    wanted: int,
+    desired: int,
     pods: Sequence[ObservedPod],
     *,
     now_s: float,
@@ -61,29 +61,31 @@ def limit(
     nodes: str,
     last: Trial | None,
 ) -> Limit:
-    """What to do about the pods of a pool that wants `wanted` instances, a surge included.
+    """Decide about the pods of a pool that needs `desired` instances, surge included.
 
-    `nodes` is a digest of what nodes offer and the pool asks for: another one begins the next trial
-    at once. `last` is the trial that was remembered.
+    `nodes`: hash of what the nodes offer and the pool asks for; when it changes, the next attempt
+    begins at once. `timeout_s`: how long a pod may be unschedulable. `last`: the recorded attempt.
     """
-    there = [pod for pod in pods if not pod.deleting and not pod.is_over]
-    placed = [pod for pod in there if pod.scheduled]
-    waiting = [pod for pod in there if not pod.scheduled and pod.unschedulable_reason]
-    overdue = [pod for pod in waiting if pod.created_s + timeout_s <= now_s]
-    give_up = tuple(overdue if placed or len(there) > len(overdue) else _all_but_eldest(overdue))
+    present = [pod for pod in pods if not pod.deleting and not pod.is_over]
+    scheduled = [pod for pod in present if pod.scheduled]
+    unschedulable = [pod for pod in present if not pod.scheduled and pod.unschedulable_reason]
+    overdue = [pod for pod in unschedulable if pod.created_s + timeout_s <= now_s]
+    give_up = tuple(
+        overdue if scheduled or len(present) > len(overdue) else _all_but_eldest(overdue)
+    )
     if give_up:
-        last = _failed(len(there) - len(give_up), give_up, now_s, nodes, last)
-    elif last is not None and (len(placed) >= wanted or (wanted <= last.fits and not overdue)):
+        last = _failed(len(present) - len(give_up), give_up, now_s, nodes, last)
+    elif last is not None and (len(scheduled) >= desired or (desired <= last.fits and not overdue)):
         last = None
     elif last is not None and last.nodes != nodes:
         last = replace(last, attempts=0, again_s=now_s, nodes=nodes)
-    due = [pod.created_s + timeout_s - now_s for pod in waiting if pod not in overdue]
+    due = [pod.created_s + timeout_s - now_s for pod in unschedulable if pod not in overdue]
     if last is not None and last.again_s > now_s:
         due.append(last.again_s - now_s)
     return Limit(
         give_up=give_up,
         most=last.fits if last is not None and last.again_s > now_s else None,
-        reason=_sentence(wanted, len(placed), overdue, last, now_s),
+        reason=_sentence(desired, len(scheduled), overdue, last, now_s),
         again_after_s=min(due, default=None),
         trial=last,
     )
@@ -96,26 +98,26 @@ def _all_but_eldest(pods: Sequence[ObservedPod]) -> list[ObservedPod]:
 def _failed(
     fits: int, given_up: Sequence[ObservedPod], now_s: float, nodes: str, last: Trial | None
 ) -> Trial:
-    """The trial that ends now, with the pause before the next."""
+    """The attempt that ends now, with an exponential back-off before the next."""
     attempts = last.attempts if last is not None and last.nodes == nodes else 0
     pause_s = min(_FIRST_PAUSE_S * 2.0**attempts, _LONGEST_PAUSE_S)
     return Trial(fits, attempts + 1, now_s + pause_s, nodes, _told(given_up))
 
 
 def _told(pods: Sequence[ObservedPod]) -> str:
-    """What the scheduler says of most of them."""
+    """The scheduler's most frequent message about these pods."""
     messages = Counter(pod.unschedulable_reason for pod in pods)
     message = min(messages, key=lambda text: (-messages[text], text), default="")
     return message.strip().rstrip(".")[:_LONGEST_MESSAGE] or _UNTOLD
 
 
 def _sentence(
-    wanted: int, placed: int, overdue: Sequence[ObservedPod], last: Trial | None, now_s: float
+    desired: int, scheduled: int, overdue: Sequence[ObservedPod], last: Trial | None, now_s: float
 ) -> str:
-    """Why there are fewer instances than wanted, and what happens next; empty: nothing to say."""
+    """Why there are fewer instances than desired, and when it is tried again; empty: no limit."""
     if last is None and not overdue:
         return ""
-    room = f"nodes have room for {placed} of {wanted} instances"
+    room = f"nodes have room for {scheduled} of {desired} instances"
     if last is None:
         return f"{room}: {_told(overdue)}; one waits for a node"
     when = (

@@ -1,7 +1,8 @@
-"""Which placement a deployment has now: stated by hand, planned, or none yet. Pure.
+"""Decides which placement a deployment has now: manual, planned, or none yet. Pure.
 
-Called by the deployment's reconcile. What is hard: a plan stays as long as what it rests on does.
-It is kept in status with a digest of that, so that an operator that starts anew plans nothing anew.
+Called by the deployment's reconcile. What is hard: a plan stays as long as its inputs do. It is
+kept in the status together with a hash of its inputs, so that a restarted operator does not plan
+again.
 """
 
 from dataclasses import dataclass, replace
@@ -26,75 +27,75 @@ from cleave.pods.pool import selected_plan
 PLAN_READY = "PlanReady"
 PLAN_FEASIBLE = "PlanFeasible"
 MODEL_UNKNOWN = "ModelUnknown"
-"""Why PlanReady is False where there is traffic to plan for and no model to plan with."""
+"""Reason of PlanReady False when there is traffic to plan for but the model is not known."""
 _CONDITIONS = (PLAN_READY, PLAN_FEASIBLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to run, and what to say about it."""
+    """The placement to run, and the conditions about it."""
 
     placement: Placement | None
-    """None: what runs stays as it is."""
+    """None: the present pools stay as they are."""
     plan: Manifest | None
     """For `status.plan`."""
     conditions: tuple[Condition, ...]
     advice: Manifest | None = None
     """For `status.advice`."""
     question: PlanOutcome | None = None
-    """What the planner is to be asked."""
+    """The request to submit to the planner; None: nothing to plan."""
 
 
 def decide(
     deployment: LLMDeployment,
     status: Manifest,
-    there: Inventory,
+    inventory: Inventory,
     outcome: PlanOutcome | None,
     *,
     is_limited: bool,
     basis: PlanBasis | None = None,
 ) -> Decision:
-    """The placement in force.
+    """Decide the placement in force.
 
-    `outcome` is the planner's last answer for this deployment; `is_limited`: whether instances find
-    no node; `basis`: what is planned from instead of what the spec states.
+    `outcome`: the planner's last result for this deployment. `is_limited`: whether instances find
+    no node. `basis`: observed traffic that replaces the spec's.
     """
     spec = deployment.spec
     is_advisory = spec.planning.mode is Mode.ADVISORY
-    stated = spec.placement is not None
+    is_manual = spec.placement is not None
     has_traffic = spec.workload is not None or basis is not None
-    question = PlanOutcome(inputs(deployment, there, basis), there.numbers, basis)
-    unknown = checks.unknown_model(deployment, reads_files=False)
-    if stated or not has_traffic or (unknown is not None and not is_advisory):
+    request = PlanOutcome(inputs(deployment, inventory, basis), inventory.numbers, basis)
+    unknown_model = checks.unknown_model(deployment, reads_files=False)
+    if is_manual or not has_traffic or (unknown_model is not None and not is_advisory):
         decision = _unplanned(deployment, status)
     elif is_advisory:
         decision = Decision(None, status.get("plan"), ())
     else:
-        return _planned(status, question, outcome, is_limited=is_limited)
+        return _planned(status, request, outcome, is_limited=is_limited)
     if not is_advisory or not has_traffic:
         return decision
-    if stated and (decision.placement is None or unknown is not None):
-        # What is said of the placement that is stated counts more than that there is no advice.
+    if is_manual and (decision.placement is None or unknown_model is not None):
+        # The conditions of the manual placement matter more than the missing advice.
         return decision
-    if unknown is not None:
-        why = f"nothing is advised, as the planner does not know the model: {unknown}"
+    if unknown_model is not None:
+        why = f"nothing is advised, as the planner does not know the model: {unknown_model}"
         return replace(decision, conditions=_not_ready(MODEL_UNKNOWN, why))
-    return _advised(decision, status, question, outcome)
+    return _advised(decision, status, request, outcome)
 
 
 def kept(status: Manifest) -> Decision:
-    """What is in force, with what was said of it."""
-    said = tuple(each for each in conditions.read(status) if each.type in _CONDITIONS)
+    """Return the placement in force with its last conditions, for a paused deployment."""
+    previous = tuple(each for each in conditions.read(status) if each.type in _CONDITIONS)
     return Decision(
         None,
         status.get("plan"),
-        said or _not_ready("Paused", "spec.paused: nothing is planned"),
+        previous or _not_ready("Paused", "spec.paused: nothing is planned"),
         status.get("advice"),
     )
 
 
-def inputs(deployment: LLMDeployment, there: Inventory, basis: PlanBasis | None = None) -> str:
-    """Digest of what a plan rests on. Environment and image of the engine change no plan."""
+def inputs(deployment: LLMDeployment, inventory: Inventory, basis: PlanBasis | None = None) -> str:
+    """Hash everything that a plan depends on; the engine's env and image change no plan."""
     spec = deployment.spec
     parts = spec.model_dump(
         mode="json",
@@ -103,97 +104,99 @@ def inputs(deployment: LLMDeployment, there: Inventory, basis: PlanBasis | None 
         exclude={"engine": {"env", "image"}, "planning": {"mode", "replan"}, "model": {"cache"}},
     )
     # Emulated engines run on any node.
-    kinds = there.kinds if spec.engine.type is EngineType.VLLM else ""
+    kinds = inventory.kinds if spec.engine.type is EngineType.VLLM else ""
     base = [{name: part for name, part in parts.items() if part}, kinds]
     if spec.scaling.roles:
-        # Then the plan has to say how it grows.
+        # Then the plan needs a scaling law as well.
         base.append("growth")
     return digest([*base, basis.model_dump(mode="json")] if basis else base)
 
 
 def placed(written: Manifest) -> Placement:
-    """The placement that a `status.plan` tells of. Raises ValueError when it is not readable."""
-    told = SelectedPlan.model_validate(written, by_alias=True)
-    return Placement(tuple(map(to_planned, told.pools)), told.reason)
+    """Read the placement from `status.plan`. Raises ValueError when it is not readable."""
+    selected = SelectedPlan.model_validate(written, by_alias=True)
+    return Placement(tuple(map(to_planned, selected.pools)), selected.reason)
 
 
 def _unplanned(deployment: LLMDeployment, status: Manifest) -> Decision:
-    """By hand, or the smallest fleet where there is nothing to plan from or with."""
+    """Manual placement, or the smallest fleet when there is no traffic or no known model."""
     try:
         placement = plan(deployment, reads_files=False)
     except PlanError as error:
         return _kept(status, "Faulty", "; ".join(error.faults))
-    told = _written(selected_plan(deployment, placement))
+    written = _written(selected_plan(deployment, placement))
     if deployment.spec.placement is not None:
-        return Decision(placement, told, _ready("Stated", placement.reason))
-    # It serves, and yet nobody should take it for a plan.
+        return Decision(placement, written, _ready("Manual", placement.reason))
+    # The fleet serves, but PlanReady is False: it was not planned.
     reason = "NotPlanned" if deployment.spec.workload is None else MODEL_UNKNOWN
-    return Decision(placement, told, _not_ready(reason, placement.reason))
+    return Decision(placement, written, _not_ready(reason, placement.reason))
 
 
 def _planned(
     status: Manifest,
-    question: PlanOutcome,
+    request: PlanOutcome,
     outcome: PlanOutcome | None,
     *,
     is_limited: bool,
 ) -> Decision:
-    answer = _answer(outcome, question)
-    is_elsewhere = answer is not None and answer.numbers != question.numbers
-    held = _held(status, question.inputs)
-    if answer is not None and answer.plan is not None and not (is_limited and is_elsewhere):
-        return Decision(placed(answer.plan), answer.plan, _ready("Planned", _reason(answer.plan)))
-    if held is not None and not (is_limited and is_elsewhere):
+    result = _answer(outcome, request)
+    has_other_nodes = result is not None and result.numbers != request.numbers
+    current = _held(status, request.inputs)
+    if result is not None and result.plan is not None and not (is_limited and has_other_nodes):
+        return Decision(placed(result.plan), result.plan, _ready("Planned", _reason(result.plan)))
+    if current is not None and not (is_limited and has_other_nodes):
         plan_before = status["plan"]
-        return Decision(held, plan_before, _ready("Planned", _reason(plan_before)))
-    if answer is not None and not is_elsewhere:
-        return _refused(status, answer)
-    waiting = _kept(status, PLANNING, "the planner is at work; what runs stays until it answers")
-    return Decision(None, waiting.plan, waiting.conditions, question=question)
+        return Decision(current, plan_before, _ready("Planned", _reason(plan_before)))
+    if result is not None and not has_other_nodes:
+        return _refused(status, result)
+    waiting = _kept(
+        status, PLANNING, "the planner is running; instances stay as they are until it has finished"
+    )
+    return Decision(None, waiting.plan, waiting.conditions, question=request)
 
 
-def _answer(outcome: PlanOutcome | None, question: PlanOutcome) -> PlanOutcome | None:
-    """The planner's last answer, if it is one to this question."""
-    is_one = outcome and outcome.inputs == question.inputs and outcome.review is None
-    return outcome if is_one else None
+def _answer(outcome: PlanOutcome | None, request: PlanOutcome) -> PlanOutcome | None:
+    """Return the planner's last result if it answers this request; else None."""
+    is_match = outcome and outcome.inputs == request.inputs and outcome.review is None
+    return outcome if is_match else None
 
 
-def _refused(status: Manifest, answer: PlanOutcome) -> Decision:
-    """The planner has no plan; more nodes, or an edit, bring the question back."""
-    if answer.infeasible:
-        why = f"{answer.infeasible}; spec.placement.manual brings it up all the same"
+def _refused(status: Manifest, result: PlanOutcome) -> Decision:
+    """The planner found no plan; changed nodes or an edit of the spec submit it again."""
+    if result.infeasible:
+        why = f"{result.infeasible}; spec.placement.manual brings it up all the same"
         return Decision(
             None,
             status.get("plan"),
             (Condition(PLAN_READY, False, "Infeasible", why),
              Condition(PLAN_FEASIBLE, False, "Infeasible", why)),
         )  # fmt: skip
-    return _kept(status, "Faulty", "; ".join(answer.faults))
+    return _kept(status, "Faulty", "; ".join(result.faults))
 
 
 def _advised(
-    decision: Decision, status: Manifest, question: PlanOutcome, outcome: PlanOutcome | None
+    decision: Decision, status: Manifest, request: PlanOutcome, outcome: PlanOutcome | None
 ) -> Decision:
-    """What runs stays; the plan is only told."""
-    answer = _answer(outcome, question)
-    advice = answer.plan if answer else None
+    """The placement stays; the plan is shown in `status.advice` only."""
+    result = _answer(outcome, request)
+    advice = result.plan if result else None
     before = status.get("advice")
-    if advice is None and before and before.get("inputs") == question.inputs:
+    if advice is None and before and before.get("inputs") == request.inputs:
         advice = before
     if advice is not None:
-        told: tuple[Condition, ...] = _ready("Advised", _reason(advice))
-    elif answer is not None:
-        told = _refused(status, answer).conditions
+        conditions_now: tuple[Condition, ...] = _ready("Advised", _reason(advice))
+    elif result is not None:
+        conditions_now = _refused(status, result).conditions
     else:
-        told = _not_ready(PLANNING, "the planner is at work")
-    ask = question if advice is None and answer is None else None
-    return Decision(decision.placement, decision.plan, told, advice, ask)
+        conditions_now = _not_ready(PLANNING, "the planner is running")
+    to_submit = request if advice is None and result is None else None
+    return Decision(decision.placement, decision.plan, conditions_now, advice, to_submit)
 
 
-def _held(status: Manifest, wanted_inputs: str) -> Placement | None:
-    """The plan in status, where it was made from the same inputs."""
+def _held(status: Manifest, expected_inputs: str) -> Placement | None:
+    """The placement of the plan in the status, if that was made from the same inputs."""
     written = status.get("plan") or {}
-    if written.get("inputs") != wanted_inputs:
+    if written.get("inputs") != expected_inputs:
         return None
     try:
         return placed(written)
@@ -219,9 +222,9 @@ def _not_ready(reason: str, message: str) -> tuple[Condition, ...]:
     )
 
 
-def _reason(plan_told: Manifest) -> str:
-    return str(plan_told.get("reason", ""))
+def _reason(plan_status: Manifest) -> str:
+    return str(plan_status.get("reason", ""))
 
 
-def _written(told: SelectedPlan) -> Manifest:
-    return told.model_dump(mode="json", exclude_none=True)
+def _written(selected: SelectedPlan) -> Manifest:
+    return selected.model_dump(mode="json", exclude_none=True)

@@ -1,7 +1,7 @@
-"""The planner's desk: one question at a time, in a process of its own, with a time limit.
+"""Client of the planner: runs one plan at a time in a process of its own, with a time limit.
 
-Used by the controller. Planning takes seconds of computing, during which the operator has to renew
-its lease and look after everything else; hence the process. `answer` runs there.
+Used by the controller. Planning computes for seconds, during which the operator has to renew its
+lease and to reconcile other objects; hence the process. `answer` runs there.
 """
 
 import asyncio
@@ -28,14 +28,17 @@ log = logging.getLogger(__name__)
 K = TypeVar("K")
 
 LIMIT_S = 600.0
-"""How long one plan may take."""
+"""Time limit of one planner run."""
 _NICENESS = 10
 _STAND_IN = "facebook/opt-13b"
-"""What emulated engines take a model for that they do not know."""
+"""Stands in for a model in a folder when engines are emulated."""
 
 
-def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOutcome:
-    """What the planner says to a deployment (as JSON); `question` says from what and of what."""
+def answer(text: str, cluster: Cluster | None, job: PlanOutcome) -> PlanOutcome:
+    """Run the planner for a deployment (as JSON) and return `job` with its result.
+
+    Runs in the planner's process; imports are local, as only that process needs these modules.
+    """
     from cleave.controller.loop import review
     from cleave.controller.loop.basis import to_correction
     from cleave.perf.corrected import correct
@@ -44,46 +47,48 @@ def answer(text: str, cluster: Cluster | None, question: PlanOutcome) -> PlanOut
     from cleave.planner.words import reason_alone
     from cleave.pods.pool import selected_plan
 
-    deployment = _with_traffic(LLMDeployment.model_validate_json(text), question.basis)
+    deployment = _with_traffic(LLMDeployment.model_validate_json(text), job.basis)
     is_emulated = deployment.spec.engine.type is EngineType.EMULATED
     if faults := tuple(unread(deployment)):
-        return question.with_faults(faults)
-    if (why := checks.unknown_model(deployment, reads_files=False)) is not None:
-        return question.with_faults([f"spec.model.source: {why}"])
+        return job.with_faults(faults)
+    if (reason := checks.unknown_model(deployment, reads_files=False)) is not None:
+        return job.with_faults([f"spec.model.source: {reason}"])
     try:
         if is_emulated:
-            # They need no GPU, so nodes do not bound their number.
+            # Emulated engines need no GPU, so nodes do not bound their number.
             problem = emulated.problem(_without_folder(deployment))
         elif cluster is None:
             raise PlanError(["no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"])
         else:
             problem = asking.problem(deployment, cluster)
-        if question.review is not None:
-            return review.answer(deployment, problem, question, question.review)
-        if question.basis is not None:
-            correction = to_correction(question.basis.correction)
+        if job.review is not None:
+            return review.answer(deployment, problem, job, job.review)
+        if job.basis is not None:
+            correction = to_correction(job.basis.correction)
             problem = replace(problem, estimator=correct(problem.estimator, correction))
-        told = search.plan(problem)
+        result = search.plan(problem)
     except (PlanError, ManifestError) as error:
-        return question.with_faults(error.faults)
-    if told.selected is None:
-        return question.as_infeasible(reason_alone(told))
-    law = growth.told(problem, told.selected) if deployment.spec.scaling.roles else None
-    plan = selected_plan(deployment, Placement(told.selected.pools, told.reason, told), law)
-    plan = plan.model_copy(update={"inputs": question.inputs})
-    return question.with_plan(plan.model_dump(mode="json", exclude_none=True))
+        return job.with_faults(error.faults)
+    if result.selected is None:
+        return job.as_infeasible(reason_alone(result))
+    scaling_law = growth.told(problem, result.selected) if deployment.spec.scaling.roles else None
+    plan = selected_plan(
+        deployment, Placement(result.selected.pools, result.reason, result), scaling_law
+    )
+    plan = plan.model_copy(update={"inputs": job.inputs})
+    return job.with_plan(plan.model_dump(mode="json", exclude_none=True))
 
 
-def _with_traffic(deployment: LLMDeployment, basis: PlanBasis | None) -> LLMDeployment:
-    """The deployment as if it stated the traffic that is planned for."""
-    if basis is None:
+def _with_traffic(deployment: LLMDeployment, fitted: PlanBasis | None) -> LLMDeployment:
+    """Return the deployment with the traffic of `fitted` instead of its own."""
+    if fitted is None:
         return deployment
-    spec = deployment.spec.model_copy(update={"workload": basis.workload})
+    spec = deployment.spec.model_copy(update={"workload": fitted.workload})
     return deployment.model_copy(update={"spec": spec})
 
 
 def _without_folder(deployment: LLMDeployment) -> LLMDeployment:
-    """The deployment with a model that is known without reading a folder."""
+    """Return the deployment with a model whose dimensions are known without files."""
     spec = deployment.spec
     if spec.model.folder is None:
         return deployment
@@ -93,7 +98,7 @@ def _without_folder(deployment: LLMDeployment) -> LLMDeployment:
 
 
 class Desk(Generic[K]):
-    """Asks the planner and keeps its last answer for each key."""
+    """Submits requests to the planner's process and keeps the last result for each key."""
 
     def __init__(self, answered: Callable[[K], None], limit_s: float = LIMIT_S) -> None:
         self._answered = answered
@@ -105,86 +110,85 @@ class Desk(Generic[K]):
         self._pool: ProcessPoolExecutor | None = None
 
     def last(self, key: K) -> PlanOutcome | None:
-        """The last answer for `key`."""
+        """Return the last result for `key`."""
         return self._answers.get(key)
 
     def asked(self, key: K) -> PlanOutcome | None:
-        """The question that is being worked on for `key`."""
+        """Return the request for `key` that is queued or running."""
         return self._inputs.get(key) if key in self._asked else None
 
     def ask(
-        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, question: PlanOutcome
+        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanOutcome
     ) -> None:
-        """Ask, unless this very question is being worked on; an older one of `key` is dropped."""
+        """Submit a request, unless the same one is running; an older one of `key` is cancelled."""
         if key in self._asked:
-            if self._inputs[key] == question:
+            if self._inputs[key] == job:
                 return
             self._asked[key].cancel()
-        self._inputs[key] = question
-        self._asked[key] = asyncio.create_task(self._work(key, deployment, cluster, question))
+        self._inputs[key] = job
+        self._asked[key] = asyncio.create_task(self._work(key, deployment, cluster, job))
 
     def forget(self, key: K) -> None:
-        """The deployment is gone."""
+        """Cancel the request and drop the result of a deployment that is gone."""
         self._answers.pop(key, None)
         self._inputs.pop(key, None)
         if task := self._asked.pop(key, None):
             task.cancel()
 
     async def close(self) -> None:
-        """Stop planning."""
+        """Cancel all requests and end the process."""
         for task in self._asked.values():
             task.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
         self._stop_process()
 
     async def _work(
-        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, question: PlanOutcome
+        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanOutcome
     ) -> None:
-        async with self._turn(question):
-            outcome = await self._answer(deployment, cluster, question)
+        async with self._turn(job):
+            outcome = await self._answer(deployment, cluster, job)
         self._answers[key] = outcome
         if self._asked.get(key) is asyncio.current_task():
             del self._asked[key]
         self._answered(key)
 
     @asynccontextmanager
-    async def _turn(self, question: PlanOutcome) -> AsyncIterator[None]:
-        """One at a time; of what runs already, only one waits while others wait for a plan."""
-        async with AsyncExitStack() as held:
-            if question.review is not None:
-                await held.enter_async_context(self._one_review)
-            await held.enter_async_context(self._one)
+    async def _turn(self, job: PlanOutcome) -> AsyncIterator[None]:
+        """Wait for the process.
+
+        Reviews of running plans take one place in the queue at most, so that first plans come soon.
+        """
+        async with AsyncExitStack() as stack:
+            if job.review is not None:
+                await stack.enter_async_context(self._one_review)
+            await stack.enter_async_context(self._one)
             yield
 
     async def _answer(
-        self, deployment: LLMDeployment, cluster: Cluster | None, question: PlanOutcome
+        self, deployment: LLMDeployment, cluster: Cluster | None, job: PlanOutcome
     ) -> PlanOutcome:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 1, mp_context=get_context("spawn"), initializer=os.nice, initargs=(_NICENESS,)
             )
         text = deployment.model_dump_json(exclude_none=True)
-        future = asyncio.get_running_loop().run_in_executor(
-            self._pool, answer, text, cluster, question
-        )
+        future = asyncio.get_running_loop().run_in_executor(self._pool, answer, text, cluster, job)
         try:
             async with asyncio.timeout(self._limit_s):
                 return await future
         except TimeoutError:
             self._stop_process()
-            return question.with_faults(
-                (f"the planner has not answered within {self._limit_s:.0f} s",)
-            )
+            return job.with_faults((f"the planner has not finished within {self._limit_s:.0f} s",))
         except BrokenProcessPool:
             self._stop_process()
-            return question.with_faults(("the planner has ended; is its memory too little?",))
+            return job.with_faults(("the planner process has ended; is its memory limit too low?",))
         except asyncio.CancelledError:
-            # Whoever asks next should not wait for an answer that nobody wants.
+            # The next request should not wait for a result that is not needed any more.
             self._stop_process()
             raise
         except Exception as error:
             log.exception("planning %s", deployment.name)
-            return question.with_faults((f"the planner failed: {type(error).__name__}: {error}",))
+            return job.with_faults((f"the planner failed: {type(error).__name__}: {error}",))
 
     def _stop_process(self) -> None:
         if self._pool is None:

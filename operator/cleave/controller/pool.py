@@ -1,8 +1,8 @@
-"""Reconcile of an InstancePool: from what is there to what is to be done. Pure.
+"""Reconciles an InstancePool: from its pods to the actions that correct them. Pure.
 
-Called by the controller for every pool, also one that was made by hand. What is hard: what is seen
-may be a moment old. Names of new pods follow from the pool and the names that are taken, so that
-the same decision taken twice makes the same pods once; deletions name the very pod.
+Called by the controller for every pool, also for manually created ones. What is hard: the view may
+be a moment old. Names of new pods follow from the pool and the names in use, so that the same
+decision made twice creates the same pods once; deletions name the pod's uid.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,106 +24,106 @@ from cleave.pods.discovery import role_binding, service_account, workers_service
 from cleave.pods.labels import Manifest
 
 _LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
-"""Of a pool that replaces its pods by itself."""
+"""Of a pool that replaces its pods without a rollout of the deployment."""
 _SLACK_S = 60
-"""How long after their grace pods may still be seen."""
+"""Extra seconds after the grace period before a deleted pool stops waiting for its pods."""
 _AT_ONCE_S = 1
 _MOST_AT_ONCE = 500
-"""Instances made before the pool is looked at again: it may have changed meanwhile."""
+"""Instances created per reconcile: the pool may have changed by the next one."""
 
 
 @dataclass(frozen=True)
 class PoolView:
-    """A pool and what belongs to it. What follows from it is worked out once."""
+    """An InstancePool with everything that its reconcile reads; derived values are cached."""
 
     pool: InstancePool
-    """With the metadata that the API server wrote; without its status."""
+    """With the API server's metadata; without its status."""
     now_s: float
     status: Manifest = field(default_factory=dict)
-    """As it was written last."""
+    """As it was last written."""
     pods: tuple[ObservedPod, ...] = ()
-    """All pods, also those of which an instance has several."""
+    """All pods, including further pods of instances that span several nodes."""
     taken: frozenset[str] = frozenset()
-    """Names of instances of the deployment, in whichever pool they are now."""
+    """Names of all instances of the deployment, in any of its pools."""
     children: Children = field(default_factory=dict)
     nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
     numbers: str = ""
-    """Digest of what nodes offer."""
+    """Hash of how many nodes there are of each kind."""
     serving: int | None = None
-    """Instances that take requests, as the gateways say; None: nobody said."""
+    """Instances that gateways send requests to; None: no gateway has answered."""
     fault: str = ""
-    """Why what was wanted last could not be made."""
+    """Why the writes of the last reconcile failed; empty: they did not."""
     settings: Settings = Settings()  # noqa: RUF009 - a frozen value
 
     @cached_property
     def instances(self) -> list[ObservedPod]:
-        """One per instance, those that are going included."""
+        """One per instance, including those that are being deleted."""
         return observed.instances(self.pods, self.pool.spec.nodes)
 
     @cached_property
     def template(self) -> str:
-        """Digest of what the pool's pods are made from now."""
+        """Hash of what the pool's pods are created from now."""
         return wanted.template(self.pool)
 
     @cached_property
     def parts(self) -> Mapping[str, Sequence[ObservedPod]]:
-        """The pods of each instance, by its name."""
-        found: dict[str, list[ObservedPod]] = {}
+        """The pods of each instance, by instance name."""
+        by_instance: dict[str, list[ObservedPod]] = {}
         for pod in self.pods:
-            found.setdefault(pod.instance or pod.name, []).append(pod)
-        return found
+            by_instance.setdefault(pod.instance or pod.name, []).append(pod)
+        return by_instance
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The instances that count: neither going nor over."""
+    """The pool's instances, without those that are being deleted or have ended."""
 
     new: tuple[ObservedPod, ...]
-    """As the pool asks for them now."""
+    """Up to date with the pool's spec."""
     old: tuple[ObservedPod, ...]
 
     @property
     def all(self) -> tuple[ObservedPod, ...]:
-        """Both."""
+        """All of them."""
         return self.new + self.old
 
     @property
     def ready(self) -> int:
-        """Those of both that are ready."""
+        """How many of them are ready."""
         return sum(pod.ready for pod in self.all)
 
 
 def reconcile(view: PoolView) -> list[Action]:
-    """What to do next; nothing when all is as it is wanted."""
+    """Return the actions to take next; none when everything is as desired."""
     pool = view.pool
     if pool.metadata.deletion_timestamp is not None:
         return list(_deleting(view))
     actions: list[Action] = []
     if FINALIZER not in pool.metadata.finalizers:
         actions.append(_finalizers(pool, (*pool.metadata.finalizers, FINALIZER)))
-    fleet = _fleet(view)
-    target = _target(view, fleet)
-    limited = limit(
+    pool_instances = _fleet(view)
+    target = _target(view, pool_instances)
+    limit_now = limit(
         target.new,
-        fleet.new,
+        pool_instances.new,
         now_s=view.now_s,
         timeout_s=pool.spec.pending_timeout_s,
-        # A change of the pool, such as the roll-out's next step, begins a trial as well.
+        # A changed pool, such as the next step of a rollout, starts a new attempt as well.
         nodes=f"{view.numbers}/{pool.metadata.generation or 0}",
         last=pool_status.trial(view.status),
     )
-    # Told first: whatever cannot be made, people learn what there is.
-    actions += pool_status.report(view, fleet, target, limited)
+    # Status first: if a later write fails, users still see what exists.
+    actions += pool_status.report(view, pool_instances, target, limit_now)
     actions += wanted.changed(_fixed(view), pool, view.children)
     actions += _buried(view)
-    actions += _resized(view, fleet, target, limited)
-    if limited.again_after_s is not None:
-        actions.append(Requeue(limited.again_after_s))
+    actions += _resized(view, pool_instances, target, limit_now)
+    if limit_now.again_after_s is not None:
+        actions.append(Requeue(limit_now.again_after_s))
     return actions
 
 
 def _fixed(view: PoolView) -> list[Manifest]:
-    """What a pool has however many instances; one by hand also has what a deployment would make."""
+    """Objects that do not depend on the replicas; a manual pool has those of a deployment, too."""
     pool = view.pool
     budget = disruption_budget(pool)
     if pool.metadata.owner_references:
@@ -142,10 +142,10 @@ def _fleet(view: PoolView) -> Fleet:
 
 
 def _is_new(pod: ObservedPod, view: PoolView) -> bool:
-    """Whether it is what the pool asks for now.
+    """Whether a pod is up to date with the pool.
 
-    While the deployment rolls out, revisions count: they are what prefill and decode must share.
-    Otherwise everything that a pod is made from does.
+    During a rollout of the deployment its revision decides, which prefill and decode instances must
+    share. Otherwise everything that a pod is created from does.
     """
     spec = view.pool.spec
     if spec.rollout is not None:
@@ -154,7 +154,7 @@ def _is_new(pod: ObservedPod, view: PoolView) -> bool:
 
 
 def _target(view: PoolView, fleet: Fleet) -> Step:
-    """How many instances to keep now."""
+    """How many instances to keep now, new and old."""
     spec = view.pool.spec
     if spec.rollout is not None:
         return Step(spec.rollout.new, spec.rollout.old, spec.rollout.older)
@@ -172,24 +172,24 @@ def _target(view: PoolView, fleet: Fleet) -> Step:
 
 
 def _resized(view: PoolView, fleet: Fleet, target: Step, limited: Limit) -> Iterator[Action]:
-    """Pods to make, to complete and to delete."""
+    """Yield creations and deletions that bring the pool to its target."""
     given_up = {pod.name for pod in limited.give_up}
-    stay = tuple(pod for pod in fleet.new if pod.name not in given_up)
-    # A pool that the plan has dropped may keep some for a while, and makes none.
+    staying = tuple(pod for pod in fleet.new if pod.name not in given_up)
+    # A pool that the plan has dropped may keep instances for a while, but creates none.
     most = min(target.new, view.pool.spec.replicas)
     if limited.most is not None:
         most = min(most, limited.most)
-    yield from pool_pods.completed(view, stay)
-    yield from pool_pods.created(view, fleet, min(_MOST_AT_ONCE, max(0, most - len(stay))))
-    victims = [*limited.give_up, *choose_victims(stay, len(stay) - target.new)]
-    for pods, keep in _older(fleet.old, target):
-        victims += choose_victims(pods, len(pods) - keep)
+    yield from pool_pods.completed(view, staying)
+    yield from pool_pods.created(view, fleet, min(_MOST_AT_ONCE, max(0, most - len(staying))))
+    victims = [*limited.give_up, *choose_victims(staying, len(staying) - target.new)]
+    for candidates, num_kept in _older(fleet.old, target):
+        victims += choose_victims(candidates, len(candidates) - num_kept)
     for victim in victims:
         yield from _deleted(view, victim)
 
 
 def _older(old: tuple[ObservedPod, ...], target: Step) -> Iterator[tuple[list[ObservedPod], int]]:
-    """Old instances and how many of them to keep, by revision where that is stated."""
+    """Yield old instances with the number to keep, by revision where the rollout states it."""
     if not target.older:
         yield list(old), target.old
         return
@@ -199,7 +199,7 @@ def _older(old: tuple[ObservedPod, ...], target: Step) -> Iterator[tuple[list[Ob
 
 
 def _deleted(view: PoolView, instance: ObservedPod, grace_s: int | None = None) -> Iterator[Delete]:
-    """Every pod of an instance, or the set that would only make them again."""
+    """Delete all pods of an instance, or the set, which would otherwise recreate them."""
     if instance.set_name:
         yield Delete(Reference("LeaderWorkerSet", instance.namespace, instance.set_name))
         return
@@ -209,30 +209,30 @@ def _deleted(view: PoolView, instance: ObservedPod, grace_s: int | None = None) 
 
 
 def _buried(view: PoolView) -> Iterator[Delete]:
-    """Instances that have ended, or a part of which goes, are replaced."""
+    """Delete what is left of instances that have ended or have lost a pod."""
     for instance in view.instances:
-        # Where one pod of an instance goes, the others are of no use.
+        # Without one of its pods an instance cannot serve, so the others go as well.
         if instance.is_over or instance.deleting:
             yield from _deleted(view, instance)
     yield from _forgotten(view)
 
 
 def _forgotten(view: PoolView) -> Iterator[Delete]:
-    """Pods of a lost node, after their grace."""
+    """Delete pods of lost nodes at once, after their grace period."""
     for pod in view.pods:
         if _is_lost(pod, view):
             yield Delete(_reference(pod), grace_s=0)
 
 
 def _is_lost(pod: ObservedPod, view: PoolView) -> bool:
-    """Whether nobody is left who could say that it has ended."""
+    """Whether a deleted pod is past its grace period on a node that cannot report its end."""
     node = view.nodes.get(pod.node)
     gone = bool(pod.node) and (node is None or not node.ready)
     return gone and pod.deleted_s is not None and pod.deleted_s < view.now_s
 
 
 def _deleting(view: PoolView) -> Iterator[Action]:
-    """Drain every pod, then let the pool go; it goes anyway when their time is over."""
+    """Drain every pod, then remove the finalizer, at the latest when the grace period is over."""
     pool = view.pool
     if FINALIZER not in pool.metadata.finalizers:
         return
@@ -240,13 +240,13 @@ def _deleting(view: PoolView) -> Iterator[Action]:
     for instance in view.instances:
         yield from _deleted(view, instance, grace)
     yield from _forgotten(view)
-    asked_s = observed.seconds(pool.metadata.deletion_timestamp) or view.now_s
-    left_s = asked_s + pool.spec.template.drain_timeout_s + _SLACK_S - view.now_s
-    if not view.pods or left_s <= 0:
-        kept = tuple(name for name in pool.metadata.finalizers if name != FINALIZER)
-        yield _finalizers(pool, kept)
+    requested_s = observed.seconds(pool.metadata.deletion_timestamp) or view.now_s
+    remaining_s = requested_s + pool.spec.template.drain_timeout_s + _SLACK_S - view.now_s
+    if not view.pods or remaining_s <= 0:
+        remaining = tuple(name for name in pool.metadata.finalizers if name != FINALIZER)
+        yield _finalizers(pool, remaining)
     else:
-        yield Requeue(left_s)
+        yield Requeue(remaining_s)
 
 
 def _finalizers(pool: InstancePool, names: tuple[str, ...]) -> SetFinalizers:

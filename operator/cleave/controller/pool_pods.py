@@ -1,4 +1,4 @@
-"""Pods that a pool's reconcile wants made. Pure."""
+"""Builds the pods that a pool's reconcile creates. Pure."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
@@ -20,28 +20,28 @@ _SUFFIX_DIGITS = 6
 
 
 def names(pool: InstancePool, taken: Collection[str], count: int) -> list[str]:
-    """`count` names for new instances that none of `taken` is; the same for the same arguments."""
-    used, found, number = set(taken), list[str](), 0
-    while len(found) < count:
+    """Generate `count` names for new instances, none of them in `taken`; deterministic."""
+    used, new_names, number = set(taken), list[str](), 0
+    while len(new_names) < count:
         text = f"{pool.metadata.uid}/{pool.spec.revision}/{number}"
         name = f"{pool.name}-{hashlib.sha256(text.encode()).hexdigest()[:_SUFFIX_DIGITS]}"
         number += 1
         if name not in used:
             used.add(name)
-            found.append(name)
-    return found
+            new_names.append(name)
+    return new_names
 
 
 def created(view: "PoolView", fleet: "Fleet", count: int) -> Iterator[Create]:
-    """`count` more instances: their pods, or their leaders."""
+    """Yield the creation of `count` instances: their pods, or leader pods, or sets."""
     pool, settings = view.pool, view.settings
     taken = view.taken.union(pod.set_name or pod.instance or pod.name for pod in view.pods)
     cells: list[int | None] = [None] * count
     if pool.spec.colocation is not None:
-        # Old ones of the same revision fill their cells, and so their nodes, as well.
+        # Old instances of the same revision occupy their cells, and thus their nodes, too.
         same = (pod for pod in fleet.all if pod.revision == pool.spec.revision)
-        there = [pod.cell for pod in same if pod.cell is not None]
-        cells = list(free_cells(there, pool.spec.colocation.per_cell, count))
+        used_cells = [pod.cell for pod in same if pod.cell is not None]
+        cells = list(free_cells(used_cells, pool.spec.colocation.per_cell, count))
     as_sets = pool.spec.nodes > 1 and settings.has_sets and is_set_possible(pool)
     make = _set if as_sets else _leader
     for name, cell in zip(names(pool, taken, count), cells, strict=True):
@@ -49,26 +49,26 @@ def created(view: "PoolView", fleet: "Fleet", count: int) -> Iterator[Create]:
 
 
 def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Create]:
-    """The further pods of instances whose leaders have been made and have an identity now."""
+    """Yield the further pods of instances whose leader pods have a uid now."""
     pool = view.pool
     if pool.spec.nodes == 1:
         return
-    there = {pod.name for pod in view.pods}
+    existing = {pod.name for pod in view.pods}
     for instance in instances:
         if instance.set_name or instance.template != view.template:
             continue
         leader = _leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
         settings = view.settings
-        for follower in follower_pods(
+        for further_pod in follower_pods(
             pool, leader, device=settings.device, image_prefix=settings.image_prefix
         ):
-            if follower["metadata"]["name"] not in there:
-                yield Create(wanted.with_template(follower, view.template))
+            if further_pod["metadata"]["name"] not in existing:
+                yield Create(wanted.with_template(further_pod, view.template))
 
 
 def _set(view: "PoolView", name: str, cell: int | None) -> Manifest:
-    """A whole instance; its pods carry what they were made from."""
+    """Build a LeaderWorkerSet for one instance; its pods carry the hash of the template."""
     settings = view.settings
     manifest = leader_worker_set(
         view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix

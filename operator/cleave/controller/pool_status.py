@@ -1,4 +1,4 @@
-"""What an InstancePool's status says. Pure; called by the pool's reconcile."""
+"""Builds the status of an InstancePool. Pure; called by the pool's reconcile."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ _RESTARTS_TO_TELL = 3
 
 
 def report(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) -> Iterator[Action]:
-    """The new status, and Events for what has changed; nothing where all is said already."""
+    """Yield a write of the new status and its Events; nothing when the status is up to date."""
     pool, before = view.pool, view.status.get("conditions", [])
     now = _conditions(view, fleet, target, limited)
     status: Manifest = {
@@ -27,7 +27,7 @@ def report(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) -> It
         "ready": fleet.ready,
         "serving": fleet.ready if view.serving is None else view.serving,
         "updated": len(fleet.new),
-        # One pod per instance: followers of one that is spread over nodes do not count.
+        # One pod per instance: further pods of an instance on several nodes do not count.
         "selector": f"{POOL}={pool.name},{COMPONENT}={WORKER}",
         "conditions": conditions.settled(before, now, pool.metadata.generation, view.now_s),
     }
@@ -39,16 +39,16 @@ def report(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) -> It
 
 
 def trial(status: Manifest) -> Trial | None:
-    """The last trial to have more instances than fit, as status remembers it."""
-    told = status.get("trial")
-    if told is None:
+    """Read the last attempt to have more instances than fit from the status."""
+    recorded = status.get("trial")
+    if recorded is None:
         return None
     return Trial(
-        fits=told["fits"],
-        attempts=told["attempts"],
-        again_s=observed.seconds(told["againAt"]) or 0.0,
-        nodes=told["nodes"],
-        reason=told["reason"],
+        fits=recorded["fits"],
+        attempts=recorded["attempts"],
+        again_s=observed.seconds(recorded["againAt"]) or 0.0,
+        nodes=recorded["nodes"],
+        reason=recorded["reason"],
     )
 
 
@@ -65,13 +65,13 @@ def _written(last: Trial) -> Manifest:
 def _conditions(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) -> list[Condition]:
     count = view.pool.spec.replicas
     updated = sum(pod.ready for pod in fleet.new)
-    told = f"{updated} of {count} instances are ready"
-    ready = Condition("Ready", True, "Ready", told)
+    message = f"{updated} of {count} instances are ready"
+    ready = Condition("Ready", True, "Ready", message)
     if fleet.old:
-        told += f"; {len(fleet.old)} of an earlier spec are left"
-        ready = Condition("Ready", False, conditions.ROLLING_OUT, told)
+        message += f"; {len(fleet.old)} of an earlier spec are left"
+        ready = Condition("Ready", False, conditions.ROLLING_OUT, message)
     elif updated < count:
-        ready = Condition("Ready", False, "NotReady", told)
+        ready = Condition("Ready", False, "NotReady", message)
     is_moving = bool(fleet.old) or len(fleet.new) != target.new or target.new != count
     return [
         ready,
@@ -82,11 +82,11 @@ def _conditions(view: "PoolView", fleet: "Fleet", target: Step, limited: Limit) 
             limited.reason,
         ),
         Condition("Progressing", is_moving, "Changing" if is_moving else "Settled"),
-        _degraded(view, fleet, told),
+        _degraded(view, fleet, message),
     ]
 
 
-def _degraded(view: "PoolView", fleet: "Fleet", told: str) -> Condition:
+def _degraded(view: "PoolView", fleet: "Fleet", message: str) -> Condition:
     if view.fault:
         return Condition("Degraded", True, "Failed", view.fault)
     failing = next((pod for pod in fleet.all if pod.restarts >= _RESTARTS_TO_TELL), None)
@@ -94,5 +94,5 @@ def _degraded(view: "PoolView", fleet: "Fleet", told: str) -> Condition:
         text = f"{failing.name} was started again {failing.restarts} times"
         return Condition("Degraded", True, "Restarting", text)
     if 0 < fleet.ready < view.pool.spec.replicas and len(fleet.all) >= view.pool.spec.replicas:
-        return Condition("Degraded", True, "TooFew", told)
-    return Condition("Degraded", False, "Whole", "no instance keeps failing")
+        return Condition("Degraded", True, "TooFew", message)
+    return Condition("Degraded", False, "Complete", "no instance keeps failing")

@@ -1,7 +1,7 @@
-"""What a resource asks for that no cluster could give, and what this cluster cannot give today.
+"""Checks a resource for requests that no cluster can satisfy, and those that this one cannot now.
 
-Pure. Called by `cleave.controller.admission` and the planner's desk. What is hard: a fault is for
-ever, so it must hold whatever nodes come later; what depends on the nodes is a warning.
+Pure. Called by `cleave.controller.admission` and by the planner's process. What is hard: a fault is
+final, so it must be one whatever nodes are added later; what depends on the nodes is a warning.
 """
 
 from collections import Counter
@@ -27,21 +27,21 @@ from cleave.planner.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """One line each: `path: what is wrong`."""
+    """Faults and warnings, one line each: `path: what is wrong`."""
 
     faults: tuple[str, ...] = ()
-    """No change of the cluster mends them."""
+    """No change of the cluster can repair them."""
     warnings: tuple[str, ...] = ()
-    """Other nodes would."""
+    """Other nodes would resolve them."""
 
 
 def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Findings:
-    """Of a whole deployment. `cluster`: the nodes there are; None: not known."""
+    """Check an LLMDeployment. `cluster`: the present nodes; None: not known."""
     spec = deployment.spec
     faults = [*_profile_faults(spec.engine), *unread(deployment)]
     warnings = tuple(checks.doubts(deployment, reads_files=False))
     if spec.engine.type is EngineType.EMULATED:
-        # Its instances have no weights to split and run on any node.
+        # Emulated instances have no weights to split and run on any node.
         return Findings(tuple(faults), warnings)
     faults += checks.split_faults(deployment, reads_files=False)
     if spec.placement is not None:
@@ -52,7 +52,7 @@ def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Finding
 
 
 def of_pool(pool: InstancePool, cluster: Cluster | None) -> Findings:
-    """Of one pool that was made by hand."""
+    """Check a manually created pool. `cluster`: the present nodes; None: not known."""
     spec = pool.spec
     faults = [*_profile_faults(spec.engine)]
     if spec.engine.type is EngineType.EMULATED:
@@ -65,26 +65,26 @@ def of_pool(pool: InstancePool, cluster: Cluster | None) -> Findings:
 
 
 def unread(deployment: LLMDeployment) -> Iterator[str]:
-    """Files that a plan would need. The operator opens none that a deployment names.
+    """Yield a fault for each file that a plan would need: the operator reads no user's files.
 
-    Its own files, its token among them, are not for the eyes of whoever may write a deployment, and
-    what is wrong with a file is told with its text.
+    Its own files, such as its token, must not be readable for users who may create a deployment,
+    and the fault of a file quotes its text.
     """
     spec = deployment.spec
     if spec.placement is not None or spec.workload is None:
         return
-    remedy = "state instances by hand in spec.placement.manual"
+    remedy = "list the instances in spec.placement.manual"
     if spec.workload.trace is not None:
         yield (
             "spec.workload.trace.path: no file is read in a cluster; state rate, promptTokens and "
-            f"outputTokens, as `cleave workload` tells them, or {remedy}"
+            f"outputTokens, as `cleave workload` prints them, or {remedy}"
         )
     if spec.engine.type is EngineType.EMULATED and latency.is_file(spec.engine.emulation.latency):
         yield f"spec.engine.emulated.latency: no file is read in a cluster; {remedy}"
 
 
 def _profile_faults(engine: Engine) -> Iterator[str]:
-    """A file may be in the workers' image and not here."""
+    """Check a profile by name; a file may exist in the workers' image only."""
     if engine.type is not EngineType.EMULATED or latency.is_file(engine.emulation.latency):
         return
     try:
@@ -102,25 +102,26 @@ def _missing_machines(pools: Sequence[ManualPool], cluster: Cluster | None) -> I
 def _missing_machine(
     path: str, gpu: str | None, parallelism: Parallelism, cluster: Cluster | None
 ) -> Iterator[str]:
-    """An instance may be spread over nodes, of one kind of GPU."""
+    """Check that the nodes have the GPUs of one instance, which may span several nodes."""
     if cluster is None:
         return
-    there: Counter[str] = Counter()
+    gpus_by_kind: Counter[str] = Counter()
     for group in cluster.nodes:
-        there[_kind(group.gpu)] += group.count * group.gpus_per_node
-    if gpu is not None and _kind(gpu) not in there:
-        yield f"{path}.gpu: no node has {gpu} now, there is {', '.join(there)}; instances will wait"
+        gpus_by_kind[_kind(group.gpu)] += group.count * group.gpus_per_node
+    if gpu is not None and _kind(gpu) not in gpus_by_kind:
+        kinds = ", ".join(gpus_by_kind)
+        yield f"{path}.gpu: no node has {gpu} now, there is {kinds}; instances will wait"
         return
-    kind = there.most_common(1)[0][0] if gpu is None else _kind(gpu)
-    if parallelism.gpus > there[kind]:
+    kind = gpus_by_kind.most_common(1)[0][0] if gpu is None else _kind(gpu)
+    if parallelism.gpus > gpus_by_kind[kind]:
         yield (
             f"{path}.parallelism: an instance takes {parallelism.gpus} GPUs, all nodes together "
-            f"have {there[kind]} x {kind} now; instances will wait"
+            f"have {gpus_by_kind[kind]} x {kind} now; instances will wait"
         )
 
 
 def _unplannable(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
-    """Why nothing can be planned on these nodes; of an unknown model that is said already."""
+    """Why no plan is possible on these nodes; an unknown model is reported elsewhere."""
     if checks.unknown_model(deployment, reads_files=False) is not None:
         return
     try:
@@ -134,8 +135,8 @@ def _unplannable(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
             or "spec.planning leaves it too few GPUs"
             for supply in problem.supplies
         }
-        told = "; ".join(f"{gpu}: {reason}" for gpu, reason in reasons.items())
-        yield f"spec.model.source: no instance fits the nodes there are now ({told})"
+        details = "; ".join(f"{gpu}: {reason}" for gpu, reason in reasons.items())
+        yield f"spec.model.source: no instance fits the nodes there are now ({details})"
 
 
 def _fits(problem: Problem) -> Iterator[bool]:
@@ -144,12 +145,12 @@ def _fits(problem: Problem) -> Iterator[bool]:
             yield problem.estimator.why_not(supply.gpu, tensor, pipeline) is None
 
 
-def _shape(asked: Model) -> ModelShape | None:
-    """None: its dimensions are not known here, which is no fault of the pool."""
-    if asked.folder is not None:
+def _shape(spec: Model) -> ModelShape | None:
+    """Load the model's dimensions; None: they are not known here, which is not a fault."""
+    if spec.folder is not None:
         return None
     try:
-        return model.load(asked.locator)
+        return model.load(spec.locator)
     except model.UnknownModelError:
         return None
 

@@ -1,6 +1,6 @@
-"""A roll-out before it happens: from what runs and what is wanted to every step. Pure.
+"""Previews a rollout: every step from the running instances to the desired ones. Pure.
 
-Called by `cleave rollout`; the steps are those that the reconcile would take if each became ready.
+Called by `cleave rollout`; the steps are those that reconciles would take if each became ready.
 """
 
 from collections.abc import Mapping
@@ -21,25 +21,26 @@ from cleave.controller.rollout import (
 from cleave.planner.placement import Placement
 
 _EARLIER = "earlier"
-"""Name of what is of yet another revision than the one that runs: status does not tell more."""
+"""Revision of instances that are neither of the running nor of the new one: the status does not
+say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Instances of one role that run."""
+    """Counts of running instances of one role."""
 
     total: int
     ready: int
     updated: int
-    """Of the revision that was wanted last."""
+    """Of the revision that was last desired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What runs."""
+    """The running instances."""
 
     revision: str | None
-    """The one that was wanted last; None: nothing was."""
+    """The revision that was last desired; None: there was none."""
     roles: Mapping[Role, Seen]
 
 
@@ -48,15 +49,15 @@ class Stage:
     """One step of a preview."""
 
     roles: Mapping[Role, Step]
-    """Instances that are kept or started."""
+    """Instances to keep or create."""
     capacity: float
-    """Share of the plan that serves until the new instances are ready."""
+    """Share of the planned capacity that serves until the new instances are ready."""
     started: Mapping[Role, int]
     stopped: Mapping[Role, int]
 
 
 def placed(placement: Placement, revision: str) -> Running:
-    """All instances of a placement run."""
+    """Return the state in which all instances of a placement run."""
     return Running(
         revision,
         {pool.role: Seen(pool.replicas, pool.replicas, pool.replicas) for pool in placement.pools},
@@ -64,7 +65,7 @@ def placed(placement: Placement, revision: str) -> Running:
 
 
 def observed(status: LLMDeploymentStatus) -> Running:
-    """What the status of a deployment tells."""
+    """Return the state that the status of a deployment reports."""
     return Running(
         status.plan.revision if status.plan else None,
         {
@@ -74,20 +75,22 @@ def observed(status: LLMDeploymentStatus) -> Running:
     )
 
 
-def states(running: Running, placement: Placement, revision: str) -> dict[Role, RoleState]:
-    """Where the roll-out of `placement` with `revision` begins, role by role."""
-    wanted = {pool.role: pool.replicas for pool in placement.pools}
+def states(current: Running, placement: Placement, revision: str) -> dict[Role, RoleState]:
+    """Return where the rollout of `placement` with `revision` begins, by role."""
+    desired = {pool.role: pool.replicas for pool in placement.pools}
     return {
-        role: _state(running.roles.get(role, Seen(0, 0, 0)), wanted.get(role, 0), running, revision)
+        role: _state(
+            current.roles.get(role, Seen(0, 0, 0)), desired.get(role, 0), current, revision
+        )
         for role in Role
-        if role in wanted or role in running.roles
+        if role in desired or role in current.roles
     }
 
 
 def stages(roles: Mapping[Role, RoleState], limits: RolloutLimits) -> tuple[Stage, ...]:
-    """What is there, and then every step."""
+    """Return the present state, followed by every step."""
     now = {role: Step(state.new, state.old) for role, state in roles.items()}
-    found = [Stage(now, capacity(roles), {}, {})]
+    stages_so_far = [Stage(now, capacity(roles), {}, {})]
     for step in steps(roles, limits):
         reached = after(roles, step)
         started = {role: max(0, step[role].new - state.new) for role, state in roles.items()}
@@ -95,17 +98,17 @@ def stages(roles: Mapping[Role, RoleState], limits: RolloutLimits) -> tuple[Stag
             role: max(0, state.new - step[role].new) + state.old - step[role].old
             for role, state in roles.items()
         }
-        found.append(Stage(step, capacity(reached), started, stopped))
+        stages_so_far.append(Stage(step, capacity(reached), started, stopped))
         roles = when_ready(reached)
-    return tuple(found)
+    return tuple(stages_so_far)
 
 
-def _state(seen: Seen, replicas: int, running: Running, revision: str) -> RoleState:
-    """A role; of what is not ready, the newer instances are taken to be those."""
-    updated = min(seen.updated, seen.total)
-    earlier = Count(seen.total - updated, min(seen.ready, seen.total - updated))
-    latest = Count(updated, seen.ready - earlier.ready)
-    if running.revision == revision:
+def _state(counts: Seen, replicas: int, current: Running, revision: str) -> RoleState:
+    """Counts of one role; instances that are not ready are assumed to be the newest."""
+    updated = min(counts.updated, counts.total)
+    earlier = Count(counts.total - updated, min(counts.ready, counts.total - updated))
+    latest = Count(updated, counts.ready - earlier.ready)
+    if current.revision == revision:
         return RoleState(
             replicas,
             old=earlier.total,
@@ -113,10 +116,10 @@ def _state(seen: Seen, replicas: int, running: Running, revision: str) -> RoleSt
             new=latest.total,
             new_ready=latest.ready,
         )
-    older = {_EARLIER: earlier, running.revision or "": latest}
+    older = {_EARLIER: earlier, current.revision or "": latest}
     return RoleState(
         replicas,
-        old=seen.total,
-        old_ready=seen.ready,
+        old=counts.total,
+        old_ready=counts.ready,
         older={name: count for name, count in older.items() if count.total},
     )

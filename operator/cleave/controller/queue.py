@@ -1,8 +1,8 @@
-"""The work queue: which objects to look at, each at most once at a time.
+"""The work queue of the controller: each key is processed by at most one worker at a time.
 
-Filled by handlers, resync and the planner; emptied by the controller's workers. An object that is
-asked for while it is being worked on is looked at once more afterwards; asked for ten times while
-it waits, it is looked at once.
+Filled by handlers, the periodic resync and the planner; emptied by the controller's workers. A key
+that is added while it is processed is processed once more afterwards; added ten times while it
+waits, it is processed once. (Same rules as client-go's workqueue.)
 """
 
 import asyncio
@@ -18,7 +18,7 @@ LONGEST_DELAY_S = 60.0
 
 
 class WorkQueue(Generic[K]):
-    """Keys to work on; for one event loop. `clock` gives seconds."""
+    """Keys to process, for one event loop. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -32,11 +32,11 @@ class WorkQueue(Generic[K]):
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """Keys that wait to be worked on now."""
+        """Number of keys that are due."""
         return len(self._ready) + len(self._again)
 
     def add(self, key: K) -> None:
-        """Work on `key` as soon as possible."""
+        """Process `key` as soon as possible."""
         if key in self._busy:
             self._again.add(key)
         else:
@@ -44,7 +44,7 @@ class WorkQueue(Generic[K]):
             self._wake.set()
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """Work on `key` after a while, or earlier when that has been asked for."""
+        """Process `key` after a delay; an earlier due time stays."""
         if delay_s <= 0:
             self.add(key)
             return
@@ -56,7 +56,7 @@ class WorkQueue(Generic[K]):
         self._wake.set()
 
     def failed(self, key: K) -> float:
-        """Work on `key` again with back-off; the delay in seconds."""
+        """Process `key` again with exponential back-off; returns the delay in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 16))
@@ -64,16 +64,16 @@ class WorkQueue(Generic[K]):
         return delay_s
 
     def succeeded(self, key: K) -> None:
-        """Forget earlier failures of `key`."""
+        """Reset the back-off of `key`."""
         self._failures.pop(key, None)
 
     def forget(self, key: K) -> None:
-        """The object is gone: nothing of it is due any more."""
+        """Drop delay and back-off of an object that is gone."""
         self._failures.pop(key, None)
         self._due.pop(key, None)
 
     async def take(self) -> K:
-        """The next key, which is busy until `done`; waits for one."""
+        """Wait for the next key and return it; it is busy until `done`."""
         while True:
             self._promote()
             if self._ready:
@@ -91,7 +91,7 @@ class WorkQueue(Generic[K]):
                 continue
 
     def done(self, key: K) -> None:
-        """The work on `key` has ended."""
+        """Mark the processing of `key` as finished."""
         self._busy.discard(key)
         if key in self._again:
             self._again.discard(key)
@@ -101,7 +101,7 @@ class WorkQueue(Generic[K]):
         now = self._clock()
         while self._later and self._later[0][0] <= now:
             at, _, key = heapq.heappop(self._later)
-            # An entry that an earlier one has replaced is not due any more.
+            # Skip an entry that an earlier one has replaced.
             if self._due.get(key) == at:
                 del self._due[key]
                 self.add(key)

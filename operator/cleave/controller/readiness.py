@@ -1,10 +1,10 @@
-"""Whether a deployment answers requests, and whether its spec is rolled out. Pure.
+"""Whether a deployment serves requests, and whether its spec is rolled out. Pure.
 
-Called for an LLMDeployment's status. Available: requests are answered, by instances of whichever
-spec. Ready: besides, the generation of the spec that status speaks of has been rolled out. What is
-hard: that has to be remembered (`status.rolledOutGeneration`). A generation stays rolled out when
-instances are lost, follow traffic or are replaced because of another plan; a new generation is not
-rolled out, however well the instances of the last one serve.
+Called for the status of an LLMDeployment. Available: requests are served, by instances of any
+generation. Ready: requests are served, and the observed generation of the spec is rolled out. What
+is hard: a completed rollout has to be recorded (`status.rolledOutGeneration`). A generation stays
+rolled out when instances are lost, are scaled or are replaced because of a new plan; a new
+generation is not rolled out, however well the instances of the previous one serve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 Goals = Mapping[Role, InstancePool]
 
 ASLEEP = "ScaledToZero"
-"""The reason of what is True although no instance runs."""
+"""Reason of conditions that are True although no instance runs."""
 
 
 def available(
-    view: "DeploymentView", goals: Goals, parts: Sequence[Condition], plan: Condition
+    view: "DeploymentView", desired: Goals, parts: Sequence[Condition], plan: Condition
 ) -> Condition:
-    """Whether requests are answered; `parts`: what is said of each role and of the gateway."""
+    """The Available condition; `parts`: the conditions of each role and of the gateway."""
     *roles, gateway = parts
     if not roles:
         text = plan.message or "no instance is planned yet"
@@ -41,7 +41,7 @@ def available(
     if gateway.status and all(each.reason == ASLEEP for each in roles):
         text = "no instance runs; the next request waits until they are back"
         return Condition("Available", True, ASLEEP, text)
-    if gateway.status and _answer(view, goals):
+    if gateway.status and _answer(view, desired):
         return Condition("Available", True, "Serving", "requests are served")
     missing = [each for each in parts if not each.status] or [
         each for each in roles if each.reason == ASLEEP and each.type != "MixedReady"
@@ -53,28 +53,28 @@ def available(
     return Condition("Available", False, reason, "; ".join(each.message for each in missing))
 
 
-def find_rolled_out(view: "DeploymentView", goals: Goals, *, is_applied: bool) -> int | None:
-    """The latest generation that has been rolled out completely; None: none has.
+def find_rolled_out(view: "DeploymentView", desired: Goals, *, is_applied: bool) -> int | None:
+    """Return the latest generation whose rollout is complete; None: none is.
 
-    The present one has when nothing is left to apply (`is_applied`), every pool and the gateways
-    are complete, and the gateways send requests to the instances.
+    The present one is when nothing is left to apply (`is_applied`), every pool and the gateways are
+    complete, and the gateways send requests to the instances.
     """
-    generation, before = view.deployment.metadata.generation or 0, _remembered(view)
-    if before == generation or not (is_applied and goals):
-        return before
+    generation, recorded = view.deployment.metadata.generation or 0, _remembered(view)
+    if recorded == generation or not (is_applied and desired):
+        return recorded
     pools = {pool.spec.role: pool for pool in view.pools}
     is_complete = (
-        all(role in pools and _is_complete(view, pools[role]) for role in goals)
+        all(role in pools and _is_complete(view, pools[role]) for role in desired)
         and _is_gateway_complete(view)
-        and _is_sent_requests(view, goals)
+        and _is_sent_requests(view, desired)
     )
-    return generation if is_complete else before
+    return generation if is_complete else recorded
 
 
 def unfinished(
     view: "DeploymentView", decision: Decision, progressing: Condition, *, is_applied: bool
 ) -> Condition:
-    """Why the generation is not rolled out while requests are answered."""
+    """The Ready condition while requests are served and the generation is not rolled out."""
     spec, plan = view.deployment.spec, decision.conditions[0]
     is_advisory = spec.planning.mode is Mode.ADVISORY
     if spec.paused:
@@ -93,31 +93,31 @@ def unfinished(
 
 
 def is_gateway_updated(view: "DeploymentView") -> bool:
-    """Whether all gateways, and no others, are of what was applied last; so it is before any is."""
+    """Whether all gateway pods are of the applied spec; True before any gateway exists."""
     child = view.children.get(("Deployment", gateway_name(view.deployment.name)))
     return child is None or child.is_updated
 
 
-def _answer(view: "DeploymentView", goals: Goals) -> bool:
-    """Whether instances of one revision answer requests: a mixed one, or one of each other role.
+def _answer(view: "DeploymentView", desired: Goals) -> bool:
+    """Whether instances of one revision can serve: a mixed one, or prefill and decode together.
 
-    With routing.fallback Always an instance of either role does both phases while the other role is
+    With routing.fallback Always an instance of one role serves both phases while the other role is
     scaled to 0.
     """
     roles: dict[str, set[Role]] = {}
     for pod in view.pods:
         if pod.ready and not (pod.deleting or pod.is_over):
             roles.setdefault(pod.revision, set()).add(pod.role)
-    pair = {Role.DECODE} | ({Role.PREFILL} & goals.keys())
+    pair = {Role.DECODE} | ({Role.PREFILL} & desired.keys())
     if view.deployment.spec.routing.fallback is Fallback.ALWAYS:
-        pair -= {role for role, goal in goals.items() if goal.spec.replicas == 0}
-    return any(Role.MIXED in found or (pair and pair <= found) for found in roles.values())
+        pair -= {role for role, desired_pool in desired.items() if desired_pool.spec.replicas == 0}
+    return any(Role.MIXED in serving or (pair and pair <= serving) for serving in roles.values())
 
 
 def _remembered(view: "DeploymentView") -> int | None:
     generation: int | None = view.status.get("rolledOutGeneration")
     if generation is None and (ready := conditions.find(view.status, "Ready")):
-        # Written by an operator that did not know rolledOutGeneration.
+        # The status was written by a version of the operator without rolledOutGeneration.
         generation = ready.get("observedGeneration") if ready["status"] == "True" else None
     return generation
 
@@ -125,8 +125,8 @@ def _remembered(view: "DeploymentView") -> int | None:
 def _is_complete(view: "DeploymentView", pool: InstancePool) -> bool:
     """Whether a pool has all its instances, ready, of its present spec and of no other.
 
-    One of them is enough where an autoscaler, a person or traffic sets the number: it may be more
-    than nodes have room for, and change before it is reached.
+    One instance suffices where an autoscaler, a person or traffic sets the number: it may be more
+    than nodes have room for, and may change before it is reached.
     """
     status, role = view.pool_status.get(pool.spec.role, {}), pool.spec.role
     ready = conditions.find(status, "Ready")
@@ -135,8 +135,8 @@ def _is_complete(view: "DeploymentView", pool: InstancePool) -> bool:
         return False
     if ready["status"] == "True":
         return True
-    follows = any(each.role is role for each in view.deployment.spec.scaling.roles)
-    is_plans = pool.spec.owner is ReplicasOwner.PLAN and not follows
+    is_scaled = any(each.role is role for each in view.deployment.spec.scaling.roles)
+    is_plans = pool.spec.owner is ReplicasOwner.PLAN and not is_scaled
     has_old = ready["reason"] == conditions.ROLLING_OUT
     return not (is_plans or has_old) and status["ready"] > 0
 
@@ -148,20 +148,20 @@ def _is_gateway_complete(view: "DeploymentView") -> bool:
     return child.is_updated and child.ready >= view.deployment.spec.gateway.replicas
 
 
-def _is_sent_requests(view: "DeploymentView", goals: Goals) -> bool:
-    """Whether gateways send requests to an instance of each role; True while no gateway answers."""
+def _is_sent_requests(view: "DeploymentView", desired: Goals) -> bool:
+    """Whether gateways send requests to an instance of each role; True if none answers."""
     if view.instances is None:
         return True
-    is_split = view.deployment.spec.routing.fallback is not Fallback.ALWAYS
-    # A full page may leave out all instances of a role.
+    needs_both = view.deployment.spec.routing.fallback is not Fallback.ALWAYS
+    # A response of the most instances may leave out all those of a role.
     is_full = len(view.instances) >= MAX_INSTANCES
-    for role, goal in goals.items():
+    for role, pool in desired.items():
         names = (pod.name for pod in view.alive(role) if pod.ready)
-        known = [view.instances[name] for name in names if name in view.instances]
-        if goal.spec.replicas == 0 or (is_full and not known):
+        reported = [view.instances[name] for name in names if name in view.instances]
+        if pool.spec.replicas == 0 or (is_full and not reported):
             continue
-        needs_kv = is_split and role is not Role.MIXED
-        if not any(_takes(each, needs_kv=needs_kv) for each in known):
+        needs_kv = needs_both and role is not Role.MIXED
+        if not any(_takes(each, needs_kv=needs_kv) for each in reported):
             return False
     return True
 

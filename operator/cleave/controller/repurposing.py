@@ -1,9 +1,9 @@
-"""Which instances change pools instead of being replaced. Pure.
+"""Decides which instances change roles instead of being replaced. Pure.
 
-Called by the deployment's reconcile. When one role has an instance too many and another one too
-few, and both are made alike but for the role, the instance takes the other role and its pod the
-other pool's labels: nothing restarts and no model is loaded. What cannot move is deleted there and
-made anew here, as pools do by themselves.
+Called by the deployment's reconcile. When one role has too many instances and another one too few,
+and the pods of both differ in the role only, an instance takes the other role and its pod the other
+pool's labels: nothing restarts and no model is loaded. Other instances are deleted in one pool and
+created in the other by the pools' reconciles.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,71 +24,72 @@ Pools = Mapping[Role, InstancePool]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An instance that is to have another role."""
+    """An instance that is to change its role."""
 
     pod: ObservedPod
     role: Role
 
 
-def choose(pods: Sequence[ObservedPod], goals: Pools, there: Pools) -> list[Move]:
-    """The instances to move, so that pools come closer to `goals`; `there`: pools as they are.
+def choose(pods: Sequence[ObservedPod], desired: Pools, current: Pools) -> list[Move]:
+    """Choose the instances whose change of role brings the pools closer to `desired`.
 
-    None while anything is rolled out: then revisions say who stays. The emptiest move first.
+    `current`: the present pools. None during a rollout: then revisions decide which ones stay.
+    The least loaded instances change first.
     """
-    alive = {role: [p for p in pods if p.role is role and _stays(p)] for role in goals}
-    if any(pod.revision != goals[role].spec.revision for role in alive for pod in alive[role]):
+    alive = {role: [p for p in pods if p.role is role and _stays(p)] for role in desired}
+    if any(pod.revision != desired[role].spec.revision for role in alive for pod in alive[role]):
         return []
-    missing = {role: goals[role].spec.replicas - len(alive[role]) for role in goals}
+    missing = {role: desired[role].spec.replicas - len(alive[role]) for role in desired}
     if not (min(missing.values(), default=0) < 0 < max(missing.values(), default=0)):
-        # So it is nearly always, and to compare pools takes milliseconds.
+        # The common case; the comparison of pools below takes milliseconds.
         return []
-    spare = {
-        role: list(choose_victims(_movable(alive[role], there.get(role)), -missing[role]))
-        for role in goals
+    surplus = {
+        role: list(choose_victims(_movable(alive[role], current.get(role)), -missing[role]))
+        for role in desired
     }
     moves: list[Move] = []
     for receiver, count in missing.items():
-        for donor in there:
-            if donor not in goals or not are_alike(there[donor], goals[receiver]):
+        for donor in current:
+            if donor not in desired or not are_alike(current[donor], desired[receiver]):
                 continue
-            taken = spare[donor][: max(0, count)]
-            spare[donor] = spare[donor][len(taken) :]
-            count -= len(taken)
-            moves += [Move(pod, receiver) for pod in taken]
+            donated = surplus[donor][: max(0, count)]
+            surplus[donor] = surplus[donor][len(donated) :]
+            count -= len(donated)
+            moves += [Move(pod, receiver) for pod in donated]
     return moves
 
 
-def after(pods: Iterable[ObservedPod], moves: Iterable[Move]) -> tuple[ObservedPod, ...]:
-    """The instances as they are when all have moved."""
-    roles = {move.pod.name: move.role for move in moves}
+def after(pods: Iterable[ObservedPod], changes: Iterable[Move]) -> tuple[ObservedPod, ...]:
+    """Return the instances as they are after all changes."""
+    roles = {change.pod.name: change.role for change in changes}
     return tuple(replace(pod, role=roles.get(pod.name, pod.role)) for pod in pods)
 
 
 def are_alike(one: InstancePool, other: InstancePool) -> bool:
-    """Whether instances of both are made alike but for the role, and are free to move."""
+    """Whether pods of both pools differ in the role only, and may change pools."""
     if one.spec.nodes > 1 or one.spec.colocation or other.spec.colocation:
         return False
     spec = one.spec.model_copy(update={"role": other.spec.role})
     return wanted.template(one.model_copy(update={"spec": spec})) == wanted.template(other)
 
 
-def moved(moves: Iterable[Move], there: Pools) -> Iterator[Repurpose]:
-    """The orders, for those whose new pool is there."""
-    for move in moves:
-        if move.role in there:
-            yield _order(move.pod, there[move.role], _metadata(there[move.role]))
+def moved(changes: Iterable[Move], current: Pools) -> Iterator[Repurpose]:
+    """Yield the actions for changes whose new pool exists."""
+    for change in changes:
+        if change.role in current:
+            yield _order(change.pod, current[change.role], _metadata(current[change.role]))
 
 
 def corrected(
-    pods: Iterable[ObservedPod], instances: Mapping[str, Instance], there: Pools
+    pods: Iterable[ObservedPod], instances: Mapping[str, Instance], current: Pools
 ) -> Iterator[Repurpose]:
-    """Orders to instances that take another role for their own than their pod says.
+    """Yield actions for instances whose configured role differs from their pod's label.
 
-    An order may have arrived whose other half, the labels, has not.
+    The agent's role may have been set while the write of the labels failed.
     """
     for pod in pods:
-        known, pool = instances.get(pod.name), there.get(pod.role)
-        is_other = known is not None and known.home not in ("", str(pod.role))
+        reported, pool = instances.get(pod.name), current.get(pod.role)
+        is_other = reported is not None and reported.home not in ("", str(pod.role))
         if is_other and pool is not None and _stays(pod) and pod.ip:
             yield _order(pod, pool, {})
 
@@ -105,7 +106,7 @@ def _order(pod: ObservedPod, pool: InstancePool, metadata: Manifest) -> Repurpos
 
 
 def _metadata(pool: InstancePool) -> Manifest:
-    """What a pod says of the pool that it belongs to."""
+    """Labels, annotations and owner reference of a pod of this pool."""
     labels = {POOL: pool.name, ROLE_LABEL: str(pool.spec.role)}
     pod = {"kind": "Pod", "metadata": {"labels": labels}}
     owned = wanted.owned(wanted.annotated(pod, TEMPLATE, wanted.template(pool)), pool)
@@ -114,7 +115,7 @@ def _metadata(pool: InstancePool) -> Manifest:
 
 
 def _movable(pods: Iterable[ObservedPod], pool: InstancePool | None) -> list[ObservedPod]:
-    """Those that are as their pool makes them now, and whose agents answer."""
+    """The pods that are up to date with their pool, ready, and have an address."""
     if pool is None:
         return []
     template = wanted.template(pool)

@@ -1,14 +1,14 @@
-"""Roll-outs: how many instances of the new and of the old revisions to keep next. Pure.
+"""Rollout planner: how many instances of the new and the old revisions to keep next. Pure.
 
-Called by the reconciles, and by `cleave rollout` to show the whole way. What is hard: prefill and
-decode instances of unlike revisions never work together, so an instance counts only with partners.
-What a revision is worth is therefore a share of the plan: that of the role of which the smallest
-part is ready. Old instances go when the new revision's share makes up for them, all roles in
-proportion; the new revision takes the places that are left, all roles at once.
+Called by the reconciles, and by `cleave rollout` to show all steps. What is hard: prefill and
+decode instances of different revisions never work together, so an instance counts only with
+partners. The share of the plan that a revision serves is that of its role with the smallest ready
+fraction. Old instances are deleted when the new revision's share makes up for them, in proportion
+over all roles; the new revision grows into the free slots, in all roles at once.
 
-Nothing is remembered: each step follows from what is there, so that a restart, a lost instance, a
-third revision or the way back are ordinary cases. Shares are fractions: rounding errors would cost
-whole instances.
+No progress is stored: each step follows from the present counts, so that a restart, a lost
+instance, a third revision or a rollback need no special case. Shares are fractions: rounding errors
+would cost whole instances.
 """
 
 import math
@@ -20,20 +20,20 @@ from cleave.api.role import Role
 
 
 class RolloutError(ValueError):
-    """With these limits nothing could ever be replaced."""
+    """With these limits no instance could ever be replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """What a roll-out may cost on its way."""
+    """How far a rollout may deviate from the desired counts."""
 
     max_surge: int = 1
-    """Instances of a role above the wanted number."""
+    """Instances of a role above its replicas."""
     max_unavailable: int = 0
-    """Instances of a role that may be missing. Without a surge one of each role has to be, and what
-    that is worth in the smallest role is missing of all."""
+    """Instances of a role that may be missing. Without a surge one of each role has to be missing,
+    and the share of one instance in the smallest role is then missing in all."""
     max_skew: float = 0.25
-    """How far one role's new instances may be ahead of another's, as a share of the role's."""
+    """How far one role's new instances may be ahead of another's, as a share of the role."""
 
     def __post_init__(self) -> None:
         for name, value in (("maxSurge", self.max_surge), ("maxUnavailable", self.max_unavailable)):
@@ -58,31 +58,31 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """The instances of one role."""
+    """The present instances of one role."""
 
     replicas: int
-    """How many are wanted."""
+    """The desired number."""
     old: int = 0
-    """Of other revisions; those that are being deleted do not count."""
+    """Of other revisions, without those that are being deleted."""
     old_ready: int = 0
     new: int = 0
-    """Of the wanted revision; those that are being deleted do not count."""
+    """Of the desired revision, without those that are being deleted."""
     new_ready: int = 0
     leaving: int = 0
-    """Of any revision, being deleted: they take no new work and still hold their GPUs. Those on a
-    lost node hold nothing; leave them out."""
+    """Of any revision, being deleted: they take no requests but still occupy their GPUs. Leave out
+    those on lost nodes, which occupy none."""
     older: Mapping[str, Count] = field(default_factory=dict)
-    """The old ones by revision, where there are several; empty: all are of one."""
+    """The old ones by revision, if there are several; empty: all are of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Instances of one role to keep."""
+    """Instances of one role to keep or create."""
 
     new: int
     old: int
     older: Mapping[str, int] = field(default_factory=dict)
-    """The old ones by revision, where the state tells them apart; they add up to `old`."""
+    """The old ones by revision, where the state has them by revision; they add up to `old`."""
 
 
 Roles = Mapping[Role, RoleState]
@@ -91,41 +91,45 @@ _NONE = Count(0, 0)
 
 
 def next_step(roles: Roles, limits: RolloutLimits) -> dict[Role, Step]:
-    """What to keep now of what is there, and how many new instances there should be.
+    """Return how many old and new instances of each role there should be now.
 
-    The same as what is there: something is awaited, or all is done. Roles that are not in `roles`
-    are not touched; a role that the plan has dropped belongs there, with 0 replicas.
+    Equal to the present counts: the rollout waits for instances to become ready or to end, or is
+    complete. Roles that are not in `roles` stay as they are; a role that the plan has dropped is
+    given with 0 replicas.
+
+    1. Share that old instances still have to serve. 2. New instances that fit. 3. Old instances to
+    keep for that share. 4. If nothing moves with several old revisions, delete one.
     """
     need = _need(roles, limits)
     revisions = _revisions(roles)
     new = _grown(roles, limits, need)
-    kept = _kept(roles, revisions, need, limits.max_unavailable)
-    if len(revisions) > 1 and not _moves(roles, new, kept):
-        _yield_places(roles, limits, revisions, kept)
+    to_keep = _kept(roles, revisions, need, limits.max_unavailable)
+    if len(revisions) > 1 and not _moves(roles, new, to_keep):
+        _yield_places(roles, limits, revisions, to_keep)
     return {
         role: Step(
             new=new[role],
-            old=sum(counts[role] for counts in kept.values()),
-            older={name: kept[name][role] if name in kept else 0 for name in state.older},
+            old=sum(counts[role] for counts in to_keep.values()),
+            older={name: to_keep[name][role] if name in to_keep else 0 for name in state.older},
         )
         for role, state in roles.items()
     }
 
 
 def steps(roles: Roles, limits: RolloutLimits) -> Iterable[dict[Role, Step]]:
-    """Every step up to the end, when each becomes ready; bounded."""
+    """Yield every step to the end, if each becomes ready; the number of steps is bounded."""
     most = 4 + 2 * sum(state.replicas + state.old + state.new for state in roles.values())
     for _ in range(most):
         step = next_step(roles, limits)
-        reached = when_ready(after(roles, step))
-        if reached == roles:
+        state_after = when_ready(after(roles, step))
+        if state_after == roles:
             return
         yield step
-        roles = reached
+        roles = state_after
 
 
 def is_done(roles: Roles) -> bool:
-    """Whether all that is wanted is there, ready, and nothing else."""
+    """Whether exactly the desired instances exist and are ready."""
     return all(
         state.new == state.new_ready == state.replicas and not state.old and not state.leaving
         for state in roles.values()
@@ -133,7 +137,7 @@ def is_done(roles: Roles) -> bool:
 
 
 def capacity(roles: Roles) -> float:
-    """Share of the plan that can serve: of each revision what has partners, added up."""
+    """Share of the plan that can serve: summed over revisions, as far as partners exist."""
     sizes = _sizes(roles)
     if not sizes:
         return 1.0
@@ -142,9 +146,9 @@ def capacity(roles: Roles) -> float:
 
 
 def after(roles: Roles, step: Mapping[Role, Step]) -> dict[Role, RoleState]:
-    """What is there when the step is carried out, deletions are over and nothing new is ready yet.
+    """State after a step, once deletions have ended and while no new instance is ready.
 
-    Instances that are not ready are the first to go.
+    Instances that are not ready are deleted first.
     """
     return {
         role: RoleState(
@@ -154,8 +158,8 @@ def after(roles: Roles, step: Mapping[Role, Step]) -> dict[Role, RoleState]:
             new=step[role].new,
             new_ready=min(state.new_ready, step[role].new),
             older={
-                name: Count(kept, min(state.older[name].ready, kept))
-                for name, kept in step[role].older.items()
+                name: Count(num_kept, min(state.older[name].ready, num_kept))
+                for name, num_kept in step[role].older.items()
             },
         )
         for role, state in roles.items()
@@ -163,7 +167,7 @@ def after(roles: Roles, step: Mapping[Role, Step]) -> dict[Role, RoleState]:
 
 
 def when_ready(roles: Roles) -> dict[Role, RoleState]:
-    """The same when every new instance has become ready."""
+    """State once every new instance is ready."""
     return {
         role: RoleState(
             replicas=state.replicas,
@@ -178,12 +182,12 @@ def when_ready(roles: Roles) -> dict[Role, RoleState]:
 
 
 def _sizes(roles: Roles) -> dict[Role, int]:
-    """The roles that the plan has, with their instances."""
+    """Replicas of the roles that the plan has."""
     return {role: state.replicas for role, state in roles.items() if state.replicas > 0}
 
 
 def _share(counts: _Revision, sizes: Mapping[Role, int]) -> Fraction:
-    """What a revision is worth: the smallest part that is ready of any role."""
+    """Share of the plan that a revision serves: its smallest ready fraction of any role."""
     parts = (Fraction(counts.get(role, _NONE).ready, size) for role, size in sizes.items())
     return min(parts, default=Fraction(1))
 
@@ -193,51 +197,49 @@ def _new(roles: Roles) -> _Revision:
 
 
 def _revisions(roles: Roles) -> dict[str, _Revision]:
-    """The old revisions, those that are worth most first."""
-    found: dict[str, dict[Role, Count]] = {}
+    """The old revisions, those with the largest share first."""
+    by_name: dict[str, dict[Role, Count]] = {}
     for role, state in roles.items():
         counts = state.older or {"": Count(state.old, state.old_ready)}
         for name, count in counts.items():
             if count.total:
-                found.setdefault(name, {})[role] = count
+                by_name.setdefault(name, {})[role] = count
     sizes = _sizes(roles)
-    order = sorted(found, key=lambda name: (-_share(found[name], sizes), name))
-    return {name: found[name] for name in order}
+    order = sorted(by_name, key=lambda name: (-_share(by_name[name], sizes), name))
+    return {name: by_name[name] for name in order}
 
 
 def _need(roles: Roles, limits: RolloutLimits) -> Fraction:
-    """Share of the plan that old instances have to serve still."""
+    """Share of the plan that old instances still have to serve."""
     sizes = _sizes(roles)
     if not sizes:
         return Fraction(0)
     missing = Fraction(limits.max_unavailable, max(sizes.values()))
     if limits.max_surge == 0:
-        # No place is free before an old instance has gone, in each role.
+        # Without a surge there is no free slot in a role before an old instance has ended.
         missing = max(missing, Fraction(1, min(sizes.values())))
     return max(Fraction(0), 1 - missing - _share(_new(roles), sizes))
 
 
 def _grown(roles: Roles, limits: RolloutLimits, need: Fraction) -> dict[Role, int]:
-    """New instances there should be: as many as there are places for, no role far ahead."""
+    """New instances of each role: as many as fit, with no role far ahead of the others."""
     sizes = _sizes(roles)
-    # Dropped by the plan: what is left of the role serves until the others can.
+    # Roles that the plan has dropped serve on until the others can.
     grown = {role: roles[role].new if need else 0 for role in roles if role not in sizes}
-    places = {role: _places(roles[role], limits) for role in sizes}
-    starts = all(places.values())
+    slots = {role: _places(roles[role], limits) for role in sizes}
+    starts = all(slots.values())
     growing = (
-        Fraction(places[role], size)
-        for role, size in sizes.items()
-        if places[role] > roles[role].new
+        Fraction(slots[role], size) for role, size in sizes.items() if slots[role] > roles[role].new
     )
     furthest = min(growing, default=Fraction(0)) + Fraction(limits.max_skew)
     for role, size in sizes.items():
-        wished = math.ceil(furthest * size) if starts else 0
-        grown[role] = min(places[role], max(roles[role].new, wished))
+        target = math.ceil(furthest * size) if starts else 0
+        grown[role] = min(slots[role], max(roles[role].new, target))
     return grown
 
 
 def _places(state: RoleState, limits: RolloutLimits) -> int:
-    """Most new instances; those that are there stay, unless fewer are wanted."""
+    """Most new instances that fit; existing ones stay, unless fewer are desired."""
     free = state.replicas + limits.max_surge - state.old - state.leaving
     return min(state.replicas, max(state.new, free))
 
@@ -247,51 +249,61 @@ def _kept(
 ) -> dict[str, dict[Role, int]]:
     """Old instances to keep, by revision, so that they serve `need` of the plan.
 
-    Where they cannot serve as much, instances without partners stay too, in the place of those that
-    are missed: decode instances serve whole requests when they have to.
+    Where they cannot serve as much, instances without partners stay in the place of the missing
+    ones: decode instances serve both phases when they have to.
     """
     sizes = _sizes(roles)
-    kept: dict[str, dict[Role, int]] = {}
-    left = need
-    for name, there in revisions.items():
-        share = min(_share(there, sizes), left)
-        kept[name] = {role: math.ceil(share * sizes.get(role, 0)) for role in roles}
-        left -= share
+    to_keep: dict[str, dict[Role, int]] = {}
+    remaining = need
+    for name, counts_by_role in revisions.items():
+        share = min(_share(counts_by_role, sizes), remaining)
+        to_keep[name] = {role: math.ceil(share * sizes.get(role, 0)) for role in roles}
+        remaining -= share
     for role, state in roles.items():
         if role in sizes:
             least = state.replicas - max_unavailable - state.new_ready
-            _fill(role, max(least, math.ceil(need * sizes[role]) if left else 0), kept, revisions)
+            _fill(
+                role,
+                max(least, math.ceil(need * sizes[role]) if remaining else 0),
+                to_keep,
+                revisions,
+            )
         elif need:
-            # The plan has dropped the role; all of it stays until the others can serve.
-            _fill(role, state.old, kept, revisions)
-    for counts in kept.values():
+            # The plan has dropped the role; its instances stay until the others can serve.
+            _fill(role, state.old, to_keep, revisions)
+    for counts in to_keep.values():
         _part_the_unpaired(counts)
-    return kept
+    return to_keep
 
 
 def _fill(
-    role: Role, most: int, kept: Mapping[str, dict[Role, int]], revisions: Mapping[str, _Revision]
+    role: Role,
+    most: int,
+    to_keep: Mapping[str, dict[Role, int]],
+    revisions: Mapping[str, _Revision],
 ) -> None:
-    """Keep more of the role, up to `most` of all revisions together."""
-    missing = most - sum(counts[role] for counts in kept.values())
-    for name, counts in kept.items():
+    """Keep more of the role, up to `most` over all revisions."""
+    missing = most - sum(counts[role] for counts in to_keep.values())
+    for name, counts in to_keep.items():
         more = min(max(0, missing), revisions[name].get(role, _NONE).total - counts[role])
         counts[role] += more
         missing -= more
 
 
-def _part_the_unpaired(kept: dict[Role, int]) -> None:
-    """Prefill instances that have nobody to hand over to serve nothing."""
-    takers = [role for role in kept if role is not Role.PREFILL]
-    if Role.PREFILL in kept and takers and not any(kept[role] for role in takers):
-        kept[Role.PREFILL] = 0
+def _part_the_unpaired(to_keep: dict[Role, int]) -> None:
+    """Drop prefill instances that have no instance to transfer KV to: they serve nothing."""
+    receivers = [role for role in to_keep if role is not Role.PREFILL]
+    if Role.PREFILL in to_keep and receivers and not any(to_keep[role] for role in receivers):
+        to_keep[Role.PREFILL] = 0
 
 
-def _moves(roles: Roles, new: Mapping[Role, int], kept: Mapping[str, Mapping[Role, int]]) -> bool:
-    """Whether anything changes by this step, or will by itself."""
+def _moves(
+    roles: Roles, new: Mapping[Role, int], to_keep: Mapping[str, Mapping[Role, int]]
+) -> bool:
+    """Whether this step changes anything, or instances are starting or ending."""
     return any(
         new[role] != state.new
-        or sum(counts[role] for counts in kept.values()) < state.old
+        or sum(counts[role] for counts in to_keep.values()) < state.old
         or state.new_ready < state.new
         or state.leaving
         for role, state in roles.items()
@@ -302,35 +314,38 @@ def _yield_places(
     roles: Roles,
     limits: RolloutLimits,
     revisions: Mapping[str, _Revision],
-    kept: Mapping[str, dict[Role, int]],
+    to_keep: Mapping[str, dict[Role, int]],
 ) -> None:
-    """Keep one instance less where no place is left for the newest of three revisions.
+    """Keep one old instance less where no slot is free for the newest of three revisions.
 
-    Pairs of several old revisions can take more places than those of one. Each role that is full
-    gives up the instance by which least is lost: at most what one instance is worth.
+    Pairs of several old revisions can take more slots than those of one. Each full role gives up
+    the instance that costs the smallest share: at most that of one instance.
     """
     sizes = _sizes(roles)
     for role, size in sizes.items():
         is_full = _places(roles[role], limits) == roles[role].new < size
         losses = {
             name: _loss(revisions[name], counts, role, sizes)
-            for name, counts in kept.items()
+            for name, counts in to_keep.items()
             if counts[role]
         }
         if is_full and losses:
-            kept[min(losses, key=lambda name: (losses[name], name))][role] -= 1
-    for counts in kept.values():
+            to_keep[min(losses, key=lambda name: (losses[name], name))][role] -= 1
+    for counts in to_keep.values():
         _part_the_unpaired(counts)
 
 
 def _loss(
-    counts: _Revision, kept: Mapping[Role, int], role: Role, sizes: Mapping[Role, int]
+    counts: _Revision, to_keep: Mapping[Role, int], role: Role, sizes: Mapping[Role, int]
 ) -> Fraction:
-    """What the kept instances of a revision are worth less without one of the role."""
-    fewer = {**kept, role: kept[role] - 1}
-    return _share(_cut(counts, kept), sizes) - _share(_cut(counts, fewer), sizes)
+    """Share that a revision loses without one of the role's kept instances."""
+    fewer = {**to_keep, role: to_keep[role] - 1}
+    return _share(_cut(counts, to_keep), sizes) - _share(_cut(counts, fewer), sizes)
 
 
-def _cut(counts: _Revision, kept: Mapping[Role, int]) -> _Revision:
-    """What is left of a revision; instances that are not ready go first."""
-    return {role: Count(kept[role], min(count.ready, kept[role])) for role, count in counts.items()}
+def _cut(counts: _Revision, to_keep: Mapping[Role, int]) -> _Revision:
+    """A revision reduced to the kept instances; those that are not ready are dropped first."""
+    return {
+        role: Count(to_keep[role], min(count.ready, to_keep[role]))
+        for role, count in counts.items()
+    }

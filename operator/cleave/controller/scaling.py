@@ -1,8 +1,8 @@
-"""How many instances of each role run now, while the plan stays the same. Pure.
+"""Computes how many instances of each role run now, while the plan stays the same. Pure.
 
-Called by the deployment's reconcile. What is hard: nothing is remembered here. How many there are
-now is what the pools say, and how calm it has been is what the gateways counted: an operator that
-starts anew lets instances come at once, and go only when it has watched long enough itself.
+Called by the deployment's reconcile. What is hard: nothing is kept in memory here. The present
+counts are in the pools, and past rates come from the gateways' counters: a restarted operator
+scales up at once, and down only when it has observed long enough itself.
 """
 
 import math
@@ -29,38 +29,41 @@ if TYPE_CHECKING:
 Counts = Mapping[Role, int]
 
 _LEAST_RATE = 0.001
-"""In req/s: nothing less is told apart from it."""
+"""In req/s; lower rates are treated as this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the gateways have told of late."""
+    """The traffic of a deployment, as far as scaling needs it."""
 
     rate: float
-    """Requests per second of the last minute."""
+    """Requests per second in the last minute."""
     peak: float | None
-    """The highest rate of any minute of `Scaling.calm_s`; None: not watched for so long."""
+    """Highest rate of any minute of `Scaling.calm_s`; None: not observed for so long."""
     in_flight: float
     """Requests that wait or run now."""
     quiet_s: float
-    """Since the last request, as far as this operator has watched."""
+    """Seconds since the last request, as far as this operator has observed."""
 
 
 def measure(
     windows: Sequence[Window], calm_s: float, *, in_flight: float, quiet_s: float
 ) -> Demand | None:
-    """From windows of traffic, oldest first; None: there is none yet, and nothing waits."""
+    """Compute the demand from traffic windows, oldest first.
+
+    None: there are no windows yet, and no request waits.
+    """
     if not windows:
         return Demand(0.0, None, in_flight, quiet_s) if in_flight else None
     rates = list(_rates(windows))
     begins = windows[-1].end_s - calm_s
-    is_watched = windows[0].start_s <= begins
-    late = [rate for rate, each in zip(rates, windows, strict=True) if each.end_s > begins]
-    return Demand(rates[-1], max(late) if is_watched else None, in_flight, quiet_s)
+    is_observed = windows[0].start_s <= begins
+    recent = [rate for rate, each in zip(rates, windows, strict=True) if each.end_s > begins]
+    return Demand(rates[-1], max(recent) if is_observed else None, in_flight, quiet_s)
 
 
 def _rates(windows: Sequence[Window]) -> Iterator[float]:
-    """For each window the rate of the minute that ends with it."""
+    """Yield for each window the rate of the minute that ends with it."""
     minute: deque[Window] = deque()
     for window in windows:
         minute.append(window)
@@ -71,41 +74,41 @@ def _rates(windows: Sequence[Window]) -> Iterator[float]:
 
 
 def watches(deployment: LLMDeployment) -> bool:
-    """Whether instances follow traffic."""
-    terms = deployment.spec.scaling
-    return bool(terms.roles) or terms.idle_s is not None
+    """Whether instances are scaled by traffic."""
+    scaling = deployment.spec.scaling
+    return bool(scaling.roles) or scaling.idle_s is not None
 
 
 def is_asleep(deployment: LLMDeployment, pools: Iterable[InstancePool]) -> bool:
-    """Whether all instances have gone for want of requests."""
+    """Whether all instances were scaled to 0 because no requests came."""
     counts = [pool.spec.replicas for pool in pools]
     return deployment.spec.scaling.idle_s is not None and bool(counts) and not any(counts)
 
 
 def find_counts(view: "DeploymentView", written: Manifest) -> Counts:
-    """Instances of each role now, by the plan that `status.plan` tells of.
+    """Compute the instances of each role from the plan in `status.plan`.
 
     Raises ValueError when it is not readable.
     """
     plan = SelectedPlan.model_validate(written, by_alias=True)
     spec, now = view.deployment.spec, {pool.spec.role: pool.spec.replicas for pool in view.pools}
-    terms = spec.scaling
+    scaling = spec.scaling
     if any(pool.spec.owner is not ReplicasOwner.PLAN for pool in view.pools):
-        # A part of the deployment would sleep, and the rest wait for it.
-        terms = terms.model_copy(update={"idle_s": None})
+        # Scaling to 0 would stop the plan's pools only, and those of other owners would idle.
+        scaling = scaling.model_copy(update={"idle_s": None})
     demand = view.demand
     if demand is not None:
         served_s = _find_served_s(view, [pool.role for pool in plan.pools])
         demand = replace(demand, quiet_s=min(demand.quiet_s, served_s))
-    at_least = find_peak(terms.schedule, view.now_s)
+    at_least = find_peak(scaling.schedule, view.now_s)
     max_gpus = spec.planning.max_gpus
-    return scale(terms, plan, now, demand, at_least=at_least, max_gpus=max_gpus)
+    return scale(scaling, plan, now, demand, at_least=at_least, max_gpus=max_gpus)
 
 
 def _find_served_s(view: "DeploymentView", roles: Collection[Role]) -> float:
-    """For how long there has been an instance of every role that was ready.
+    """Seconds for which every role has had a ready instance.
 
-    Whoever asked may have given up while they started; they stay long enough for a second try.
+    A client may have given up while instances started: they stay long enough for a retry.
     """
     since = dict.fromkeys(roles, math.inf)
     for pod in view.pods:
@@ -115,19 +118,19 @@ def _find_served_s(view: "DeploymentView", roles: Collection[Role]) -> float:
 
 
 def find_peak(schedule: Iterable[Peak], now_s: float) -> float:
-    """The highest rate of the known peaks that last now; 0: none does."""
-    # Back from the next second on: what is looked for is at or before now.
+    """Return the highest rate of the scheduled peaks that are active now; 0: none is."""
+    # Search backwards from the next second, to find a start at or before now.
     now = datetime.fromtimestamp(int(now_s) + 1, UTC)
     return max((peak.rate for peak in schedule if _lasts(peak, now)), default=0.0)
 
 
 def _lasts(peak: Peak, now: datetime) -> bool:
-    begun = next(CronSim(peak.cron, now, reverse=True))
-    return (now - begun).total_seconds() <= peak.duration_s
+    began = next(CronSim(peak.cron, now, reverse=True))
+    return (now - began).total_seconds() <= peak.duration_s
 
 
 def scale(
-    terms: Scaling,
+    scaling: Scaling,
     plan: SelectedPlan,
     now: Counts,
     demand: Demand | None,
@@ -135,73 +138,73 @@ def scale(
     at_least: float = 0.0,
     max_gpus: int | None = None,
 ) -> Counts:
-    """Instances of each role of the plan.
+    """Compute the instances of each role of the plan.
 
-    `now`: those that its pools have; empty: there are no pools yet. `at_least`: the rate that a
-    known peak may have now, in req/s.
+    `now`: those of its pools; empty: there are no pools yet. `at_least`: rate of an active
+    scheduled peak, in req/s.
     """
     if at_least:
-        terms = terms.model_copy(update={"idle_s": None})
-        seen = demand or Demand(0.0, None, 0.0, 0.0)
-        peak = None if seen.peak is None else max(seen.peak, at_least)
-        demand = replace(seen, rate=max(seen.rate, at_least), peak=peak)
+        scaling = scaling.model_copy(update={"idle_s": None})
+        observed = demand or Demand(0.0, None, 0.0, 0.0)
+        peak = None if observed.peak is None else max(observed.peak, at_least)
+        demand = replace(observed, rate=max(observed.rate, at_least), peak=peak)
     planned = {pool.role: pool.replicas for pool in plan.pools}
     is_asleep = bool(now) and not any(now.get(role, 0) for role in planned)
-    if _sleeps(terms, demand, is_asleep):
+    if _sleeps(scaling, demand, is_asleep):
         return dict.fromkeys(planned, 0)
-    if plan.growth is None or not terms.roles:
+    if plan.growth is None or not scaling.roles:
         return planned
-    there = {role: now.get(role, count) for role, count in planned.items()}
+    current = {role: now.get(role, count) for role, count in planned.items()}
     if demand is None:
-        return {role: max(count, 1) for role, count in there.items()} if is_asleep else there
+        return {role: max(count, 1) for role, count in current.items()} if is_asleep else current
 
     def at(rate: float) -> Counts:
-        return _fitting(terms, plan, rate, max_gpus)
+        return _fitting(scaling, plan, rate, max_gpus)
 
-    # So short a calm says less about lengths than a longer one would.
-    least = plan.growth.lowest_rate * HEARTBEAT_S / terms.calm_s
+    # A short calm_s averages fewer requests, so the lowest meaningful rate is higher.
+    least = plan.growth.lowest_rate * HEARTBEAT_S / scaling.calm_s
     needed, peak = at(demand.rate), demand.peak
-    enough = there if peak is None else at(max(peak, min(least, _planned_rate(plan))))
+    enough = current if peak is None else at(max(peak, min(least, _planned_rate(plan))))
     return {
         role: max(needed[role], min(count, max(enough[role], needed[role])))
-        for role, count in there.items()
+        for role, count in current.items()
     }
 
 
-def sized(terms: Scaling, plan: SelectedPlan, rate: float) -> Counts:
-    """Instances of each role that a rate needs, within the bounds of the roles that scale.
+def sized(scaling: Scaling, plan: SelectedPlan, rate: float) -> Counts:
+    """Compute the instances of each role that a rate needs, within the bounds of scaled roles.
 
-    Eq. 7 counts workers: the smallest part of the plan with its proportion of roles. Between two
-    whole workers a role takes its part of one, plus half a worker for what the line leaves out;
-    what the plan itself was found to serve never takes more than the plan.
+    Eq. 7 of Aladdin counts workers: the smallest part of the plan with its proportion of roles.
+    Between two whole workers a role takes its fraction of one, plus half a worker for the error of
+    the line; a rate that the plan itself serves never takes more than the plan.
     """
     planned = {pool.role: pool.replicas for pool in plan.pools}
     growth = plan.growth
     if growth is None:
         return planned
-    line = max(growth.per_rate * rate + growth.base - 1e-9, 0.0)
-    whole = max(1, math.ceil(line))
-    workers = min(whole, line + 0.5)
+    exact_workers = max(growth.per_rate * rate + growth.base - 1e-9, 0.0)
+    whole_workers = max(1, math.ceil(exact_workers))
+    workers = min(whole_workers, exact_workers + 0.5)
     if any(pool.per_cell for pool in plan.pools):
-        workers = whole
+        workers = whole_workers
     if rate <= _planned_rate(plan):
         workers = min(workers, growth.workers)
-    bounds = {each.role: each for each in terms.roles}
+    bounds = {each.role: each for each in scaling.roles}
     counts = {}
     for role, count in planned.items():
-        wanted = max(1, math.ceil(count / growth.workers * workers - 1e-9))
+        needed = max(1, math.ceil(count / growth.workers * workers - 1e-9))
         bound = bounds.get(role)
-        in_bounds = bound and min(max(wanted, bound.min_replicas), bound.max_replicas)
+        in_bounds = bound and min(max(needed, bound.min_replicas), bound.max_replicas)
         counts[role] = in_bounds or count
     return counts
 
 
-def _fitting(terms: Scaling, plan: SelectedPlan, rate: float, max_gpus: int | None) -> Counts:
-    """What the highest rate up to this one needs for which there are GPUs."""
+def _fitting(scaling: Scaling, plan: SelectedPlan, rate: float, max_gpus: int | None) -> Counts:
+    """Instances for the highest rate, up to this one, that the GPUs suffice for."""
     sizes = {pool.role: pool.parallelism.gpus for pool in plan.pools}
     least = max(_planned_rate(plan), _LEAST_RATE)
     while True:
-        counts = sized(terms, plan, rate)
+        counts = sized(scaling, plan, rate)
         gpus = sum(count * sizes[role] for role, count in counts.items())
         if max_gpus is None or gpus <= max_gpus or rate <= least:
             return counts
@@ -209,15 +212,15 @@ def _fitting(terms: Scaling, plan: SelectedPlan, rate: float, max_gpus: int | No
 
 
 def _planned_rate(plan: SelectedPlan) -> float:
-    """What the plan as it is was found to serve."""
+    """Goodput of the plan as it is, in req/s."""
     return plan.predicted.goodput if plan.predicted else 0.0
 
 
-def _sleeps(terms: Scaling, demand: Demand | None, is_asleep: bool) -> bool:
-    if terms.idle_s is None:
+def _sleeps(scaling: Scaling, demand: Demand | None, is_asleep: bool) -> bool:
+    if scaling.idle_s is None:
         return False
     if demand is None:
         return is_asleep
     if demand.in_flight:
         return False
-    return is_asleep or demand.quiet_s >= terms.idle_s
+    return is_asleep or demand.quiet_s >= scaling.idle_s

@@ -1,4 +1,4 @@
-"""What whoever installs the operator may choose, as far as manifests depend on it. Values only."""
+"""Settings of one operator process that manifests and reconciles depend on. Values only."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from cleave.pods.resources import Device
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one operator."""
+    """Set by the operator's command line."""
 
     namespace: str = "cleave-system"
-    """Where the operator itself is."""
+    """The operator's own namespace."""
     image_prefix: str = ""
-    """Where Cleave's own images are pulled from."""
+    """Registry and path of Cleave's own images."""
     discovery_role: str = "cleave-discovery"
     """ClusterRole that lets pods read the EndpointSlices of their namespace."""
     device: Device = "gpu"
-    """What computes tokens on the nodes."""
+    """What the nodes compute on."""
     isolates: bool = False
-    """Whether only a deployment's own pods may reach its workers (NetworkPolicy)."""
+    """Whether NetworkPolicies admit only a deployment's own pods to its workers."""
     has_sets: bool = False
-    """Whether LeaderWorkerSet is installed, which then makes instances that span nodes."""
+    """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
     watch_s: float = 15.0
-    """How often the gateways' counts are looked at."""
+    """Seconds between two reads of the gateways' metrics."""
     cluster: Cluster | None = None
-    """Network, own GPUs and measured profiles; its nodes do not count, the real ones do."""
+    """Network, own GPU descriptions and measured profiles; its nodes are ignored."""

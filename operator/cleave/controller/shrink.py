@@ -1,7 +1,7 @@
-"""Which instances to let go when there are too many. Pure; called by the pool's reconcile.
+"""Chooses the instances to delete when there are too many. Pure.
 
-Deleting a pod is its drain: it takes no new requests and ends when its work has ended. The one that
-has least to end is the one that goes.
+Called by the pool's reconcile. A deleted pod drains: it takes no new requests and ends once its
+running requests have. So the instance with the least load is deleted first.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 
 class Instance(Protocol):
-    """What is looked at of a pod."""
+    """What scale-down reads of a pod."""
 
     @property
     def name(self) -> str:
@@ -18,11 +18,11 @@ class Instance(Protocol):
 
     @property
     def deleting(self) -> bool:
-        """Whether it is on its way out already."""
+        """Whether it is being deleted already."""
 
     @property
     def scheduled(self) -> bool:
-        """Whether it has a node."""
+        """Whether a node is assigned."""
 
     @property
     def ready(self) -> bool:
@@ -30,24 +30,24 @@ class Instance(Protocol):
 
     @property
     def load(self) -> float | None:
-        """Requests that run or wait there; None: nobody has told."""
+        """Running and waiting requests; None: not reported."""
 
     @property
     def created_s(self) -> float:
-        """When it was made, in seconds since the epoch."""
+        """Creation time in seconds since the epoch."""
 
 
 P = TypeVar("P", bound=Instance)
 
 
 def choose_victims(pods: Sequence[P], count: int) -> tuple[P, ...]:
-    """The `count` pods that go first, of those that are not going already; fewer if too few.
+    """Choose `count` pods to delete, of those that are not being deleted; fewer if too few.
 
-    First those without a node, then those that are not ready, then the emptiest; of equals the
-    youngest. One whose load nobody knows is taken for the busiest.
+    First pods without a node, then pods that are not ready, then the least loaded; among equals the
+    youngest. A pod of unknown load counts as the most loaded.
     """
-    staying = sorted((pod for pod in pods if not pod.deleting), key=_worth)
-    return tuple(staying[: max(0, count)])
+    candidates = sorted((pod for pod in pods if not pod.deleting), key=_worth)
+    return tuple(candidates[: max(0, count)])
 
 
 def _worth(pod: Instance) -> tuple[bool, bool, float, float, str]:

@@ -1,9 +1,9 @@
-"""The index: what was last seen of every object, and what follows from its change.
+"""The object cache: the last known version of every object, and which keys a change affects.
 
-Filled by handlers and by the answers to the operator's own writes, so that a decision never forgets
-what the one before it did. What is hard: events come late, twice or not at all. An older version
-never replaces a newer one, what was seen to go does not come back, and `Store.missing` finds what
-has gone unseen.
+Filled by handlers and by the responses to the operator's own writes, so that a decision always sees
+the one before it. What is hard: watch events may be late, repeated or lost. An older version never
+replaces a newer one, a deleted object does not come back, and `Store.missing` removes objects whose
+deletion was not reported.
 """
 
 import json
@@ -31,12 +31,12 @@ _META = (
     "name", "namespace", "uid", "resourceVersion", "generation", "labels", "creationTimestamp",
     "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers", "ownerReferences",
 )  # fmt: skip
-"""What is kept of metadata."""
+"""Metadata fields that are cached."""
 _MOST_GRAVES = 10_000
 
 
 class Key(NamedTuple):
-    """An object that is reconciled."""
+    """Identifies an object that is reconciled."""
 
     kind: str
     namespace: str
@@ -45,14 +45,14 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An LLMDeployment or InstancePool as it was last seen."""
+    """The cached state of an LLMDeployment or InstancePool."""
 
     resource: LLMDeployment | InstancePool | None
-    """Without its status; None: faulty."""
+    """The parsed object without its status; None: it is invalid."""
     meta: Manifest
     status: Manifest = field(default_factory=dict)
     faults: tuple[str, ...] = ()
-    """What is wrong with it, one line each; older versions of Cleave may have let it in."""
+    """Why it is invalid, one line each; an older version of Cleave may have admitted it."""
 
 
 class _Place(NamedTuple):
@@ -62,7 +62,7 @@ class _Place(NamedTuple):
 
 
 class Store:
-    """All that is known of the cluster."""
+    """Everything that is known of the cluster."""
 
     def __init__(self) -> None:
         self._versions: dict[_Place, tuple[str, int]] = {}
@@ -76,168 +76,172 @@ class Store:
         self.nodes: dict[str, ObservedNode] = {}
 
     def put(self, manifest: Manifest) -> set[Key]:
-        """Remember an object; the keys to look at again."""
-        place, uid, version = _place(manifest), *_version(manifest)
-        known_uid, known_version = self._versions.get(place, ("", -1))
-        if uid in self._graves or (uid == known_uid and version < known_version):
+        """Cache an object; returns the keys to reconcile."""
+        key, uid, version = _place(manifest), *_version(manifest)
+        cached_uid, cached_version = self._versions.get(key, ("", -1))
+        if uid in self._graves or (uid == cached_uid and version < cached_version):
             return set()
         affected: set[Key] = set()
-        if known_uid and uid != known_uid:
-            affected = self._remove(place)
-        self._versions[place] = uid, version
-        return affected | self._keep(place, manifest)
+        if cached_uid and uid != cached_uid:
+            affected = self._remove(key)
+        self._versions[key] = uid, version
+        return affected | self._keep(key, manifest)
 
     def drop(self, manifest: Manifest) -> set[Key]:
-        """Forget an object that has gone; the keys to look at again."""
-        place, (uid, _) = _place(manifest), _version(manifest)
+        """Forget a deleted object; returns the keys to reconcile."""
+        key, (uid, _) = _place(manifest), _version(manifest)
         self._bury(uid)
-        if self._versions.get(place, ("", 0))[0] != uid:
+        if self._versions.get(key, ("", 0))[0] != uid:
             return set()
-        return self._remove(place)
+        return self._remove(key)
 
     def missing(self, kind: str, listed: Mapping[tuple[str, str], str], before: int) -> set[Key]:
-        """Forget objects of a kind that a list (uid by namespace and name) does not hold.
+        """Forget objects of a kind that a list (uid by namespace and name) lacks.
 
-        `before` is the version of the list: what is newer than it may well be there.
+        `before` is the version of the list: objects with a newer version may exist. Returns the
+        keys to reconcile.
         """
         affected: set[Key] = set()
-        for place, (uid, version) in list(self._versions.items()):
-            is_there = listed.get((place.namespace, place.name)) == uid
-            if place.kind == kind and not is_there and version <= before:
+        for key, (uid, version) in list(self._versions.items()):
+            is_listed = listed.get((key.namespace, key.name)) == uid
+            if key.kind == kind and not is_listed and version <= before:
                 self._bury(uid)
-                affected |= self._remove(place)
+                affected |= self._remove(key)
         return affected
 
     def version(self, kind: str, namespace: str, name: str) -> int:
-        """Version of an object that was last seen; -1: none was."""
+        """Resource version of the cached object; -1: it is not cached."""
         return self._versions.get(_Place(kind, namespace, name), ("", -1))[1]
 
     def resources(self) -> Iterator[Key]:
-        """Everything that is reconciled."""
+        """Yield the keys of everything that is reconciled."""
         yield from list(self._resources)
 
     def seen(self, key: Key) -> Seen | None:
-        """A deployment or pool."""
+        """Return a deployment or pool; None: it is not cached."""
         return self._resources.get(key)
 
     def pods(self, key: Key) -> tuple[ObservedPod, ...]:
-        """Worker pods of a pool or deployment, the oldest first."""
-        found = self._pods_of.get(key, {}).values()
-        return tuple(sorted(found, key=lambda pod: (pod.created_s, pod.name)))
+        """Return the worker pods of a pool or deployment, oldest first."""
+        pods = self._pods_of.get(key, {}).values()
+        return tuple(sorted(pods, key=lambda pod: (pod.created_s, pod.name)))
 
     def pools(self, deployment: Key) -> list[Seen]:
-        """Pools of a deployment, by name."""
+        """Return the pools of a deployment, by name."""
         names = sorted(self._pools_of.get(deployment, {}))
         return [self._resources[Key(POOLS, deployment.namespace, name)] for name in names]
 
     def children(self, uid: str) -> Children:
-        """What was made for the object with this uid."""
+        """Return the objects that were created for the owner with this uid."""
         return self._children.get(uid, {})
 
     def gateways(self, deployment: Key) -> tuple[str, ...]:
-        """Addresses of the deployment's gateway pods."""
+        """Return the IP addresses of the deployment's gateway pods."""
         return tuple(sorted(ip for ip in self._gateways.get(deployment, {}).values() if ip))
 
     def count(self) -> dict[str, int]:
-        """Objects by kind."""
-        counted: dict[str, int] = defaultdict(int)
-        for place in self._versions:
-            counted[place.kind] += 1
-        return dict(counted)
+        """Return the number of objects by kind."""
+        counts: dict[str, int] = defaultdict(int)
+        for key in self._versions:
+            counts[key.kind] += 1
+        return dict(counts)
 
-    def _keep(self, place: _Place, manifest: Manifest) -> set[Key]:
-        if place.kind in (DEPLOYMENTS, POOLS):
-            return self._keep_resource(place, manifest)
-        if place.kind == _NODES:
+    def _keep(self, key: _Place, manifest: Manifest) -> set[Key]:
+        if key.kind in (DEPLOYMENTS, POOLS):
+            return self._keep_resource(key, manifest)
+        if key.kind == _NODES:
             return self._keep_node(manifest)
-        if place.kind == _PODS:
-            return self._keep_pod(place, manifest)
+        if key.kind == _PODS:
+            return self._keep_pod(key, manifest)
         return self._keep_child(manifest)
 
-    def _keep_resource(self, place: _Place, manifest: Manifest) -> set[Key]:
-        key = Key(*place)
+    def _keep_resource(self, object_key: _Place, manifest: Manifest) -> set[Key]:
+        key = Key(*object_key)
         self._resources[key] = _parsed(manifest)
-        if place.kind == DEPLOYMENTS:
+        if object_key.kind == DEPLOYMENTS:
             return {key}
-        owner = Key(DEPLOYMENTS, place.namespace, str(manifest["spec"].get("deployment", "")))
-        self._pools_of[owner][place.name] = None
+        owner = Key(DEPLOYMENTS, object_key.namespace, str(manifest["spec"].get("deployment", "")))
+        self._pools_of[owner][object_key.name] = None
         return {key, *self._there([owner])}
 
     def _keep_node(self, manifest: Manifest) -> set[Key]:
         node = observed.node(manifest)
-        # A node tells its heartbeat as a change; what is decided from it has not changed.
-        known = self.nodes.get(node.name)
-        if known == node:
+        # A node's heartbeat is a change as well; no decision depends on it.
+        cached = self.nodes.get(node.name)
+        if cached == node:
             return set()
         self.nodes[node.name] = node
-        if known is None or replace(known, ready=node.ready, schedulable=node.schedulable) != node:
+        if (
+            cached is None
+            or replace(cached, ready=node.ready, schedulable=node.schedulable) != node
+        ):
             return set(self._resources)
-        # What there is to plan with is the same; it concerns whoever has pods there.
+        # Its GPUs are the same, so only pools with pods on this node are affected.
         pools = (_owners(pod)[0] for pod in self._pods.values() if pod.node == node.name)
         return self._there(pools)
 
-    def _keep_pod(self, place: _Place, manifest: Manifest) -> set[Key]:
+    def _keep_pod(self, key: _Place, manifest: Manifest) -> set[Key]:
         labels = manifest["metadata"].get("labels", {})
-        deployment = Key(DEPLOYMENTS, place.namespace, labels.get(DEPLOYMENT, ""))
+        deployment = Key(DEPLOYMENTS, key.namespace, labels.get(DEPLOYMENT, ""))
         if labels.get(COMPONENT) == GATEWAY:
-            self._gateways[deployment][place.name] = manifest.get("status", {}).get("podIP", "")
+            self._gateways[deployment][key.name] = manifest.get("status", {}).get("podIP", "")
             return set()
         is_worker = labels.get(COMPONENT) in (WORKER, FOLLOWER)
         pod = observed.pod(manifest) if is_worker else None
-        if pod is None or self._pods.get(place) == pod:
+        if pod is None or self._pods.get(key) == pod:
             return set()
-        before = self._pods.get(place)
-        left = [*_owners(before)] if before else []
-        self._pods[place] = pod
+        previous = self._pods.get(key)
+        old_owners = [*_owners(previous)] if previous else []
+        self._pods[key] = pod
         owners = _owners(pod)
-        for owner in left:
+        for owner in old_owners:
             self._pods_of[owner].pop(pod.name, None)
         for owner in owners:
             self._pods_of[owner][pod.name] = pod
-        return self._there({*left, *owners})
+        return self._there({*old_owners, *owners})
 
     def _keep_child(self, manifest: Manifest) -> set[Key]:
         child = observed.child(manifest)
-        found: set[Key] = set()
+        affected: set[Key] = set()
         for owner in manifest["metadata"].get("ownerReferences", ()):
-            known = self._children[owner["uid"]]
-            if known.get((child.kind, child.name)) != child:
-                known[child.kind, child.name] = child
-                found.add(Key(owner["kind"], child.namespace, owner["name"]))
-        return self._there(found)
+            children = self._children[owner["uid"]]
+            if children.get((child.kind, child.name)) != child:
+                children[child.kind, child.name] = child
+                affected.add(Key(owner["kind"], child.namespace, owner["name"]))
+        return self._there(affected)
 
-    def _remove(self, place: _Place) -> set[Key]:
-        del self._versions[place]
-        key = Key(*place)
-        if place.kind in (DEPLOYMENTS, POOLS):
-            gone = self._resources.pop(key, None)
-            self._children.pop(gone.meta.get("uid", "") if gone else "", None)
-            owners = [k for k, pools in self._pools_of.items() if place.name in pools]
-            for owner in owners if place.kind == POOLS else ():
-                if owner.namespace == place.namespace:
-                    self._pools_of[owner].pop(place.name, None)
+    def _remove(self, object_key: _Place) -> set[Key]:
+        del self._versions[object_key]
+        key = Key(*object_key)
+        if object_key.kind in (DEPLOYMENTS, POOLS):
+            removed = self._resources.pop(key, None)
+            self._children.pop(removed.meta.get("uid", "") if removed else "", None)
+            owners = [k for k, pools in self._pools_of.items() if object_key.name in pools]
+            for owner in owners if object_key.kind == POOLS else ():
+                if owner.namespace == object_key.namespace:
+                    self._pools_of[owner].pop(object_key.name, None)
             return {key, *self._there(owners)}
-        if place.kind == _NODES:
-            self.nodes.pop(place.name, None)
+        if object_key.kind == _NODES:
+            self.nodes.pop(object_key.name, None)
             return set(self._resources)
-        if pod := self._pods.pop(place, None):
+        if pod := self._pods.pop(object_key, None):
             owners = _owners(pod)
             for owner in owners:
                 self._pods_of[owner].pop(pod.name, None)
             return self._there(owners)
-        return self._remove_child(place)
+        return self._remove_child(object_key)
 
-    def _remove_child(self, place: _Place) -> set[Key]:
+    def _remove_child(self, object_key: _Place) -> set[Key]:
         for key, gateways in self._gateways.items():
-            if key.namespace == place.namespace:
-                gateways.pop(place.name, None)
+            if key.namespace == object_key.namespace:
+                gateways.pop(object_key.name, None)
         affected: set[Key] = set()
         for uid, children in self._children.items():
-            child = children.get((place.kind, place.name))
-            if child is not None and child.namespace == place.namespace:
-                del children[place.kind, place.name]
+            child = children.get((object_key.kind, object_key.name))
+            if child is not None and child.namespace == object_key.namespace:
+                del children[object_key.kind, object_key.name]
                 owners = self._resources.items()
-                affected |= {key for key, seen in owners if seen.meta.get("uid") == uid}
+                affected |= {key for key, entry in owners if entry.meta.get("uid") == uid}
         return affected
 
     def _there(self, keys: Iterable[Key]) -> set[Key]:
@@ -275,7 +279,7 @@ def _parsed(manifest: Manifest) -> Seen:
     }
     status = manifest.get("status", {})
     try:
-        # By way of JSON, as everywhere: strict types read Python's dates and enums otherwise.
+        # Parse from JSON: the strict types accept strings for dates and enums there only.
         text = json.dumps(document)
         return Seen(kind.model_validate_json(text, by_alias=True, by_name=False), meta, status)
     except ValidationError as error:

@@ -1,9 +1,9 @@
-"""Lists everything now and then: what the watches missed, and whether they still live.
+"""Lists all objects periodically, and corrects what the watches have missed.
 
-Run by `main`. A watch tells of changes, but one that ends unnoticed tells nothing, and objects that
-went while it was being set up anew are never spoken of again. So every object is listed before the
-work begins and every few minutes; whatever a watch should have told, and has not told a moment
-later, is put right here and counted against the watch.
+Run by `main`. A watch that ends unnoticed reports nothing, and deletions while it is re-established
+are never reported. So every object is listed before the first reconcile and then every few minutes.
+What a watch has not reported a moment after the list is corrected here and counted against the
+watch.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 300.0
 PATIENCE_S = 15.0
-"""How late a watch may be."""
+"""How late a watch event may be, in seconds."""
 _STALE_TWICE = 2
 _PAGE = 500
 _GONE = 410
@@ -32,7 +32,7 @@ class Watched:
 
     kind: str
     selector: str = ""
-    """Label selector; empty: all of them."""
+    """Label selector; empty: all objects."""
 
 
 WATCHED = (
@@ -44,11 +44,11 @@ WATCHED = (
     Watched("Service", DEPLOYMENT),
     Watched("PodDisruptionBudget", DEPLOYMENT),
 )
-"""In the order in which they are listed: owners before what they own."""
+"""In the order in which they are listed: owners before the objects they own."""
 
 
 class Sweep:
-    """Compares the index with the cluster."""
+    """Compares the cache with the cluster."""
 
     def __init__(
         self,
@@ -64,66 +64,73 @@ class Sweep:
 
     @property
     def dead(self) -> list[str]:
-        """Kinds whose watch has missed something twice in a row."""
+        """Kinds whose watch has missed changes in two consecutive lists."""
         return [kind for kind, times in self._stale.items() if times >= _STALE_TWICE]
 
     async def fill(self) -> None:
-        """Put everything that is there into the index. Raises ApiError."""
-        for watched in WATCHED:
-            async for item in self._objects(watched, []):
+        """Put every object of the cluster into the cache. Raises ApiError."""
+        for watched_kind in WATCHED:
+            async for item in self._objects(watched_kind, []):
                 self._controller.seen(item)
 
     async def run(self, period_s: float = PERIOD_S) -> None:
-        """Sweep for ever."""
+        """List every `period_s` seconds; never returns."""
         while True:
             await asyncio.sleep(period_s)
-            for watched in WATCHED:
+            for watched_kind in WATCHED:
                 try:
-                    await self.sweep(watched)
+                    await self.sweep(watched_kind)
                 except ApiError as error:
-                    log.warning("cannot list %s: %s", watched.kind, error)
+                    log.warning("cannot list %s: %s", watched_kind.kind, error)
 
-    async def sweep(self, watched: Watched) -> int:
-        """Put right what the watch of one kind has missed; how many objects. Raises ApiError."""
+    async def sweep(self, watched_kind: Watched) -> int:
+        """Correct what the watch of one kind has missed; returns the number of changes.
+
+        Raises ApiError.
+        """
         store = self._controller.store
         listed: dict[tuple[str, str], str] = {}
-        late: list[Manifest] = []
+        unreported: list[Manifest] = []
         versions: list[int] = []
-        async for item in self._objects(watched, versions):
+        async for item in self._objects(watched_kind, versions):
             meta = item["metadata"]
-            place = meta.get("namespace", ""), meta["name"]
-            listed[place] = meta["uid"]
-            if store.version(watched.kind, *place) < int(meta["resourceVersion"]):
-                late.append(item)
+            key = meta.get("namespace", ""), meta["name"]
+            listed[key] = meta["uid"]
+            if store.version(watched_kind.kind, *key) < int(meta["resourceVersion"]):
+                unreported.append(item)
         await asyncio.sleep(self._patience_s)
-        missed = [item for item in late if self._is_missed(watched, item)]
+        missed = [item for item in unreported if self._is_missed(watched_kind, item)]
         for item in missed:
             self._controller.seen(item)
-        lost = self._controller.lost(watched.kind, listed, min(versions, default=0))
-        self._stale[watched.kind] = self._stale[watched.kind] + 1 if missed or lost else 0
-        if missed or lost:
-            log.warning("the watch of %s has missed %d changes", watched.kind, len(missed) + lost)
-        return len(missed) + lost
-
-    def _is_missed(self, watched: Watched, item: Manifest) -> bool:
-        meta = item["metadata"]
-        known = self._controller.store.version(
-            watched.kind, meta.get("namespace", ""), meta["name"]
+        deleted = self._controller.lost(watched_kind.kind, listed, min(versions, default=0))
+        self._stale[watched_kind.kind] = (
+            self._stale[watched_kind.kind] + 1 if missed or deleted else 0
         )
-        return known < int(meta["resourceVersion"])
+        if missed or deleted:
+            log.warning(
+                "the watch of %s has missed %d changes", watched_kind.kind, len(missed) + deleted
+            )
+        return len(missed) + deleted
 
-    async def _objects(self, watched: Watched, versions: list[int]) -> AsyncIterator[Manifest]:
-        """Every object of a kind; `versions` gets that of each list."""
-        api = KINDS[watched.kind]
-        places = self._namespaces if self._namespaces and api.is_namespaced else ("",)
-        for namespace in places:
+    def _is_missed(self, watched_kind: Watched, item: Manifest) -> bool:
+        meta = item["metadata"]
+        cached_version = self._controller.store.version(
+            watched_kind.kind, meta.get("namespace", ""), meta["name"]
+        )
+        return cached_version < int(meta["resourceVersion"])
+
+    async def _objects(self, watched_kind: Watched, versions: list[int]) -> AsyncIterator[Manifest]:
+        """Yield every object of a kind; `versions` gets the resource version of each list."""
+        api = KINDS[watched_kind.kind]
+        namespaces = self._namespaces if self._namespaces and api.is_namespaced else ("",)
+        for namespace in namespaces:
             query = {"limit": str(_PAGE)}
-            if watched.selector:
-                query["labelSelector"] = watched.selector
+            if watched_kind.selector:
+                query["labelSelector"] = watched_kind.selector
             while True:
                 page = await self._kube.request("GET", api.path(namespace), query=query)
                 for item in page.get("items", ()):
-                    yield {**item, "apiVersion": api.version, "kind": watched.kind}
+                    yield {**item, "apiVersion": api.version, "kind": watched_kind.kind}
                 meta = page.get("metadata", {})
                 versions.append(int(meta.get("resourceVersion") or 0))
                 if not meta.get("continue"):

@@ -1,4 +1,4 @@
-"""What an LLMDeployment's status says: conditions, roles, plan, address. Pure.
+"""Builds the status of an LLMDeployment: conditions, roles, plan, traffic and address. Pure.
 
 Called by the deployment's reconcile.
 """
@@ -29,37 +29,38 @@ _CONDITION_OF = {Role.PREFILL: "PrefillReady", Role.DECODE: "DecodeReady", Role.
 def report(
     view: "DeploymentView",
     decision: Decision,
-    goals: Mapping[Role, InstancePool],
-    turn: Turn,
+    desired: Mapping[Role, InstancePool],
+    replan: Turn,
     *,
     is_applied: bool,
 ) -> Iterator[Action]:
-    """The new status, and Events for what has changed; nothing where all is said already.
+    """Yield a write of the new status and its Events; nothing when the status is up to date.
 
-    `is_applied`: pools and gateways are there as the present spec asks for them, ready or not.
+    `desired`: desired pools. `is_applied`: pools and gateways exist as the present spec asks for
+    them, ready or not.
     """
     deployment, target = view.deployment, wanted.reference(view.deployment)
     before = view.status.get("conditions", [])
-    rolled_out = readiness.find_rolled_out(view, goals, is_applied=is_applied)
+    rolled_out = readiness.find_rolled_out(view, desired, is_applied=is_applied)
     is_rolled_out = rolled_out == (deployment.metadata.generation or 0)
     now = [
-        *_conditions(view, decision, goals, is_applied=is_applied, is_rolled_out=is_rolled_out),
-        *turn.conditions,
+        *_conditions(view, decision, desired, is_applied=is_applied, is_rolled_out=is_rolled_out),
+        *replan.conditions,
     ]
     generation = deployment.metadata.generation
     model = deployment.spec.model.name
     status: Manifest = {
         "observedGeneration": generation or 0,
         "conditions": conditions.settled(before, now, generation, view.now_s),
-        # Until the roll-out is complete, clients are served under the name that they know.
+        # Until the rollout is complete, clients are served under the previous name.
         "model": model if is_rolled_out else view.status.get("model") or model,
-        "roles": [_role(view, role, goals.get(role)) for role in _roles(view, goals)],
+        "roles": [_role(view, role, desired.get(role)) for role in _roles(view, desired)],
         "url": url(deployment),
-        **_learnt(view, turn),
+        **_learnt(view, replan),
     }
     for name, part in (
         ("plan", decision.plan),
-        ("advice", decision.advice or turn.advice),
+        ("advice", decision.advice or replan.advice),
         ("rolledOutGeneration", rolled_out),
     ):
         if part is not None:
@@ -67,31 +68,31 @@ def report(
     if not wanted.same(LLMDeploymentStatus, status, view.status):
         yield PatchStatus(target, status)
         yield from conditions.told(target, before, now)
-        for event in turn.events:
+        for event in replan.events:
             yield Emit(target, event.reason, event.message, event.is_warning)
 
 
-def _learnt(view: "DeploymentView", turn: Turn) -> Manifest:
-    """What was seen of the traffic, and what was made of it."""
-    parts: Manifest = {"observed": tell_traffic(view), "prediction": turn.prediction}
-    for name, value in (("basis", turn.basis), ("correction", turn.correction)):
+def _learnt(view: "DeploymentView", replan: Turn) -> Manifest:
+    """Observed traffic and what replanning derived from it."""
+    parts: Manifest = {"observed": tell_traffic(view), "prediction": replan.prediction}
+    for name, value in (("basis", replan.basis), ("correction", replan.correction)):
         parts[name] = value and value.model_dump(mode="json", exclude_none=True)
-    parts["plans"] = list(turn.plans)
+    parts["plans"] = list(replan.plans)
     return {name: part for name, part in parts.items() if part}
 
 
 def _conditions(
     view: "DeploymentView",
     decision: Decision,
-    goals: Mapping[Role, InstancePool],
+    desired: Mapping[Role, InstancePool],
     *,
     is_applied: bool,
     is_rolled_out: bool,
 ) -> list[Condition]:
-    roles = [_role_condition(view, role, goals.get(role)) for role in _roles(view, goals)]
+    roles = [_role_condition(view, role, desired.get(role)) for role in _roles(view, desired)]
     gateway, limited = _gateway(view), _limited(view)
-    progressing = _progressing(view, decision, goals, limited)
-    available = readiness.available(view, goals, [*roles, gateway], decision.conditions[0])
+    progressing = _progressing(view, decision, desired, limited)
+    available = readiness.available(view, desired, [*roles, gateway], decision.conditions[0])
     ready = replace(available, type="Ready")
     if available.status and not is_rolled_out:
         ready = readiness.unfinished(view, decision, progressing, is_applied=is_applied)
@@ -101,21 +102,21 @@ def _conditions(
         *decision.conditions,
         *roles,
         gateway,
-        _kv_path(view, goals),
+        _kv_path(view, desired),
         limited,
         progressing,
-        _degraded(view, goals, available),
+        _degraded(view, desired, available),
     ]
 
 
-def _roles(view: "DeploymentView", goals: Mapping[Role, InstancePool]) -> list[Role]:
-    there = {pod.role for pod in view.pods}
-    return [role for role in Role if role in goals or role in there]
+def _roles(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> list[Role]:
+    present = {pod.role for pod in view.pods}
+    return [role for role in Role if role in desired or role in present]
 
 
-def _role(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Manifest:
+def _role(view: "DeploymentView", role: Role, desired: InstancePool | None) -> Manifest:
     pods = view.alive(role)
-    revision = goal.spec.revision if goal else None
+    revision = desired.spec.revision if desired else None
     return {
         "role": str(role),
         "replicas": len(pods),
@@ -124,12 +125,12 @@ def _role(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Mani
     }
 
 
-def _role_condition(view: "DeploymentView", role: Role, goal: InstancePool | None) -> Condition:
+def _role_condition(view: "DeploymentView", role: Role, desired: InstancePool | None) -> Condition:
     ready = sum(pod.ready for pod in view.alive(role))
-    count = goal.spec.replicas if goal else 0
+    count = desired.spec.replicas if desired else 0
     message = f"{ready} of {count} {role} instances are ready"
-    if goal is not None and count == 0:
-        text = f"no {role} instance is wanted now"
+    if desired is not None and count == 0:
+        text = f"no {role} instance is desired now"
         return Condition(_CONDITION_OF[role], True, readiness.ASLEEP, text)
     if ready >= max(1, count):
         return Condition(_CONDITION_OF[role], True, "Ready", message)
@@ -146,17 +147,19 @@ def _gateway(view: "DeploymentView") -> Condition:
     return Condition("GatewayReady", False, "NoneReady", message)
 
 
-def _kv_path(view: "DeploymentView", goals: Mapping[Role, InstancePool]) -> Condition:
-    """Whether prefill instances have really handed KV to decode instances, and over what."""
-    if not goals:
+def _kv_path(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> Condition:
+    """Whether KV was transferred from prefill to decode instances in a test, and over what."""
+    if not desired:
         return Condition("KVPathVerified", None, "NoInstances")
-    if Role.PREFILL not in goals:
-        return Condition("KVPathVerified", True, "NotNeeded", "nothing is handed over")
+    if Role.PREFILL not in desired:
+        return Condition("KVPathVerified", True, "NotNeeded", "no KV is transferred")
     ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
-    known = [each for name, each in (view.instances or {}).items() if name in ready]
-    if not known:
-        return Condition("KVPathVerified", None, "NotTold", "no gateway has told of instances yet")
-    paths = summarize_kv_paths(known)
+    reported = [each for name, each in (view.instances or {}).items() if name in ready]
+    if not reported:
+        return Condition(
+            "KVPathVerified", None, "NotReported", "no gateway has reported instances yet"
+        )
+    paths = summarize_kv_paths(reported)
     if paths.verified < paths.total:
         return Condition("KVPathVerified", False, "NotVerified", paths.message)
     return Condition("KVPathVerified", True, "Verified", paths.message)
@@ -175,35 +178,35 @@ def _limited(view: "DeploymentView") -> Condition:
 def _progressing(
     view: "DeploymentView",
     decision: Decision,
-    goals: Mapping[Role, InstancePool],
+    desired: Mapping[Role, InstancePool],
     limited: Condition,
 ) -> Condition:
     if view.deployment.spec.paused:
         return Condition("Progressing", False, "Paused", "spec.paused: changes wait")
     if decision.question is not None:
-        return Condition("Progressing", True, conditions.PLANNING, "the planner is at work")
-    roles = _roles(view, goals)
+        return Condition("Progressing", True, conditions.PLANNING, "the planner is running")
+    roles = _roles(view, desired)
     for role in roles:
-        goal, pods = goals.get(role), view.alive(role)
-        if goal is None or any(pod.revision != goal.spec.revision for pod in pods):
-            by = f"replaced by revision {goal.spec.revision}" if goal else "no longer planned"
+        pool, pods = desired.get(role), view.alive(role)
+        if pool is None or any(pod.revision != pool.spec.revision for pod in pods):
+            by = f"replaced by revision {pool.spec.revision}" if pool else "no longer planned"
             return Condition("Progressing", True, conditions.ROLLING_OUT, f"{role} instances: {by}")
     if not readiness.is_gateway_updated(view):
         text = "gateway pods are being replaced"
         return Condition("Progressing", True, conditions.ROLLING_OUT, text)
     for role in roles:
-        goal, pods = goals[role], view.alive(role)
-        if len(pods) != goal.spec.replicas or not all(pod.ready for pod in pods):
+        pool, pods = desired[role], view.alive(role)
+        if len(pods) != pool.spec.replicas or not all(pod.ready for pod in pods):
             if limited.status:
                 return Condition("Progressing", False, "ScalingLimited", limited.message)
             return Condition("Progressing", True, "Scaling", f"{role} instances start or end")
-    return Condition("Progressing", False, "Settled", "all instances are as they are wanted")
+    return Condition("Progressing", False, "Settled", "all instances are as desired")
 
 
 def _degraded(
-    view: "DeploymentView", goals: Mapping[Role, InstancePool], available: Condition
+    view: "DeploymentView", desired: Mapping[Role, InstancePool], available: Condition
 ) -> Condition:
-    """Serving with less than was planned, or about to because something keeps failing."""
+    """Whether fewer instances serve than planned, or writes or instances keep failing."""
     if view.fault:
         return Condition("Degraded", True, "Failed", view.fault)
     for role, status in view.pool_status.items():
@@ -212,9 +215,9 @@ def _degraded(
                 return Condition("Degraded", True, each["reason"], f"{role}: {each['message']}")
     missing = [
         role
-        for role, goal in goals.items()
-        if sum(pod.ready for pod in view.alive(role)) < goal.spec.replicas
+        for role, pool in desired.items()
+        if sum(pod.ready for pod in view.alive(role)) < pool.spec.replicas
     ]
     if available.status and missing:
         return Condition("Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}")
-    return Condition("Degraded", False, "Whole", "no instance is missing")
+    return Condition("Degraded", False, "Complete", "no instance is missing")

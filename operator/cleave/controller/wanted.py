@@ -1,7 +1,7 @@
-"""Manifests as they are applied: with their owner, and with a digest that says what was applied.
+"""Manifests as they are applied: with an owner reference and a hash of their content. Pure.
 
-Pure. The digest is how a reconcile knows that nothing has to be done, without comparing objects
-into which the API server has written its defaults.
+The hash tells a reconcile that an object is up to date, without a comparison with the object, into
+which the API server has written defaults.
 """
 
 import hashlib
@@ -21,73 +21,73 @@ FINALIZER = "cleave.dev/drain"
 _DIGITS = 12
 _CONTROLLED = ("Pod", "InstancePool", "Deployment")
 _NOT_IN_PODS = {"replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy"}
-"""Fields of a pool that change nothing of its pods."""
+"""Fields of a pool's spec that do not affect its pods."""
 
 Children = Mapping[tuple[str, str], ObservedChild]
-"""What was made for a resource, by kind and name."""
+"""The objects that were created for a resource, by kind and name."""
 
 
 def reference(resource: Resource) -> Reference:
-    """The resource, by its very uid."""
+    """Return a reference to the resource, with its uid."""
     return Reference(resource.kind, resource.namespace, resource.name, resource.metadata.uid or "")
 
 
 def owned(manifest: Manifest, owner: Resource) -> Manifest:
-    """The manifest as `owner`'s: it goes when the owner goes."""
+    """Return the manifest with an owner reference: the object is deleted with its owner."""
     link = {
         "apiVersion": owner.api_version,
         "kind": owner.kind,
         "name": owner.name,
         "uid": owner.metadata.uid or "",
         "blockOwnerDeletion": True,
-        # There is one controller at most; pools by hand may share a Service.
+        # An object has at most one controller; manually created pools may share a Service.
         **({"controller": True} if manifest["kind"] in _CONTROLLED else {}),
     }
     return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [link]}}
 
 
 def stamped(manifest: Manifest) -> Manifest:
-    """The manifest with the digest of itself."""
+    """Return the manifest with a hash of its content as annotation."""
     return annotated(manifest, APPLIED, digest(manifest))
 
 
 def annotated(manifest: Manifest, name: str, value: str) -> Manifest:
-    """The manifest with one more annotation."""
+    """Return the manifest with one more annotation."""
     meta = manifest["metadata"]
     annotations = {**meta.get("annotations", {}), name: value}
     return {**manifest, "metadata": {**meta, "annotations": annotations}}
 
 
-def changed(manifests: Sequence[Manifest], owner: Resource, there: Children) -> Iterator[Apply]:
-    """Apply what is not there, or was applied otherwise."""
+def changed(manifests: Sequence[Manifest], owner: Resource, existing: Children) -> Iterator[Apply]:
+    """Yield an Apply for each manifest that does not exist or was applied with other content."""
     for manifest in manifests:
-        wanted = stamped(owned(manifest, owner))
-        child = there.get((wanted["kind"], wanted["metadata"]["name"]))
+        desired = stamped(owned(manifest, owner))
+        child = existing.get((desired["kind"], desired["metadata"]["name"]))
         if child is None:
-            yield Apply(wanted, is_new=True)
-        elif child.applied != wanted["metadata"]["annotations"][APPLIED] and not child.deleting:
-            yield Apply(wanted)
+            yield Apply(desired, is_new=True)
+        elif child.applied != desired["metadata"]["annotations"][APPLIED] and not child.deleting:
+            yield Apply(desired)
 
 
 def template(pool: InstancePool) -> str:
-    """Digest of all that a pod of the pool is made from; how many there are is no part of it."""
+    """Hash everything that affects a pool's pods; the number of instances is left out."""
     spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_PODS)
     return digest({"spec": spec, "image": pool.spec.engine.image or image("worker")})
 
 
-def with_template(manifest: Manifest, template_digest: str) -> Manifest:
-    """A worker pod with the digest of what it was made from."""
-    return annotated(manifest, TEMPLATE, template_digest)
+def with_template(manifest: Manifest, template_hash: str) -> Manifest:
+    """Return a worker pod with the hash of its pool's template as annotation."""
+    return annotated(manifest, TEMPLATE, template_hash)
 
 
 def digest(value: object) -> str:
-    """Short digest of anything that JSON can hold."""
+    """Return a short SHA-256 hash of a value that JSON can encode."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def same(model: type[BaseModel], one: Manifest, other: Manifest) -> bool:
-    """Whether two statuses say the same, whatever defaults the API server has written into one."""
+    """Whether two statuses are equal once defaults of the API server are filled in."""
     try:
         first, second = (model.model_validate_json(json.dumps(each)) for each in (one, other))
     except ValidationError:

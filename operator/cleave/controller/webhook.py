@@ -1,9 +1,9 @@
-"""The webhook's server: TLS and HTTP around `cleave.controller.admission`, and its certificate.
+"""HTTPS server of the webhook around `cleave.controller.admission`, and its certificate.
 
-Started by `cleave.controller.main` in every operator, also in those that stand by. What is hard:
-all of them share one certificate through a Secret. Whoever finds it missing or near its end makes
-a new one; who loses that race takes the winner's. New connections get a new certificate without a
-restart, because the TLS context is loaded anew in place.
+Started by `cleave.controller.main` in every operator, also on standby. What is hard: all operators
+share one certificate through a Secret. The one that finds it missing or about to expire issues a
+new one; if another was faster, it takes that one. The TLS context is reloaded in place, so that new
+connections use a new certificate without a restart.
 """
 
 import asyncio
@@ -29,31 +29,31 @@ log = logging.getLogger("cleave.webhook")
 
 PATH = "/validate"
 _LOOK_S = 600.0
-"""Between two looks at the Secret."""
+"""Seconds between two checks of the Secret."""
 _RETRY_S = 5.0
 _RACES = 5
 _ANSWER_S = 4.0
-"""The API server waits 5 s by the chart's default."""
+"""The API server waits 5 s with the chart's default."""
 _MOST_BYTES = 4 << 20
-"""Larger than the largest object that the API server stores."""
+"""More than the largest object that the API server stores."""
 _MOST_AT_ONCE = 4
 
 
 class StoreError(RuntimeError):
-    """The API server did not answer as hoped; it is asked again."""
+    """A request to the API server failed; it is retried."""
 
 
 class Store(Protocol):
-    """The Secret with the certificate, and the configuration that names its authority."""
+    """The Secret with the certificate, and the webhook configuration with its CA bundle."""
 
     async def read_secret(self) -> dict[str, Any]:
-        """The Secret. Raises StoreError."""
+        """Return the Secret. Raises StoreError."""
 
     async def replace_secret(self, secret: dict[str, Any]) -> bool:
-        """False: somebody has changed it since it was read. Raises StoreError."""
+        """Replace the Secret; False: it was changed since it was read. Raises StoreError."""
 
     async def read_bundles(self) -> list[str]:
-        """`caBundle` of each webhook; empty text where there is none. Raises StoreError."""
+        """Return `caBundle` of each webhook, empty text if unset. Raises StoreError."""
 
     async def write_bundle(self, bundle: str, count: int) -> None:
         """Write `caBundle` of the first `count` webhooks. Raises StoreError."""
@@ -61,18 +61,18 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WebhookConfig:
-    """One webhook server."""
+    """Configuration of the webhook server."""
 
     hosts: tuple[str, ...]
     port: int
     names: tuple[str, ...]
-    """DNS names that the API server calls it by."""
+    """DNS names by which the API server calls it."""
     issues: bool
-    """Whether the certificate is its own affair; False: cert-manager writes the Secret."""
+    """Whether the operator issues the certificate; False: cert-manager writes the Secret."""
 
 
 class Keeper:
-    """Keeps the Secret's certificate usable and its authority known to the API server."""
+    """Keeps the certificate valid and its CA known to the API server."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Keeper:
         self._store, self._names, self._issues, self._now = store, names, issues, now
 
     async def keep(self) -> Certificate:
-        """The certificate to show from now on. Raises CertificateError, StoreError."""
+        """Return the certificate to serve from now on. Raises CertificateError, StoreError."""
         certificate = await self._usable()
         if self._issues:
             await self._publish(certificate)
@@ -94,38 +94,40 @@ class Keeper:
     async def _usable(self) -> Certificate:
         for _ in range(_RACES):
             secret = await self._store.read_secret()
-            held = certificates.from_secret(secret)
-            fault = self._fault(held)
-            if held is not None and (fault is None or not self._issues):
-                return held
+            current = certificates.from_secret(secret)
+            fault = self._fault(current)
+            if current is not None and (fault is None or not self._issues):
+                return current
             if not self._issues:
                 raise CertificateError("cert-manager has not written the Secret yet")
-            made = certificates.issue(self._names, self._now(), held.trusted if held else "")
-            secret["data"] = certificates.to_secret(made)
+            issued = certificates.issue(
+                self._names, self._now(), current.trusted if current else ""
+            )
+            secret["data"] = certificates.to_secret(issued)
             if await self._store.replace_secret(secret):
-                log.info("made a certificate: %s", fault)
-                return made
+                log.info("issued a certificate: %s", fault)
+                return issued
         raise CertificateError(f"the Secret was changed {_RACES} times while it was written")
 
-    def _fault(self, held: Certificate | None) -> str | None:
-        if held is None:
+    def _fault(self, current: Certificate | None) -> str | None:
+        if current is None:
             return "there was none"
         try:
-            certificates.check(held, self._names, self._now())
+            certificates.check(current, self._names, self._now())
         except CertificateError as error:
             return f"the old one {error}"
         return None
 
     async def _publish(self, certificate: Certificate) -> None:
-        wanted = base64.b64encode(certificate.trusted.encode()).decode()
+        ca_bundle = base64.b64encode(certificate.trusted.encode()).decode()
         bundles = await self._store.read_bundles()
-        if any(bundle != wanted for bundle in bundles):
-            await self._store.write_bundle(wanted, len(bundles))
-            log.info("told the API server whom to trust")
+        if any(bundle != ca_bundle for bundle in bundles):
+            await self._store.write_bundle(ca_bundle, len(bundles))
+            log.info("wrote the CA bundle to the webhook configuration")
 
 
 class Webhook:
-    """Answers the API server until it is cancelled."""
+    """Serves AdmissionReviews until it is cancelled."""
 
     def __init__(
         self, config: WebhookConfig, keeper: Keeper, cluster: Callable[[], Cluster | None]
@@ -136,11 +138,11 @@ class Webhook:
         self._shown: Certificate | None = None
         self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
         self.is_listening = False
-        """Whether the API server can be answered."""
+        """Whether the server accepts connections."""
 
     async def run(self) -> None:
-        """Serve as soon as there is a certificate, and keep it."""
-        while not await self._load():  # noqa: ASYNC110 - it is asked, nobody tells
+        """Serve as soon as there is a certificate, and rotate it; never returns."""
+        while not await self._load():  # noqa: ASYNC110 - polled, there is no event
             await asyncio.sleep(_RETRY_S)
         application = web.Application(client_max_size=_MOST_BYTES)
         application.router.add_post(PATH, self._validate)
@@ -160,7 +162,7 @@ class Webhook:
             await runner.cleanup()
 
     async def _load(self) -> bool:
-        """Whether there is a certificate to show; what went wrong is logged and tried again."""
+        """Load the certificate and return whether there is one; errors are logged and retried."""
         try:
             certificate = await self._keeper.keep()
             if certificate != self._shown:
@@ -178,22 +180,22 @@ class Webhook:
         if not isinstance(review, dict):
             return web.Response(status=400, text="not an object")
         try:
-            # The wait for a turn counts too: whoever asked has gone by then.
+            # The wait for a slot counts too: the API server has given up by then.
             async with asyncio.timeout(_ANSWER_S), self._at_once:
-                said = await asyncio.to_thread(answer, review, self._cluster())
-            return web.json_response(said)
+                response = await asyncio.to_thread(answer, review, self._cluster())
+            return web.json_response(response)
         except ReviewError as error:
             return web.Response(status=400, text=str(error))
         except TimeoutError:
-            # What the API server makes of this is the configuration's failurePolicy.
-            return web.Response(status=503, text="this takes too long")
+            # The configuration's failurePolicy decides what the API server does then.
+            return web.Response(status=503, text="the validation has timed out")
 
 
 def _show(certificate: Certificate, context: ssl.SSLContext) -> None:
-    """Use it for new connections; Python reads certificates from files only."""
+    """Load the certificate for new connections; Python loads certificates from files only."""
     with tempfile.TemporaryDirectory(prefix="cleave-webhook-") as folder:
-        chain, key = Path(folder) / "tls.crt", Path(folder) / "tls.key"
-        chain.write_text(certificate.chain)
-        key.touch(mode=0o600)
-        key.write_text(certificate.key)
-        context.load_cert_chain(chain, key)
+        chain_file, key_file = Path(folder) / "tls.crt", Path(folder) / "tls.key"
+        chain_file.write_text(certificate.chain)
+        key_file.touch(mode=0o600)
+        key_file.write_text(certificate.key)
+        context.load_cert_chain(chain_file, key_file)

@@ -1,6 +1,6 @@
-"""Where the webhook's certificate is kept: a Secret, and the ValidatingWebhookConfiguration.
+"""Stores the webhook's certificate in a Secret and its CA in the webhook configuration.
 
-Both are made by the installation, empty; the operator has the right to change these two only.
+The chart creates both, empty; the operator may update these two only.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _JSON_PATCH = "application/json-patch+json"
 
 
 class KubeStore:
-    """Implements `cleave.controller.webhook.Store`; Secret and configuration have one name."""
+    """Implements `cleave.controller.webhook.Store`; Secret and configuration have the same name."""
 
     def __init__(self, kube: Kube, namespace: str, name: str) -> None:
         self._kube = kube
@@ -24,11 +24,11 @@ class KubeStore:
         self._configuration = _CONFIGURATIONS.path(name=name)
 
     async def read_secret(self) -> dict[str, Any]:
-        """The Secret. Raises StoreError."""
+        """Return the Secret. Raises StoreError."""
         return await self._request("GET", self._secret)
 
     async def replace_secret(self, secret: dict[str, Any]) -> bool:
-        """False: somebody has changed it since it was read. Raises StoreError."""
+        """Replace the Secret; False: it was changed since it was read. Raises StoreError."""
         try:
             await self._kube.request(
                 "PUT", self._secret, body=secret, query={"fieldManager": MANAGER}
@@ -40,9 +40,11 @@ class KubeStore:
         return True
 
     async def read_bundles(self) -> list[str]:
-        """`caBundle` of each webhook; empty text where there is none. Raises StoreError."""
-        found = await self._request("GET", self._configuration)
-        return [hook["clientConfig"].get("caBundle", "") for hook in found.get("webhooks", ())]
+        """Return `caBundle` of each webhook, empty text if unset. Raises StoreError."""
+        configuration = await self._request("GET", self._configuration)
+        return [
+            hook["clientConfig"].get("caBundle", "") for hook in configuration.get("webhooks", ())
+        ]
 
     async def write_bundle(self, bundle: str, count: int) -> None:
         """Write `caBundle` of the first `count` webhooks. Raises StoreError."""

@@ -13,6 +13,7 @@ import msgspec
 
 from cleave.gateway.bounded import ListDecoder, TooManyError, decode_object
 from cleave.gateway.errors import ApiError, refuse
+from cleave.gateway.large_json import MIN_BYTES, MemberScanner
 from cleave.gateway.prompt_size import estimate_tokens
 
 Fields = dict[str, msgspec.Raw]
@@ -25,6 +26,8 @@ MAX_PROMPTS = 1_024
 """Of one completion."""
 MAX_MODEL_BYTES = 4_096
 """Of a model's name as JSON; it is quoted where it is not known."""
+MAX_NESTED_BYTES = 256 << 10
+"""Of `vllm_xargs`, which is decoded whole."""
 _LARGE_BYTES = 64 << 10
 """What is smaller is decoded first and counted then: at most 13,000 fields, 8 ms."""
 _VALUE_BYTES = 1_024
@@ -94,6 +97,14 @@ _BINDING = frozenset(
 )
 """Fields of which some values tie an answer to the engine that began it."""
 _UNUSUAL = _TELLING | _BINDING
+_TOO_MANY_FIELDS: tuple[str, str | None] = (
+    f"the body has more than {MAX_FIELDS} fields",
+    None,
+)
+_TOO_MANY_PROMPTS: tuple[str, str | None] = (
+    f"prompt is a list of more than {MAX_PROMPTS} prompts: send them in several requests",
+    "prompt",
+)
 _TEXTS = ("messages", "prompt", "input", "instructions", "system", "tools", "documents", "text_2")
 """Of requests that are no completions, what is long."""
 _UNBOUND: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
@@ -142,18 +153,62 @@ class Completion:
         """So does the client, who is to see each of them once."""
 
 
+class BodyScan:
+    """Finds the members of a large body in steps of about 1 ms, before it is read.
+
+    The client connection calls `step` until it is done, then `read_completion` takes the result.
+    Errors are kept as text and raised there: a kept exception would keep the body in memory.
+    """
+
+    __slots__ = ("_scanner", "_scans_prompts", "error", "fields", "prompts")
+
+    def __init__(self, body: bytes) -> None:
+        self.fields: Fields = {}
+        self.prompts: list[msgspec.Raw] | None = None
+        """None: `prompt` is not a long list of prompts."""
+        self.error: tuple[str, str | None] | None = None
+        """Message and parameter of the refusal."""
+        self._scanner = MemberScanner(body, MAX_FIELDS)
+        self._scans_prompts = False
+
+    def step(self) -> bool:
+        """Scan the next slice; True: nothing is left to scan."""
+        try:
+            if not self._scanner.step():
+                return False
+            if self._scans_prompts:
+                self.prompts = self._scanner.elements()
+                return True
+            self.fields = self._scanner.members()
+        except TooManyError:
+            self.error = _TOO_MANY_PROMPTS if self._scans_prompts else _TOO_MANY_FIELDS
+            return True
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.error = f"the body is not a JSON object: {error}", None
+            return True
+        prompt = self.fields.get("prompt")
+        if prompt is None or len(prompt) < MIN_BYTES or not _is_list_of_prompts(prompt):
+            return True
+        self._scanner = MemberScanner(prompt, MAX_PROMPTS)
+        self._scans_prompts = True
+        return False
+
+
 def find_text(completion: Completion) -> bytes | memoryview:
     """The prompt as the client wrote it, without what closes it; for its beginning to be known."""
     raw = completion.fields.get("messages") or completion.fields.get("prompt")
     return b"" if raw is None else memoryview(raw)[:-1]
 
 
-def read_completion(body: bytes) -> Completion:
-    """Read a request of /v1/completions or /v1/chat/completions. Raises ApiError (400)."""
-    fields = _read_fields(body)
+def read_completion(body: bytes, scan: BodyScan | None = None) -> Completion:
+    """Read a request of /v1/completions or /v1/chat/completions. Raises ApiError (400).
+
+    `scan`: of the same body, when it is large.
+    """
+    fields = _read_fields(body, scan)
     stream = _read_stream(fields)
     limit = _read_limit(fields)
-    prompts, prompt_tokens = _measure_prompt(fields)
+    prompts, prompt_tokens = _measure_prompt(fields, scan)
     usual = _UNUSUAL.isdisjoint(fields)
     numbered = stream and prompts == 1 and (usual or not _is_bound(fields))
     asks_ids = False
@@ -174,12 +229,13 @@ def read_completion(body: bytes) -> Completion:
     )
 
 
-def read_other(body: bytes, default_model: str) -> Completion:
+def read_other(body: bytes, default_model: str, scan: BodyScan | None = None) -> Completion:
     """Read a request of any other path of an engine; it runs whole. Raises ApiError (400).
 
     `default_model`: where none is named, as /tokenize allows; empty: there is no only one.
+    `scan`: of the same body, when it is large.
     """
-    fields = _read_fields(body)
+    fields = _read_fields(body, scan)
     if default_model:
         fields.setdefault("model", msgspec.Raw(_encode(default_model)))
     output = _read_limit(fields)
@@ -217,19 +273,23 @@ def build_decode(completion: Completion, handoff: msgspec.Raw) -> bytes:
     return _encode({**completion.fields, KV_KEY: handoff})
 
 
-def _read_fields(body: bytes) -> Fields:
+def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
     """The first level, without what no client may say."""
     try:
-        if len(body) > _LARGE_BYTES:
+        if scan is not None:
+            if scan.error is not None:
+                raise _refuse_with(scan.error)
+            fields = scan.fields
+        elif len(body) > _LARGE_BYTES:
             fields = decode_object(body, MAX_FIELDS)
         else:
             fields = _decode_fields(body)
     except TooManyError:
-        raise _refuse_fields("the body") from None
+        raise _refuse_with(_TOO_MANY_FIELDS) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise refuse(f"the body is not a JSON object: {error}") from None
     if len(fields) > MAX_FIELDS:
-        raise _refuse_fields("the body")
+        raise _refuse_with(_TOO_MANY_FIELDS)
     fields.pop(KV_KEY, None)
     if "vllm_xargs" in fields:
         _drop_nested(fields, "vllm_xargs")
@@ -275,7 +335,7 @@ def _read_limit(fields: Fields) -> int | None:
     return limit
 
 
-def _measure_prompt(fields: Fields) -> tuple[int, int]:
+def _measure_prompt(fields: Fields, scan: BodyScan | None) -> tuple[int, int]:
     """(number of prompts, estimated tokens of all of them)."""
     raw = fields.get("messages")
     if raw is not None:
@@ -283,22 +343,27 @@ def _measure_prompt(fields: Fields) -> tuple[int, int]:
     raw = fields.get("prompt")
     if raw is None:
         return 1, 1
+    if _is_list_of_prompts(raw):
+        return _measure_prompts(raw, scan)
     text = bytes(raw)
-    if not text.startswith(b"["):
-        return 1, estimate_tokens(text)
-    if _TOKEN_IDS.match(text):
+    if text.startswith(b"["):
         return 1, text.count(b",") + 1
-    return _measure_prompts(raw)
+    return 1, estimate_tokens(text)
 
 
-def _measure_prompts(raw: msgspec.Raw) -> tuple[int, int]:
+def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
+    """False: a text, or a list of token ids."""
+    start = bytes(memoryview(raw)[:1])
+    return start == b"[" and _TOKEN_IDS.match(raw) is None
+
+
+def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]:
     try:
-        prompts = _decode_prompts(raw)
+        prompts = scan.prompts if scan is not None else None
+        if prompts is None:
+            prompts = _decode_prompts(raw)
     except TooManyError:
-        raise refuse(
-            f"prompt is a list of more than {MAX_PROMPTS} prompts: send them in several requests",
-            param="prompt",
-        ) from None
+        raise _refuse_with(_TOO_MANY_PROMPTS) from None
     except RecursionError:
         raise refuse("prompt is nested too deeply", param="prompt") from None
     tokens = 1
@@ -354,19 +419,22 @@ def _is_bound(fields: Fields) -> bool:
 
 def _drop_nested(fields: Fields, key: str) -> None:
     """vLLM hands this field's content to the same place that KV references travel in."""
+    if len(fields[key]) > MAX_NESTED_BYTES:
+        raise refuse(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
     try:
         inner = decode_object(fields[key], MAX_FIELDS)
     except TooManyError:
-        raise _refuse_fields(key) from None
+        raise _refuse_with((f"{key} has more than {MAX_FIELDS} fields", key)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     if inner.pop(KV_KEY, None) is not None:
         fields[key] = msgspec.Raw(_encode(inner))
 
 
-def _refuse_fields(name: str) -> ApiError:
-    param = None if name == "the body" else name
-    return refuse(f"{name} has more than {MAX_FIELDS} fields", param=param)
+def _refuse_with(error: tuple[str, str | None]) -> ApiError:
+    """`error`: message and parameter."""
+    message, param = error
+    return refuse(message, param=param)
 
 
 def decode_any(raw: msgspec.Raw) -> object:

@@ -1,6 +1,7 @@
-"""Errors in OpenAI's shape. Raised where a request is read, made where an engine fails.
+"""Errors in the OpenAI API's form, for clients. Raised while a request is read, built when an
+engine fails.
 
-Every client library of the OpenAI API reads `{"error": {"message", "type", "param", "code"}}`.
+All client libraries of the OpenAI API read `{"error": {"message", "type", "param", "code"}}`.
 """
 
 import http
@@ -14,7 +15,7 @@ from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownMode
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """What a client is told instead of an answer."""
+    """The error response to a client."""
 
     status: http.HTTPStatus
     message: str
@@ -23,10 +24,10 @@ class ApiError(Exception):
     param: str | None = None
     retry_after_s: int | None = None
     fields: bytes = b""
-    """Header lines beside the usual ones."""
+    """Additional header lines."""
 
     def to_json(self) -> bytes:
-        """The body of the response, also the data of an error event in a stream."""
+        """The body of the response, and the data of an error event in a stream."""
         return msgspec.json.encode(
             {
                 "error": {
@@ -40,7 +41,7 @@ class ApiError(Exception):
 
 
 def build_error_fields(error: ApiError) -> bytes:
-    """The header lines of an error's response."""
+    """The header lines of an error response."""
     fields = JSON + error.fields
     if error.retry_after_s is None:
         return fields
@@ -48,7 +49,7 @@ def build_error_fields(error: ApiError) -> bytes:
 
 
 def refuse(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request itself is wrong."""
+    """400: the request is invalid."""
     return ApiError(
         http.HTTPStatus.BAD_REQUEST, message, "invalid_request_error", code=code, param=param
     )
@@ -65,28 +66,28 @@ def refuse_size(limit_bytes: int) -> ApiError:
 
 
 def fail_engine(status: http.HTTPStatus, message: str) -> ApiError:
-    """502 or 504: an engine let the request down."""
+    """502 or 504: an engine failed."""
     code = "engine_timeout" if status is http.HTTPStatus.GATEWAY_TIMEOUT else "engine_error"
     return ApiError(status, message, "server_error", code=code)
 
 
 LEAK = fail_engine(http.HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on")
-"""It holds a hand-off that cannot be taken out."""
+"""The response contains a handoff that cannot be removed."""
 
 
 def hide_refusal(status: int) -> ApiError:
-    """An engine's refusal of which clients must not see the words, for they quote a hand-off."""
+    """An engine's rejection without its message, because the message quotes a handoff."""
     refused = http.HTTPStatus(status)
     return ApiError(refused, "the engine refused the request", "invalid_request_error")
 
 
 def is_missing_page(status: int, body: bytes) -> bool:
-    """Whether an engine has no such page; its own API's errors have another form."""
+    """Whether an engine does not have this path; errors of its API have another form."""
     return status in (404, 405) and (not body.startswith(b"{") or body.startswith(b'{"detail"'))
 
 
 def lack_page(path: bytes, model: str) -> ApiError:
-    """501: the page exists, but not for this model."""
+    """501: the path exists, but not for this model."""
     return ApiError(
         http.HTTPStatus.NOT_IMPLEMENTED,
         f"the engine of model {model!r} does not offer {path.decode('ascii', 'replace')}",
@@ -96,7 +97,7 @@ def lack_page(path: bytes, model: str) -> ApiError:
 
 
 def from_router(error: RouterError) -> ApiError:
-    """The router's refusals in the words of HTTP."""
+    """Convert the router's errors to HTTP errors."""
     status = http.HTTPStatus
     match error:
         case UnknownModel():

@@ -1,4 +1,5 @@
-"""Heads of HTTP messages as bytes. Pure; written for each request, so each is one formatting."""
+"""Heads of HTTP messages as bytes. Pure; one formatting operation per head, as each request has
+two."""
 
 import http
 import re
@@ -31,7 +32,7 @@ _NOT_PASSED_ON = frozenset(
 )
 _SANE = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:/+=@-"
 _WITHOUT_INSANE = bytes(byte if byte in _SANE else byte ^ 255 for byte in range(256))
-"""Changes all others, whatever they are."""
+"""Changes every byte that is not allowed."""
 _MAX_ID_BYTES = 128
 _UNSAFE = re.compile(rb"[^\x21-\x7e]")
 
@@ -41,9 +42,9 @@ Headers = list[tuple[bytes, bytes]]
 def build_engine_head(
     path: bytes, host: bytes, request_id: bytes, length: int, fields: bytes = b""
 ) -> bytes:
-    """The head of a request to an engine; nothing of the client's head is in it.
+    """The head of a request to an engine; nothing of the client's head is copied.
 
-    `fields`: further lines, whole.
+    `fields`: additional header lines, each with its line end.
     """
     return (
         b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
@@ -53,7 +54,7 @@ def build_engine_head(
 
 
 def build_head(status: int, fields: bytes, request_id: bytes, length: int) -> bytes:
-    """The head of a response of known length; `fields` are whole lines."""
+    """The head of a response of known length; `fields` are header lines with their line ends."""
     return b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
         status,
         REASONS.get(status, b"Unknown"),
@@ -64,7 +65,7 @@ def build_head(status: int, fields: bytes, request_id: bytes, length: int) -> by
 
 
 def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bool) -> bytes:
-    """The head of a response whose length only its end will tell."""
+    """The head of a response whose length is unknown."""
     return b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\n%b\r\n" % (
         status,
         REASONS.get(status, b"Unknown"),
@@ -75,22 +76,22 @@ def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bo
 
 
 def pass_on(headers: Headers) -> bytes:
-    """An engine's header lines that concern the client."""
+    """An engine's header lines that the client should receive."""
     return b"".join(
         [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in _NOT_PASSED_ON]
     )
 
 
 def frame(piece: bytes) -> bytes:
-    """One chunk of a chunked body; `piece` must not be empty, for that would end it."""
+    """One chunk of a chunked body; `piece` must not be empty, since that would end the body."""
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
 def is_sane_id(value: bytes) -> bool:
-    """Whether a client's X-Request-Id may be sent back to it."""
+    """Whether a client's X-Request-Id is safe to send back."""
     return 0 < len(value) <= _MAX_ID_BYTES and value.translate(_WITHOUT_INSANE) == value
 
 
 def make_safe(text: str) -> bytes:
-    """A name of ours as a header value."""
+    """A name as a header value, unsafe bytes replaced by `?`."""
     return _UNSAFE.sub(b"?", text.encode())

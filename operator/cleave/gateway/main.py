@@ -1,6 +1,6 @@
-"""`python -m cleave.gateway.main`, the command that pods run, and `cleave gateway`, its other door.
+"""`python -m cleave.gateway.main`, the command that pods run; `cleave gateway` calls the same.
 
-Exit codes: 0 stopped by a signal, 1 the address cannot be had or a part has failed, 2 bad usage.
+Exit codes: 0 stopped by a signal, 1 an address cannot be bound or a part has failed, 2 bad usage.
 """
 
 import argparse
@@ -39,13 +39,14 @@ __all__ = ["GatewayConfig", "main", "parse_size", "run"]
 log = logging.getLogger("cleave.gateway")
 
 PROGRAM = "python -m cleave.gateway.main"
-_DESCRIPTION = "Serve the OpenAI API in front of the instances whose agents it follows."
+_DESCRIPTION = "Serve the OpenAI API in front of the instances that the agents report."
 _EXIT_CODES = (
-    "Exit codes: 0 stopped by a signal, 1 the address cannot be had or a part has failed, "
+    "Exit codes: 0 stopped by a signal, 1 an address cannot be bound or a part has failed, "
     "2 bad usage."
 )
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 MAX_PROCESSES = 64
+GC_THRESHOLDS = (1_000, 10, 1_000)
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
@@ -60,7 +61,7 @@ def run(config: GatewayConfig) -> int:
 
 
 def _serve_alone(config: GatewayConfig, siblings: Siblings | None = None) -> int:
-    """`siblings`: of which this process is one."""
+    """Serve in this process; `siblings`: the state shared with the others, if there are several."""
     try:
         with logs.write_aside(ACCESS) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, siblings))
@@ -83,12 +84,16 @@ async def _serve(config: GatewayConfig, siblings: Siblings | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if siblings is not None:
-        # The parent never writes: it can be read from when the parent has gone.
+        # The parent never writes, so the pipe becomes readable only when the parent has died.
         loop.add_reader(siblings.parent, stop.set)
     try:
         await gateway.start()
-        # What is there now stays: a full collection that looks through it takes 12 ms.
+        # The objects so far live as long as the process; scanning them would take 12 ms per
+        # full garbage collection.
         gc.freeze()
+        # With thousands of connections a full collection stops all requests for 50 ms and more.
+        # What a request leaves is freed without the collector, or by its two young generations.
+        gc.set_threshold(*GC_THRESHOLDS)
         scheme = "http" if config.tls_certificate is None else "https"
         if siblings is None:
             log.info("listening on %s://%s:%d", scheme, config.host, gateway.port)
@@ -115,77 +120,77 @@ def _parse_share(text: str) -> float:
     return share
 
 
-def _find_collector(stated: str | None) -> str | None:
-    """Where traces go; empty: as the environment says; None: nowhere."""
-    if stated is None and any(map(os.environ.get, _OTLP_VARIABLES)):
+def _find_collector(endpoint: str | None) -> str | None:
+    """The collector's URL; empty: from the environment; None: no tracing."""
+    if endpoint is None and any(map(os.environ.get, _OTLP_VARIABLES)):
         return ""
-    return stated or None
+    return endpoint or None
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Read the command line and run; `program` is how the help names it."""
+    """Parse the command line and run; `program` is the name in the help."""
     parser = _build_parser(program)
-    stated = parser.parse_args(arguments)
-    if (stated.tls_cert is None) != (stated.tls_key is None):
+    options = parser.parse_args(arguments)
+    if (options.tls_cert is None) != (options.tls_key is None):
         parser.error("--tls-cert and --tls-key go together: give both or neither")
-    if (stated.endpoint_picker_cert is None) != (stated.endpoint_picker_key is None):
+    if (options.endpoint_picker_cert is None) != (options.endpoint_picker_key is None):
         parser.error("--endpoint-picker-cert and -key go together: give both or neither")
-    if stated.endpoint_picker_plain and stated.endpoint_picker_cert is not None:
+    if options.endpoint_picker_plain and options.endpoint_picker_cert is not None:
         parser.error("--endpoint-picker-plain: needs no certificate: leave out one of them")
-    if stated.max_partial < stated.max_body:
+    if options.max_partial < options.max_body:
         parser.error(
-            f"--max-partial {stated.max_partial} is below --max-body {stated.max_body}: no body of "
-            "that size could be received"
+            f"--max-partial {options.max_partial} is below --max-body {options.max_body}: "
+            "no body of that size could be received"
         )
-    if not 1 <= stated.processes <= MAX_PROCESSES:
+    if not 1 <= options.processes <= MAX_PROCESSES:
         parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
-    logs.set_up(stated.log_format)
-    open_files.raise_limit(stated.max_clients)
+    logs.set_up(options.log_format)
+    open_files.raise_limit(options.max_clients)
     return run(
         GatewayConfig(
-            agents=stated.agents,
-            hosts=stated.host,
-            port=stated.port,
-            processes=stated.processes,
-            internal_port=stated.internal_port,
-            router_port=stated.router_port,
-            endpoint_picker_port=stated.endpoint_picker_port,
-            endpoint_picker_direct=stated.endpoint_picker_direct,
-            endpoint_picker_certificate=stated.endpoint_picker_cert,
-            endpoint_picker_key=stated.endpoint_picker_key,
-            endpoint_picker_plain=stated.endpoint_picker_plain,
-            api_keys=stated.api_keys,
-            tls_certificate=stated.tls_cert,
-            tls_key=stated.tls_key,
-            fallback=stated.fallback,
-            policy=stated.policy,
-            session_header=stated.session_header,
-            lengths=stated.lengths,
-            whole_below_tokens=stated.whole_below,
-            ahead_from_tokens=stated.ahead_from,
-            flipping=stated.flipping,
-            min_prefill=stated.min_prefill,
-            min_decode=stated.min_decode,
-            ttft_slo_ms=stated.ttft_ms,
-            tpot_slo_ms=stated.tpot_ms,
-            late=stated.late,
-            access_log=stated.access_log,
-            otlp_endpoint=_find_collector(stated.otlp_endpoint),
-            trace_share=stated.trace_share,
-            queue_limit=stated.queue_limit,
-            max_body_bytes=stated.max_body,
-            max_partial_bytes=stated.max_partial,
-            max_clients=stated.max_clients,
-            engine_connections=stated.engine_connections,
+            agents=options.agents,
+            hosts=options.host,
+            port=options.port,
+            processes=options.processes,
+            internal_port=options.internal_port,
+            router_port=options.router_port,
+            endpoint_picker_port=options.endpoint_picker_port,
+            endpoint_picker_direct=options.endpoint_picker_direct,
+            endpoint_picker_certificate=options.endpoint_picker_cert,
+            endpoint_picker_key=options.endpoint_picker_key,
+            endpoint_picker_plain=options.endpoint_picker_plain,
+            api_keys=options.api_keys,
+            tls_certificate=options.tls_cert,
+            tls_key=options.tls_key,
+            fallback=options.fallback,
+            policy=options.policy,
+            session_header=options.session_header,
+            lengths=options.lengths,
+            whole_below_tokens=options.whole_below,
+            ahead_from_tokens=options.ahead_from,
+            flipping=options.flipping,
+            min_prefill=options.min_prefill,
+            min_decode=options.min_decode,
+            ttft_slo_ms=options.ttft_ms,
+            tpot_slo_ms=options.tpot_ms,
+            late=options.late,
+            access_log=options.access_log,
+            otlp_endpoint=_find_collector(options.otlp_endpoint),
+            trace_share=options.trace_share,
+            queue_limit=options.queue_limit,
+            max_body_bytes=options.max_body,
+            max_partial_bytes=options.max_partial,
+            max_clients=options.max_clients,
+            engine_connections=options.engine_connections,
             timeouts=Timeouts(
-                connect_s=stated.connect_timeout,
-                first_byte_s=stated.first_byte_timeout,
-                answer_s=stated.answer_timeout,
-                idle_s=stated.idle_timeout,
-                wake_s=stated.wake_timeout,
-                resume_s=stated.resume_timeout,
-                leave_s=stated.leave_delay,
-                drain_s=stated.drain_timeout,
+                connect_s=options.connect_timeout,
+                first_byte_s=options.first_byte_timeout,
+                answer_s=options.answer_timeout,
+                idle_s=options.idle_timeout,
+                wake_s=options.wake_timeout,
+                resume_s=options.resume_timeout,
+                leave_s=options.leave_delay,
+                drain_s=options.drain_timeout,
             ),
         )
     )
@@ -200,14 +205,14 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         type=parse_hosts,
         default=default.host,
         metavar="HOST,...",
-        help="addresses to listen on; the first is this gateway's own, by which others name it",
+        help="addresses to listen on; the first one is the address under which others reach it",
     )
     add("--port", type=int, default=default.port, help="0: any free port")
     add(
         "--processes",
         type=int,
         default=default.processes,
-        help="that serve the port together, knowing of each other's load; one for each core",
+        help="processes that serve the port and share their load accounting; one for each core",
     )
     add(
         "--agents",
@@ -233,31 +238,31 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add(
         "--endpoint-picker-direct",
         action="store_true",
-        help="it sends completions that are not split to instances, past this gateway",
+        help="the endpoint picker sends completions that are not split directly to instances",
     )
     add(
         "--endpoint-picker-cert",
         type=Path,
         metavar="FILE",
-        help="PEM, with its chain, as --tls-cert; without it the endpoint picker signs its own",
+        help="PEM, with its chain, as --tls-cert; without it the certificate is self-signed",
     )
     add("--endpoint-picker-key", type=Path, metavar="FILE", help="PEM, without a password")
     add(
         "--endpoint-picker-plain",
         action="store_true",
-        help="it speaks gRPC without TLS, for proxies that are told so",
+        help="the endpoint picker serves gRPC without TLS, for proxies configured for that",
     )
     add(
         "--api-keys",
         type=Path,
         metavar="FILE",
-        help="one key a line, or tenants with their keys and limits; without it all are served",
+        help="one key a line, or tenants with their keys and limits; default: no authentication",
     )
     add(
         "--tls-cert",
         type=Path,
         metavar="FILE",
-        help="PEM, with its chain: the port speaks HTTPS; read again when it changes",
+        help="PEM, with its chain: the port serves HTTPS; read again when it changes",
     )
     add("--tls-key", type=Path, metavar="FILE", help="PEM, without a password")
     add(
@@ -265,35 +270,35 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         type=Fallback,
         default=default.fallback,
         metavar="{" + ",".join(rule.value for rule in Fallback) + "}",
-        help="when a request that should be split may run whole on a decode instance",
+        help="when a request that should be split may run entirely on a decode instance",
     )
-    add("--ttft-ms", type=float, default=0.0, metavar="MS", help="target that is counted; 0: none")
-    add("--tpot-ms", type=float, default=0.0, metavar="MS", help="target that is counted; 0: none")
+    add("--ttft-ms", type=float, default=0.0, metavar="MS", help="target to measure; 0: none")
+    add("--tpot-ms", type=float, default=0.0, metavar="MS", help="target to measure; 0: none")
     add(
         "--late",
         type=Late,
         default=default.late,
         metavar="{" + ",".join(rule.value for rule in Late) + "}",
-        help="requests that cannot meet --ttft-ms any more",
+        help="what happens to requests that can no longer meet --ttft-ms",
     )
     add(
         "--policy",
         type=Policy,
         default=default.policy,
         metavar="{" + ",".join(policy.value for policy in Policy) + "}",
-        help="which instances a request gets",
+        help="how instances are picked for a request",
     )
     add(
         "--session-header",
         default=default.session_header,
         metavar="NAME",
-        help="prompts of requests with the same value in this header keep to one instance",
+        help="one instance computes the prompts of all requests with the same value in this header",
     )
     add(
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="made by cleave lengths train: foretells how long answers will be, where it was found "
+        help="from cleave lengths train: predicts output lengths; used if it was measured to be "
         "better than the mean by prompt length",
     )
     add(
@@ -301,19 +306,19 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         type=int,
         default=default.whole_below_tokens,
         metavar="TOKENS",
-        help="prompts up to so long are computed where they are decoded while prefill instances "
-        "are busy; 0: none",
+        help="while prefill instances are busy, the decode instance computes prompts up to this "
+        "length itself; 0: none",
     )
     add(
         "--ahead-from",
         type=int,
         default=default.ahead_from_tokens,
         metavar="TOKENS",
-        help="prompts from so many on are moved while they are computed, by workers with "
-        "--transfer auto; 0: none",
+        help="KV of prompts from this length on is transferred while it is computed, by workers "
+        "with --transfer auto; 0: none",
     )
     logs.add_option(parser)
-    add("--access-log", action="store_true", help="a line for each request, without what it says")
+    add("--access-log", action="store_true", help="log each request, without its content")
     add(
         "--otlp-endpoint",
         metavar="URL",
@@ -325,31 +330,31 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         type=_parse_share,
         default=default.trace_share,
         metavar="SHARE",
-        help="of requests without a traceparent, 0 to 1",
+        help="share of requests without a traceparent to trace, 0 to 1",
     )
     add(
         "--flipping",
         type=Flipping,
         default=default.flipping,
         metavar="{" + ",".join(rule.value for rule in Flipping) + "}",
-        help="whether instances take other roles while prompts wait or decoding is full",
+        help="whether instances change roles while prompts queue or decode instances are full",
     )
     add("--min-prefill", type=int, default=1, help="prefill instances that keep their role")
     add("--min-decode", type=int, default=1, help="decode instances that keep their role")
-    add("--queue-limit", type=int, default=default.queue_limit, help="requests without an answer")
+    add("--queue-limit", type=int, default=default.queue_limit, help="requests without a response")
     add("--max-body", type=parse_size, default=default.max_body_bytes, metavar="SIZE")
     add(
         "--max-partial",
         type=parse_size,
         default=default.max_partial_bytes,
         metavar="SIZE",
-        help="of requests that are being received, all together; more get 503",
+        help="memory for requests that are being received; beyond that, requests get 503",
     )
     add(
         "--max-clients",
         type=int,
         default=default.max_clients,
-        help="connections; for more, idle ones are closed",
+        help="open connections; beyond that, idle ones are closed",
     )
     add("--engine-connections", type=int, default=default.engine_connections, help="to each engine")
     add("--connect-timeout", type=float, default=waits.connect_s, metavar="S")
@@ -368,14 +373,14 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         type=float,
         default=waits.resume_s,
         metavar="S",
-        help="the same for a stream that has lost its engine",
+        help="how long a stream that lost its engine waits for another instance",
     )
     add(
         "--leave-delay",
         type=float,
         default=waits.leave_s,
         metavar="S",
-        help="after SIGTERM, until new connections are refused",
+        help="from SIGTERM until new connections are refused",
     )
     add("--drain-timeout", type=float, default=waits.drain_s, metavar="S")
     return parser

@@ -1,6 +1,6 @@
-"""How many files, and thus connections, a gateway may have open. Called once, before it serves.
+"""Raises the limit of open files, and thus of connections. Called once, before the gateway serves.
 
-Shells and containers often start with a soft limit of 1,024, far below what they may take.
+Shells and containers often start with a soft limit of 1,024, far below the hard limit.
 """
 
 import logging
@@ -9,25 +9,26 @@ import resource
 log = logging.getLogger("cleave.gateway")
 
 MOST = 1 << 20
-"""Some systems allow a billion, and there are libraries that go through all of them."""
+"""Some systems allow a billion, and some libraries iterate over all of them."""
 
 
 def raise_limit(clients: int) -> None:
-    """Take as many as the hard limit allows, for processes that are forked later, too.
+    """Raise the soft limit to the hard limit, also for processes that are forked later.
 
-    `clients`: how many are to be served at a time; the log says when there are too few files.
+    `clients`: how many are to be served at a time; a warning is logged if the limit is too low for
+    them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        most = soft
+    limit = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        limit = soft
     else:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        log.info("up to %d files may be open instead of %d", most, soft)
-    if resource.RLIM_INFINITY != most <= clients:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        log.info("up to %d files may be open instead of %d", limit, soft)
+    if resource.RLIM_INFINITY != limit <= clients:
         log.warning(
             "%d files may be open, too few for --max-clients %d and their engines: "
             "raise the hard limit (ulimit -Hn) or serve fewer clients",
-            most,
+            limit,
             clients,
         )

@@ -1,15 +1,16 @@
-"""What is sent in one turn of the event loop, sent together. Shared by all connections.
+"""Batches writes: the data of one event loop iteration is sent together. Shared by all connections.
 
-What is hard: waking who waits for bytes costs a kernel as much as moving them, and a peer on the
-same machine has slept again before the next token comes, ten microseconds later. Sent one right
-after the other they find it awake. Nothing may be closed before what was posted to it is sent.
+What is hard: waking a process that waits for bytes costs the kernel as much as moving them, and a
+peer on the same machine sleeps again before the next token comes ten microseconds later. If writes
+follow each other directly, the peer is still awake. A connection must not be closed before its
+pending data is sent.
 """
 
 import asyncio
 from collections.abc import Callable
 
 AT_ONCE = 32
-"""Pieces; more of them would let the first one wait for long."""
+"""Pieces per batch; with more, the first one would wait too long."""
 
 
 def _do_soon(work: Callable[[], None]) -> object:
@@ -17,15 +18,15 @@ def _do_soon(work: Callable[[], None]) -> object:
 
 
 class Outbox:
-    """Of one process."""
+    """Pending writes of one process."""
 
     def __init__(self, do_later: Callable[[Callable[[], None]], object] = _do_soon) -> None:
-        """`do_later`: has something done once this turn of the event loop is over."""
+        """`do_later`: schedules a function for the end of this event loop iteration."""
         self._do_later = do_later
         self._posted: list[tuple[asyncio.Transport, bytes]] = []
 
     def post(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Send it, at the end of this turn at the latest."""
+        """Send data at the end of this event loop iteration at the latest."""
         posted = self._posted
         posted.append((transport, data))
         count = len(posted)
@@ -35,7 +36,7 @@ class Outbox:
             self.flush()
 
     def flush(self) -> None:
-        """Send what was posted, in order; what is for a connection that was cut is dropped."""
+        """Send everything pending, in order; data for closed connections is dropped."""
         posted, self._posted = self._posted, []
         for transport, data in posted:
             if not transport.is_closing():

@@ -1,11 +1,11 @@
-"""A gateway of several processes on one port: starts them, watches them, ends them.
+"""Supervisor of a gateway of several processes on one port: starts, monitors and stops them.
 
-Called by main. The kernel spreads connections over the processes (SO_REUSEPORT); what they share is
-in `siblings`. They are forked, so that one that died is replaced within milliseconds and all share
-the memory of what is imported; hence the parent has no event loop and no thread. What is hard: a
-port that several may have is also had by a stranger's gateway, so it is first asked for alone; and
-a parent that is killed must not leave children that serve, so each holds the end of a pipe that the
-parent never writes to.
+Called by main. The kernel spreads connections over the processes (SO_REUSEPORT); their shared state
+is in `siblings`. They are forked, so that one that died is replaced within milliseconds and all
+share the memory of imported modules; hence the parent has no event loop and no thread. What is
+hard: with SO_REUSEPORT another gateway could bind the same port, so the port is first bound
+exclusively; and a killed parent must not leave serving children behind, so each child holds the
+read end of a pipe that the parent never writes to.
 """
 
 import gc
@@ -30,25 +30,25 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.2
 HUNG_S = 30.0
-"""A process that has not been heard for so long is killed."""
+"""A process without a heartbeat for so long is killed."""
 FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 5.0
-"""Between the deaths of one process and its replacement: doubled each time."""
+"""Delays before a process that died is replaced: doubled each time."""
 CALM_S = 60.0
 MAX_DEATHS = 10
-"""Of all processes within CALM_S; then something is wrong that no restart mends."""
+"""Of all processes within CALM_S; after that, restarting is considered useless."""
 END_SLACK_S = 5.0
-"""After leaving and draining, until what is left is killed."""
+"""After the leave and drain time-outs, until the remaining processes are killed."""
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 Serve = Callable[[GatewayConfig, Siblings], int]
-"""Runs one process until it is told to stop; its exit code."""
+"""Runs one process until a signal stops it; returns its exit code."""
 
 
 @dataclass(slots=True)
 class _Child:
-    """One of the processes, or what is known of it while it is away."""
+    """One of the processes, or its next start."""
 
     pid: int = 0
     """0: it is to be started at `start_at`."""
@@ -58,11 +58,12 @@ class _Child:
 
 
 def run(config: GatewayConfig, serve: Serve) -> int:
-    """Until SIGTERM or SIGINT; the exit code. Raises OSError when an address cannot be had."""
+    """Run until SIGTERM or SIGINT; the exit code. Raises OSError when an address cannot be
+    bound."""
     with ExitStack() as stack:
         for host in config.hosts:
-            held = stack.enter_context(reserve(host, config.port))
-            config = replace(config, port=held.getsockname()[1])
+            reserved = stack.enter_context(reserve(host, config.port))
+            config = replace(config, port=reserved.getsockname()[1])
             if config.internal_port:
                 stack.enter_context(reserve(host, config.internal_port))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cleave-gateway-"))
@@ -76,29 +77,29 @@ def run(config: GatewayConfig, serve: Serve) -> int:
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A port that only our processes can have as well; connections go past this socket.
+    """Reserve a port for the processes of this gateway; this socket itself gets no connections.
 
-    Raises OSError when somebody listens there already.
+    Raises OSError when another program listens there already.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as alone:
         alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         alone.bind(address)
         address = alone.getsockname()
-    held = socket.socket(family, kind, protocol)
+    reserved = socket.socket(family, kind, protocol)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(address)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
     except OSError:
-        held.close()
+        reserved.close()
         raise
-    return held
+    return reserved
 
 
 class _Parent:
-    """Whoever holds the processes together; single-threaded, woken by signals."""
+    """The supervising process; single-threaded, woken by signals."""
 
     def __init__(self, config: GatewayConfig, siblings: Siblings, serve: Serve, pipe: int) -> None:
         self._config = config
@@ -112,7 +113,7 @@ class _Parent:
         self._code: int | None = None
 
     def run(self) -> int:
-        """Start all, keep them, end them."""
+        """Start all processes, restart them when they die, stop them."""
         while self._code is None:
             now = time.monotonic()
             for process, child in enumerate(self._children):
@@ -148,14 +149,14 @@ class _Parent:
             )
 
     def _wait(self) -> None:
-        found = signal.sigtimedwait(_SIGNALS, WATCH_S)
+        received = signal.sigtimedwait(_SIGNALS, WATCH_S)
         self._rounds.note()
-        if found is not None and found.si_signo != signal.SIGCHLD:
+        if received is not None and received.si_signo != signal.SIGCHLD:
             log.info("draining")
             self._code = 0
 
     def _bury(self) -> None:
-        """Clear up after processes that have ended."""
+        """Collect processes that have ended, and schedule their restarts."""
         for process, child in enumerate(self._children):
             code = _reap(child.pid)
             if code is None:
@@ -165,15 +166,15 @@ class _Parent:
             if self._code is not None:
                 continue
             if not self._ready and code > 0:
-                # It has said why; nor could another one.
+                # A start that fails with an exit code would fail again; it has logged why.
                 self._code = code
                 continue
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            log.error("process %d %s; another one follows", process + 1, how)
+            log.error("process %d %s; it will be restarted", process + 1, how)
             self._replace(child, time.monotonic())
 
     def _replace(self, child: _Child, now: float) -> None:
-        """Start another one soon, unless too many have died and none has lived for long."""
+        """Schedule a restart, unless too many processes died and none has run for long."""
         child.delay_s = min(max(2 * child.delay_s, FIRST_DELAY_S), LAST_DELAY_S)
         if now - child.started_at > CALM_S:
             child.delay_s = FIRST_DELAY_S
@@ -188,13 +189,13 @@ class _Parent:
     def _kill_hung(self) -> None:
         now = time.monotonic()
         for process, child in enumerate(self._children):
-            silent_s = now - max(self._siblings.find_beat(process), child.started_at)
-            if child.pid and silent_s > HUNG_S:
-                log.error("process %d has not moved for %.0f s: killing it", process + 1, silent_s)
+            hung_s = now - max(self._siblings.find_beat(process), child.started_at)
+            if child.pid and hung_s > HUNG_S:
+                log.error("process %d has hung for %.0f s: killing it", process + 1, hung_s)
                 os.kill(child.pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """Let all finish what they serve, then kill what is left."""
+        """Let all processes finish their requests, then kill those that remain."""
         waits = self._config.timeouts
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + waits.leave_s + waits.drain_s + END_SLACK_S
@@ -211,11 +212,11 @@ class _Parent:
 
 
 def _be(serve: Serve, config: GatewayConfig, siblings: Siblings, parent: int) -> int:
-    """The whole life of a child."""
+    """The life of a child process; its exit code."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if siblings.process:
-            # A ticket is known only where it was given out.
+            # A ticket of these services is valid only in the process that issued it.
             config = replace(config, router_port=0, endpoint_picker_port=0)
         return serve(config, siblings)
     except BaseException:
@@ -229,7 +230,8 @@ def _be(serve: Serve, config: GatewayConfig, siblings: Siblings, parent: int) ->
 
 
 def _reap(pid: int) -> int | None:
-    """The exit code of a child that has ended, below 0 for a signal; None: it lives, or is none."""
+    """The exit code of a child that has ended, negative for a signal; None: it runs, or there is
+    none."""
     if not pid:
         return None
     ended, status = os.waitpid(pid, os.WNOHANG)

@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 import httptools
 
+from cleave.gateway.completion import BodyScan
 from cleave.gateway.errors import ApiError, refuse, refuse_size
 
 MAX_HEAD_BYTES = 64 << 10
@@ -42,7 +43,7 @@ _UNKNOWN_EXPECTATION = ApiError(
 class Request:
     """One request, read completely."""
 
-    __slots__ = ("body", "headers", "http11", "keep_alive", "method", "path")
+    __slots__ = ("body", "headers", "http11", "keep_alive", "method", "path", "scan")
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class Request:
         self.http11 = http11
         self.keep_alive = keep_alive
         self.body = b""
+        self.scan: BodyScan | None = None
+        """Of a large body, once it is complete."""
 
 
 class RequestReader:

@@ -1,9 +1,10 @@
-"""What the processes of one gateway share. Made by their parent, inherited by each of them.
+"""State that the processes of one gateway share. Made by their parent and inherited by each of
+them.
 
-Books of the router, accounts of tenants, and who lives, in memory; what each process has counted,
-in files, so that nothing that was ever told goes down again when a process is killed. What is hard:
-whoever is asked answers for all, at once, also for one that hangs or is just being replaced; so
-nobody is asked, everybody leaves word.
+Load accounting of the router, usage of tenants, and heartbeats are in shared memory; the counters
+of each process are in files, so that no counter decreases when a process is killed. What is hard:
+any process must respond for all of them at once, even if one hangs or is being replaced; so
+processes never query each other, each publishes its own state.
 """
 
 import copy
@@ -21,130 +22,133 @@ from cleave.router.shared_books import SharedBooks, make_table
 log = logging.getLogger(__name__)
 
 MAX_TENANTS = 4_096
-"""Further ones have an account in each process."""
+"""Each process counts further tenants by itself."""
 MISSING_S = 10.0
-"""A process that has not been heard for so long makes the gateway unhealthy."""
+"""A process without a heartbeat for so long makes the gateway unhealthy."""
 
 _BEAT, _UNANSWERED, _IN_FLIGHT, _PID = range(4)
 _RESTARTS = 0
 
 
 class Siblings:
-    """All processes, as one of them sees them."""
+    """The shared state, as one process sees it."""
 
     def __init__(self, count: int, folder: Path, parent: int = -1) -> None:
-        """`folder`: for files, only ours; `parent`: reads nothing as long as the parent lives."""
+        """`folder`: a private folder for files; `parent`: a pipe that becomes readable when the
+        parent dies."""
         self.count = count
         self.process = count
         self.name = uuid.uuid4().hex
-        """Of all together, as agents count routers."""
+        """Identifies all processes together as one router to the agents."""
         self.parent = parent
         self._folder = folder
         self._has_warned = False
-        """Its counts could not be written; it has been said."""
+        """Whether it has been logged that the counters cannot be written."""
         self._books = make_table(count)
         self.accounts = SharedTable(MAX_TENANTS, count, own=1, common=2)
-        """Of tenants."""
+        """Usage of tenants."""
         self._vitals = SharedTable(1, count, own=4, common=1)
         self._vitals.claim(b"all")
         for process in range(count):
             self._set(process, _BEAT, time.monotonic())
 
     def seen_by(self, process: int) -> Self:
-        """The same, for one of the processes."""
-        other = copy.copy(self)
-        other.process = process
-        other._books = self._books.seen_by(process)
-        other.accounts = self.accounts.seen_by(process)
-        return other
+        """The same state, for another process."""
+        copied = copy.copy(self)
+        copied.process = process
+        copied._books = self._books.seen_by(process)
+        copied.accounts = self.accounts.seen_by(process)
+        return copied
 
     def open_books(self) -> SharedBooks:
-        """Of the instances."""
+        """Load accounting of the instances."""
         return SharedBooks(self._books)
 
-    # --- what each process says of itself ---
+    # --- published by each process ---
 
     def begin(self, pid: int) -> None:
         """This process listens."""
         self._set(self.process, _PID, pid)
 
     def beat(self, now: float, unanswered: int, in_flight: int) -> None:
-        """It lives; with requests that wait for their first byte, and all that are served."""
+        """Publish a heartbeat, the requests waiting for their first byte, and all requests in
+        flight."""
         for field, value in ((_BEAT, now), (_UNANSWERED, unanswered), (_IN_FLIGHT, in_flight)):
             self._set(self.process, field, value)
 
     def write_counts(self, counts: bytes) -> None:
-        """All that this process and its predecessors have counted."""
+        """Publish all that this process and its predecessors have counted."""
         path = self._path(self.process)
         part = path.with_suffix(".part")
         try:
             part.write_bytes(counts)
             part.replace(path)
         except OSError as error:
-            # A full disk must not keep anybody from being served.
+            # A full disk must not stop requests from being served.
             if not self._has_warned:
-                log.warning("metrics of this process are not told to the others: %s", error)
+                log.warning("cannot share the metrics of this process with the others: %s", error)
             self._has_warned = True
 
     def clear_up(self) -> None:
-        """What a parent that was killed could not take away."""
+        """Remove the files that a killed parent left behind."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # --- what it learns of all ---
+    # --- read for all processes ---
 
     def read_counts(self, process: int) -> bytes:
-        """What a process has left last; nothing at first."""
+        """The counters that a process published last; empty at first."""
         try:
             return self._path(process).read_bytes()
         except FileNotFoundError:
             return b""
 
     def find_room(self, unanswered: int, limit: int) -> int:
-        """How many may wait here for their first byte, until asked again.
+        """How many requests may wait here for their first byte, until the next call.
 
-        What is left for all is shared out evenly, so that together they about keep to the limit
-        whatever clients each has. At least one may: nobody could ever be let in else.
+        The remaining room is divided evenly, so that all processes together about keep the limit
+        however clients are spread. The result is at least 1: otherwise no request could be admitted
+        again.
         """
-        left = max(limit - sum(self._read(_UNANSWERED)), 0.0)
-        return max(unanswered + math.floor(left / self.count), 1)
+        remaining = max(limit - sum(self._read(_UNANSWERED)), 0.0)
+        return max(unanswered + math.floor(remaining / self.count), 1)
 
     def count_in_flight(self) -> int:
-        """Requests being served by all."""
+        """Requests that all processes are serving."""
         return int(sum(self._read(_IN_FLIGHT)))
 
     def list_pids(self) -> list[int]:
-        """Of those that live and listen."""
+        """Processes that are alive and listen."""
         return [int(pid) for pid in self._read(_PID) if pid]
 
     def find_missing(self, now: float) -> list[tuple[int, float]]:
-        """Processes that have not been heard for MISSING_S, and since how many seconds."""
+        """Processes without a heartbeat for MISSING_S, and the age of their last one in seconds."""
         ages = [now - beat for beat in self._read(_BEAT)]
         return [(process, age) for process, age in enumerate(ages) if age > MISSING_S]
 
     @property
     def restarts(self) -> int:
-        """Of all processes, since the start."""
+        """Restarts of all processes since the start."""
         return int(self._vitals.common[0, _RESTARTS])
 
-    # --- what only the parent does ---
+    # --- called by the parent only ---
 
     def find_beat(self, process: int) -> float:
-        """When a process was heard last."""
+        """Time of a process's last heartbeat."""
         return self._read(_BEAT)[process]
 
     def forget(self, process: int) -> None:
-        """A process has died: none of what it had under way is there any more."""
+        """A process has died, and with it all its requests: clear its state."""
         self._books.forget(process)
         self.accounts.forget(process)
         for field in (_UNANSWERED, _IN_FLIGHT, _PID):
             self._set(process, field, 0.0)
 
     def note_restart(self) -> None:
-        """Another one takes its place."""
+        """Count the restart of a process."""
         self._vitals.common[0, _RESTARTS] += 1
 
     def close(self) -> None:
-        """All have ended."""
+        """Free the shared memory, after all processes have ended."""
         for table in (self._books, self.accounts, self._vitals):
             table.close()
 

@@ -1,8 +1,8 @@
-"""Certificates of the gateway's ports; read at the start and whenever their files change.
+"""Certificates of the gateway's ports; read at the start and when their files change.
 
-What is hard: certificates are renewed while the gateway runs, and a renewal that is half done must
-not take the port away. New files are tried in a context of their own first; unless they are good,
-new connections go on with what was read before.
+What is hard: certificates are renewed while the gateway runs, and a half-written renewal must not
+break the port. New files are tried in a separate context first; if they are invalid, new
+connections continue with the previous certificate.
 """
 
 import logging
@@ -19,17 +19,17 @@ class TlsError(ValueError):
 
 
 class Certificate:
-    """A certificate with its key, kept up to date by `refresh`."""
+    """A certificate with its key; `refresh` reads them again when they have changed."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         """Both in PEM, the certificate with its chain. Raises TlsError when they cannot be used."""
         self._files = certificate, key
         self._stamps = self._stamp()
         self.context = _build(*self._files)
-        """What connections begin with; the same one for the gateway's life."""
+        """Used by new connections; the same object for the gateway's life."""
 
     def refresh(self) -> bool:
-        """Read the files again if they have changed; whether there is something new.
+        """Read the files again if they have changed; returns whether there is a new certificate.
 
         Called every few seconds, or before each connection.
         """

@@ -1,1 +1,1 @@
-"""What processes share beside contracts: load page, core locks, tables of numbers, log lines."""
+"""State shared between processes: load page, core locks, tables of numbers; and log formats."""

@@ -1,6 +1,6 @@
-"""Where agents lock the cores of their engines: one file a core, the same for a whole machine.
+"""Lock files for the CPU cores of engines: one file per core, common to all agents of a machine.
 
-Agents take the locks; whoever plans workers on a machine looks which ones are held.
+Agents take the locks; `cleave up` reads them when it plans workers for a machine.
 """
 
 import tempfile
@@ -13,11 +13,11 @@ def folder() -> Path:
 
 
 def lock_file(locks: Path, core: int) -> Path:
-    """The file whose lock is the right to `core`."""
+    """The file whose lock reserves `core`."""
     return locks / f"core-{core}.lock"
 
 
 def core_of(file: Path) -> int | None:
-    """The core that a lock file stands for; None when it is no lock file."""
+    """The core of a lock file; None when the file is not a lock file."""
     core = file.name.removeprefix("core-").removesuffix(".lock")
     return int(core) if core.isdigit() and file.name == f"core-{core}.lock" else None

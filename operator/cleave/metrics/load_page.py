@@ -1,4 +1,4 @@
-"""The load page: one small file that the engine writes and its agent reads.
+"""The load page: a small memory-mapped file with an engine's load, which its agent reads.
 
 The engine's side (vLLM's stat logger plug-in, the emulated engine) stores a snapshot after every
 iteration; the agent reads it ten times a second. A memory-mapped file costs the engine under a
@@ -21,7 +21,7 @@ _BODY = struct.Struct("<IIQIIQdQ")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine carries at one moment."""
+    """The load of an engine at one moment."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -44,7 +44,7 @@ class LoadPage:
         self._page = Page(path, _BODY)
 
     def write(self, load: Load) -> None:
-        """Store a snapshot, stamped with the present time."""
+        """Store a snapshot with the present time in place of `load.sampled_ns`."""
         self._page.write(
             load.num_running,
             load.num_waiting,
@@ -57,7 +57,7 @@ class LoadPage:
         )
 
     def read(self) -> Load:
-        """The newest whole snapshot; Load() when none can be had."""
+        """The latest consistent snapshot; Load() when there is none."""
         values = self._page.read()
         return Load(*values) if values else Load()
 

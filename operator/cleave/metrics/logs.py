@@ -1,9 +1,9 @@
-"""How our processes write their logs: lines of text for people, of JSON for collectors.
+"""Log formats of all programs: lines of text for people, of JSON for log collectors.
 
-Called once by the gateway, the operator and the agent, when they start. Whatever is logged may name
-requests, models and instances as `extra={"fields": {...}}`; nobody ever logs prompts, keys, bodies.
-What is hard: a pipe that nobody empties blocks who writes to it, which an event loop must not be.
-So what comes with each request goes through a bounded queue (`write_aside`).
+Called once by the gateway, the operator and the agent at start. Log records may name requests,
+models and instances as `extra={"fields": {...}}`; prompts, keys and bodies are never logged.
+What is hard: writing to a full pipe blocks, which must not happen in an event loop. So log lines
+for each request go through a bounded queue and a thread (`write_aside`).
 """
 
 import json
@@ -19,7 +19,7 @@ from threading import Thread
 
 FORMATS = ("text", "json")
 ENV = "CLEAVE_LOG_FORMAT"
-"""Environment variable that says which, where no option does; our container images set it."""
+"""Environment variable with the default format; Cleave's container images set it."""
 QUEUE_LINES = 8_192
 END_S = 1.0
 
@@ -27,15 +27,15 @@ Fields = Mapping[str, object]
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, as log collectors want it."""
+    """One JSON object per line, for log collectors."""
 
     def __init__(self, always: Fields | None = None) -> None:
-        """`always`: fields of each line."""
+        """`always`: fields of every line."""
         super().__init__()
         self._always = dict(always or {})
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record with its traceback, if any, in one line."""
+        """The record as one line, including its traceback if it has one."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{moment}.{int(record.msecs):03d}Z",
@@ -51,7 +51,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """The same for people: `TIME LEVEL LOGGER: MESSAGE key=value ...`."""
+    """Lines of text for people: `TIME LEVEL LOGGER: MESSAGE key=value ...`."""
 
     def __init__(self, pattern: str = "%(asctime)s %(levelname)s %(name)s: %(message)s") -> None:
         super().__init__(pattern)
@@ -65,9 +65,9 @@ class TextLines(logging.Formatter):
 def add_option(
     parser: ArgumentParser, default: str = "text", env: Mapping[str, str] = os.environ
 ) -> None:
-    """`--log-format`, alike for all of our programs."""
+    """Add `--log-format`, which is the same in all programs."""
     chosen = env.get(ENV, default)
-    text = f"of the log's lines (default: ${ENV}, or {default})"
+    text = f"format of the log's lines (default: ${ENV}, or {default})"
     parser.add_argument("--log-format", choices=FORMATS, default=chosen, help=text)
 
 
@@ -78,9 +78,9 @@ def set_up(
     text: logging.Formatter | None = None,
     always: Fields | None = None,
 ) -> None:
-    """Make the process log to its stderr.
+    """Configure logging to stderr.
 
-    `text`: how lines of text look; `always`: fields of each line of JSON.
+    `text`: formatter of the text format; `always`: fields of every JSON line.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(always) if log_format == "json" else text or TextLines())
@@ -89,7 +89,7 @@ def set_up(
 
 @contextmanager
 def write_aside(name: str, lines: int = QUEUE_LINES) -> Iterator[None]:
-    """Meanwhile a thread writes this logger's lines, to where the root's go."""
+    """Inside the context, a thread writes the lines of logger `name` to the root's handlers."""
     aside, log = _Aside(lines), logging.getLogger(name)
     log.addHandler(aside)
     log.propagate = False
@@ -102,7 +102,7 @@ def write_aside(name: str, lines: int = QUEUE_LINES) -> Iterator[None]:
 
 
 class _Aside(QueueHandler):
-    """Puts records into a queue that a thread empties; what finds it full is lost, and counted."""
+    """Puts records into a queue that a thread empties; a full queue drops and counts records."""
 
     def __init__(self, lines: int) -> None:
         self._lines: Queue[logging.LogRecord | None] = Queue(lines)
@@ -112,14 +112,14 @@ class _Aside(QueueHandler):
         self._writer.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Never waits."""
+        """Queue a record without waiting."""
         try:
             self._lines.put_nowait(record)
         except Full:
             self._num_lost += 1
 
     def end(self) -> None:
-        """Write what waits, unless nobody takes it."""
+        """Write the queued records, for at most `END_S`, and stop the thread."""
         with suppress(Full):
             self._lines.put(None, timeout=END_S)
         self._writer.join(END_S)

@@ -1,7 +1,7 @@
-"""A few numbers in a memory-mapped file that one process writes and others read.
+"""A page: a few numbers in a memory-mapped file that one process writes and others read.
 
-The load page and the terms page are made of it. What is hard: reader and writer share no lock, so a
-sequence number is odd while a write is under way and the reader tries again (a seqlock).
+The basis of the load page and the terms page. What is hard: reader and writer share no lock, so a
+sequence number is odd during a write and the reader then tries again (a seqlock).
 """
 
 import mmap
@@ -15,7 +15,7 @@ _READ_ATTEMPTS = 100
 
 
 class Page:
-    """One page, opened for writing or reading; its file is made when it is not there."""
+    """One page, opened for writing or reading; a missing file is created."""
 
     def __init__(self, path: Path, body: struct.Struct) -> None:
         self._body = body
@@ -30,21 +30,21 @@ class Page:
 
     @property
     def version(self) -> int:
-        """Another one after each write; 0: nothing was written yet."""
+        """A number that changes with each write; 0: nothing has been written."""
         version: int = _SEQUENCE.unpack_from(self._map)[0]
         return version
 
     def write(self, *values: float) -> None:
         """Store the numbers, all at once."""
         (sequence,) = _SEQUENCE.unpack_from(self._map)
-        # An odd number left by a writer that died would stay odd for ever: round up first.
+        # A writer that died may have left an odd number: round up to an even one first.
         sequence += sequence & 1
         _SEQUENCE.pack_into(self._map, 0, sequence + 1)
         self._body.pack_into(self._map, _SEQUENCE.size, *values)
         _SEQUENCE.pack_into(self._map, 0, sequence + 2)
 
     def read(self) -> tuple[Any, ...] | None:
-        """The newest whole numbers; None when none can be had."""
+        """The latest consistent numbers; None when none can be read in 100 attempts."""
         for _ in range(_READ_ATTEMPTS):
             (before,) = _SEQUENCE.unpack_from(self._map)
             values = self._body.unpack_from(self._map, _SEQUENCE.size)

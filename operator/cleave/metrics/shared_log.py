@@ -1,27 +1,27 @@
-"""What each process of one gateway has changed lately, noted in memory that all share.
+"""A change log of the processes of one gateway, in shared memory.
 
-Made and inherited with a shared table; followed by the router's shared boards, which so look at
-what has changed and at nothing else. What is hard: nobody waits for readers, so a log that has
-come round is not read, and all may have changed then.
+Created and inherited together with a shared table; read by the router's shared boards, which so
+process only the rows that have changed. What is hard: writers do not wait for readers, so a reader
+may find its next entries overwritten; then it must assume that all rows have changed.
 """
 
 import mmap
 
 LENGTH = 4_096
-"""Notes of each process before its first is written over."""
+"""Entries of each process before its first one is overwritten."""
 _CELL_BYTES = 8
 _HEAD = 8
-"""Cells before the notes, so that none is on a line with another process's. The first counts."""
+"""Cells before the entries of a process: one cache line, of which the first cell is the counter."""
 _PART = _HEAD + LENGTH
 
 
 class SharedLog:
-    """The log as one of the processes sees it: each has its own part."""
+    """The log as one process uses it; each process writes to its own part."""
 
     __slots__ = ("_at", "_cells", "_count", "_process", "_processes")
 
     def __init__(self, cells: "memoryview[int]", processes: int, process: int) -> None:
-        """In these cells, as `make_log` makes them."""
+        """`cells`: the shared memory that `make_log` allocates."""
         self._cells, self._processes, self._process = cells, processes, process
         self._at = process * _PART
         self._count = cells[self._at] if process < processes else 0
@@ -31,23 +31,23 @@ class SharedLog:
         return SharedLog(self._cells, self._processes, process)
 
     def note(self, number: int) -> None:
-        """Tell the others; what is noted has been written before."""
+        """Append an entry for row `number`, whose cells must already have been written."""
         cells, at, count = self._cells, self._at, self._count
         cells[at + _HEAD + count % LENGTH] = number
         cells[at] = self._count = count + 1
 
     def forget(self, process: int) -> None:
-        """A process has died: all that it wrote may have changed."""
+        """A process has died: make readers assume that all rows have changed."""
         self._cells[process * _PART] += LENGTH + 1
 
     def follow(self) -> "Follower":
-        """What the others note from now on."""
-        others = (each for each in range(self._processes) if each != self._process)
-        return Follower(self._cells, [each * _PART for each in others])
+        """A reader of the entries of all other processes from now on."""
+        peers = (each for each in range(self._processes) if each != self._process)
+        return Follower(self._cells, [each * _PART for each in peers])
 
 
 class Follower:
-    """A reader of all other processes' notes."""
+    """Reads the entries of all other processes."""
 
     __slots__ = ("_at", "_cells", "_seen")
 
@@ -56,23 +56,24 @@ class Follower:
         self._seen = [cells[each] for each in at]
 
     def take(self, into: set[int], most: int) -> bool:
-        """Add what was noted since; False: more than `most` by one process, so look at all."""
-        cells, seen, is_all = self._cells, self._seen, True
-        for place, at in enumerate(self._at):
+        """Add the new entries to `into`; False: a process wrote more than `most`, so process all
+        rows."""
+        cells, counts, is_complete = self._cells, self._seen, True
+        for index, at in enumerate(self._at):
             count = cells[at]
-            first = seen[place]
+            first = counts[index]
             if count == first:
                 continue
-            seen[place] = count
+            counts[index] = count
             if count - first > min(most, LENGTH):
-                is_all = False
+                is_complete = False
                 continue
             for each in range(first, count):
                 into.add(cells[at + _HEAD + each % LENGTH])
-        return is_all
+        return is_complete
 
 
 def make_log(processes: int) -> SharedLog:
-    """Before the processes are forked; who makes it is none of them."""
+    """The log of `processes` processes, created by their parent before it forks them."""
     memory = mmap.mmap(-1, _CELL_BYTES * processes * _PART)
     return SharedLog(memoryview(memory).cast("q"), processes, processes)

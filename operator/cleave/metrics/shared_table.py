@@ -1,12 +1,12 @@
-"""Numbers that the processes of one gateway share: rows of cells in one memory, no lock on the way.
+"""A table of numbers in memory that the processes of one gateway share, without locks in use.
 
-Made by the first process, inherited by those it forks; used by the router's shared books and the
-gateway's shared limits. Each row has own cells for each process, written by that process alone and
-added up by all, so that nothing gets lost however they interleave, and common cells that anybody
-writes: the last one wins, which is right for what all would write alike.
-What is hard: a process may die at any moment, also while it holds a row. So whoever sees it die
-clears its cells, and the only lock, for finding a row, is one that the kernel takes back. And what
-one core writes another fetches by the line, at a tenth of a microsecond each: a row is one piece.
+Created by the parent process and inherited by the processes it forks; used by the router's shared
+books and the gateway's shared limits. A row has own cells for each process, which only that process
+writes and all add up, so that no update is lost; and common cells that all processes write: the
+last write wins, which is right for values on which all processes agree.
+What is hard: a process may die at any moment, also while it has claimed a row. So the process that
+detects this clears its cells, and the only lock, for claiming rows, is released by the kernel. And
+a cache line written by another core takes a tenth of a microsecond to read: a row is contiguous.
 """
 
 import copy
@@ -25,20 +25,20 @@ from cleave.metrics.shared_log import make_log
 
 CELL_BYTES = 8
 _LINE = 8
-"""Cells that cores fetch together; rows begin on one."""
+"""Cells of a cache line; each row starts on a line."""
 
 LOCK_S = 0.2
-"""At most, for a row; its holder needs some microseconds unless it was stopped."""
+"""Timeout of the lock; its holder needs some microseconds unless it has been stopped."""
 _LOCK_EVERY_S = 0.0005
 
 
 class SharedTable:
-    """The table as one of the processes sees it; rows are claimed by key."""
+    """The table as one process uses it; rows are claimed by key."""
 
     def __init__(self, rows: int, processes: int, *, own: int, common: int) -> None:
-        """`own` and `common`: how many cells of each kind a row has; all begin as 0.
+        """`own` and `common`: number of cells of each kind in a row; all are 0 at first.
 
-        Who makes it is none of the processes: rows that it claims stay for ever.
+        The creating parent is not one of the processes; rows that it claims are never freed.
         """
         self.process = processes
         self._own, self.processes = own, processes
@@ -52,12 +52,12 @@ class SharedTable:
         self.common = table[:, own * processes : own * processes + common]
         """Common cells by row and field."""
         self._keys = np.frombuffer(self.memory, np.uint64, rows, CELL_BYTES * num_cells)
-        held = np.frombuffer(self.memory, np.uint8, offset=CELL_BYTES * (num_cells + rows))
-        self._held = held.reshape(rows, processes + 1)
+        claims = np.frombuffer(self.memory, np.uint8, offset=CELL_BYTES * (num_cells + rows))
+        self._held = claims.reshape(rows, processes + 1)
         self.cells = memoryview(self.memory)[: CELL_BYTES * num_cells].cast("d")
-        """Every cell, at `own_at` and `common_at`: a tenth of what arrays take for a single one."""
+        """All cells, indexed by `own_at` and `common_at`: ten times as fast as array items."""
         self.log = make_log(processes)
-        """Rows that have changed, where somebody wants to know."""
+        """Change log of the rows; only some users write to it."""
 
     def seen_by(self, process: int) -> Self:
         """The same table for another process."""
@@ -66,7 +66,7 @@ class SharedTable:
         return other
 
     def claim(self, key: bytes) -> int | None:
-        """The row of this key, the same in all processes; None: there is none left."""
+        """The row of this key, the same in all processes; None: no row is free."""
         number = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") or 1
         try:
             with self._locked():
@@ -78,40 +78,40 @@ class SharedTable:
             return None
 
     def release(self, row: int) -> None:
-        """This process needs a row no more; without anybody it is free for another key."""
+        """End this process's claim; a row without claims is free for another key."""
         self._owned[row, :, self.process] = 0.0
         self._held[row, self.process] = 0
 
     def forget(self, process: int) -> None:
-        """Clear what a process that has died has left in every row."""
+        """Clear the cells and claims of a process that has died."""
         self._owned[:, :, process] = 0.0
         self._held[:, process] = 0
         self.log.forget(process)
 
     def own_at(self, row: int, field: int) -> int:
-        """Where in `cells` this process writes."""
+        """Index in `cells` of an own field of this process."""
         return self.cell_at(row, field, self.process)
 
     def cell_at(self, row: int, field: int, process: int) -> int:
-        """Where in `cells` a process writes; next come the other processes, then the next field."""
+        """Index in `cells` of an own field of `process`; processes are contiguous in a field."""
         return row * self._width + field * self.processes + process
 
     def common_at(self, row: int, field: int) -> int:
-        """Where in `cells` all write; behind the last own one."""
+        """Index in `cells` of a common field; these come after the own fields."""
         return self.cell_at(row, self._own, field)
 
     def read(self, row: int, field: int) -> tuple[float, ...]:
-        """The own cells of all processes."""
+        """The own cells of all processes for one field."""
         return tuple(self._owned[row, field].tolist())
 
     def close(self) -> None:
-        """No more rows can be claimed; the memory goes with the last process."""
+        """Close the file, so that no more rows can be claimed; the mapped memory stays usable."""
         os.close(self._file)
 
     def _find(self, number: int) -> int | None:
-        known = np.flatnonzero(self._keys == number)
-        if known.size:
-            return int(known[0])
+        rows = np.flatnonzero(self._keys == number)
+        if rows.size:
+            return int(rows[0])
         free = np.flatnonzero(~self._held.any(axis=1))
         if not free.size:
             return None

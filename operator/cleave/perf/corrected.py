@@ -1,8 +1,8 @@
-"""A latency model corrected by what was measured while it served.
+"""A latency model corrected by measurements in production.
 
 Aladdin, section 5.1: the performance model is updated continuously from the workers' execution
-traces. Here that is a factor for each phase, found by the planner's guard; a shape that is wrong
-stays wrong, a machine that is slower than its profile says does not.
+traces. Here that is one factor for each phase, determined by `planner.guard`. Factors correct a
+machine that is slower or faster than its profile, but not a model with a wrong form.
 """
 
 from dataclasses import dataclass, replace
@@ -11,17 +11,17 @@ from cleave.perf import pipeline
 from cleave.perf.estimate import Estimate, Estimator
 
 LEAST, MOST = 0.1, 10.0
-"""Beyond, the model is of something else, and no factor mends it."""
+"""Range of a factor; outside of it the model describes a different machine or model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How much longer passes take than the model says."""
+    """How many times longer iterations take than the model predicts, by phase."""
 
     prefill: float = 1.0
     decode: float = 1.0
     num_requests: int = 0
-    """That it rests on."""
+    """Number of requests that were measured."""
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
@@ -34,14 +34,14 @@ class Correction:
         return f"corrected by x{self.prefill:.2f} prefill, x{self.decode:.2f} decode {requests}"
 
     def times(self, factor: float) -> "Correction":
-        """With passes of both phases so much longer, as far as a correction goes."""
+        """This correction with both factors multiplied by `factor`, clamped to the range."""
         return replace(
             self, prefill=bound(self.prefill * factor), decode=bound(self.decode * factor)
         )
 
     @property
     def is_none(self) -> bool:
-        """Whether the model stays as it is."""
+        """Whether it changes nothing."""
         return self.prefill == self.decode == 1.0
 
 
@@ -49,12 +49,12 @@ NONE = Correction()
 
 
 def bound(factor: float) -> float:
-    """The nearest one that a correction may have."""
+    """The nearest factor within the range."""
     return min(max(factor, LEAST), MOST)
 
 
 class CorrectedEstimator:
-    """Implements `cleave.perf.estimate.Estimator`: another one's passes, corrected."""
+    """Implements `cleave.perf.estimate.Estimator`: another estimator's iterations, corrected."""
 
     def __init__(self, estimator: Estimator, correction: Correction) -> None:
         self._estimator = estimator
@@ -63,22 +63,22 @@ class CorrectedEstimator:
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
-        """With longer or shorter passes, which is said with how far they are trusted."""
-        found = self._estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
-        if found is None:
+        """The other estimator's answer with scaled iterations; its source names the correction."""
+        base = self._estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
+        if base is None:
             return None
         factor = self._correction
-        timing = pipeline.scaled(found.timing, prompt=factor.prefill, decode=factor.decode)
-        trust = replace(found.trust, source=f"{found.trust.source}; {factor}")
-        return replace(found, timing=timing, trust=trust)
+        timing = pipeline.scaled(base.timing, prompt=factor.prefill, decode=factor.decode)
+        trust = replace(base.trust, source=f"{base.trust.source}; {factor}")
+        return replace(base, timing=timing, trust=trust)
 
     def why_not(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
-        """As the other one says."""
+        """The other estimator's reason."""
         return self._estimator.why_not(gpu, tensor_parallel_size, pipeline_parallel_size)
 
 
 def correct(estimator: Estimator, correction: Correction) -> Estimator:
-    """`estimator` with its passes corrected; itself where there is nothing to correct."""
+    """`estimator` with corrected iterations; `estimator` itself if nothing is to be corrected."""
     return estimator if correction.is_none else CorrectedEstimator(estimator, correction)

@@ -1,6 +1,6 @@
-"""Curves through few measured points. Used by everything that becomes a Timing.
+"""Curves through few measured points. Used by all latency models that become a Timing.
 
-Standard library only: emulated engines read profiles.
+Standard library only: emulated engines import it.
 """
 
 import math
@@ -9,24 +9,24 @@ from collections.abc import Iterable, Sequence
 
 _MOST_CELLS = 2048
 _DETERMINED = 1e-9
-"""A direction with less than this share of the samples' weight is not determined."""
+"""A coefficient whose scaled pivot is not above this is not determined by the samples."""
 
 Points = Sequence[tuple[float, float]]
-"""(place, value), places ascending."""
+"""(x, value), x ascending."""
 
 
 def read(points: Points, at: float) -> float:
-    """The straight lines through two or more `points`, continued on both sides."""
+    """Piecewise linear interpolation through two or more `points`, extrapolated on both sides."""
     index = min(max(bisect_right(points, (at, math.inf)) - 1, 0), len(points) - 2)
     (x0, y0), (x1, y1) = points[index], points[index + 1]
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
 def tabulate(points: Points, step: float) -> tuple[float, ...]:
-    """`points` read at 0, step, 2 steps, ... to one step beyond the last; never below 0.
+    """`points` interpolated at 0, step, 2 steps, ... to one step beyond the last; never below 0.
 
-    Beyond the last point it goes on with the mean slope of the upper half: the last two points
-    alone would continue their noise.
+    Beyond the last point the mean slope of the upper half is used, because the slope of the last
+    two points is noisy.
     """
     last, value = points[-1]
     middle = points[(len(points) - 1) // 2]
@@ -37,14 +37,17 @@ def tabulate(points: Points, step: float) -> tuple[float, ...]:
     return (*inside, inside[-1] + slope * step)
 
 
-def step_through(places: Iterable[int]) -> int:
-    """The widest step that meets every place, or the narrowest that makes a table of fair size."""
-    places = tuple(places)
-    return max(math.gcd(*places), math.ceil(max(places) / _MOST_CELLS))
+def step_through(xs: Iterable[int]) -> int:
+    """The widest step of a table that contains every x, limited to _MOST_CELLS table entries."""
+    xs = tuple(xs)
+    return max(math.gcd(*xs), math.ceil(max(xs) / _MOST_CELLS))
 
 
 def non_decreasing(points: Points) -> list[tuple[float, float]]:
-    """The least-squares fit that never falls: neighbours in the wrong order become their mean."""
+    """The non-decreasing least-squares fit: neighbours in wrong order are replaced by their mean.
+
+    (Pool adjacent violators.)
+    """
     blocks: list[tuple[float, int]] = []
     for _, value in points:
         total, count = value, 1
@@ -52,7 +55,7 @@ def non_decreasing(points: Points) -> list[tuple[float, float]]:
             total, count = total + blocks[-1][0], count + blocks.pop()[1]
         blocks.append((total, count))
     values = [total / count for total, count in blocks for _ in range(count)]
-    return [(place, value) for (place, _), value in zip(points, values, strict=True)]
+    return [(x, value) for (x, _), value in zip(points, values, strict=True)]
 
 
 def least_squares(
@@ -74,17 +77,17 @@ def least_squares(
 
 
 def solve_moments(moments: Sequence[Sequence[float]], right: Sequence[float]) -> tuple[float, ...]:
-    """The normal equations of least squares; what would be below 0 is left out, as 0.
+    """Solve the normal equations of least squares; coefficients that would be below 0 become 0.
 
-    Raises ValueError when they determine nothing: columns that are 0 or go along with others.
+    Raises ValueError when columns are 0 or linearly dependent.
     """
-    wanted = list(range(len(right)))
-    while wanted:
-        solved = _solve([[*(moments[i][j] for j in wanted), right[i]] for i in wanted])
+    columns = list(range(len(right)))
+    while columns:
+        solved = _solve([[*(moments[i][j] for j in columns), right[i]] for i in columns])
         if min(solved) >= 0:
-            known = dict(zip(wanted, solved, strict=True))
-            return tuple(known.get(i, 0.0) for i in range(len(right)))
-        del wanted[solved.index(min(solved))]
+            by_column = dict(zip(columns, solved, strict=True))
+            return tuple(by_column.get(i, 0.0) for i in range(len(right)))
+        del columns[solved.index(min(solved))]
     return (0.0,) * len(right)
 
 
@@ -95,9 +98,9 @@ def mean_error(pairs: Iterable[tuple[float, float]]) -> float | None:
 
 
 def _solve(matrix: list[list[float]]) -> list[float]:
-    """Gauss with pivots on a matrix of moments with the right side as last column."""
+    """Gaussian elimination with pivots on moments, with the right side as last column."""
     size = len(matrix)
-    # Each column is scaled to 1: tokens and tokens^2 side by side would look degenerate.
+    # Each column is scaled to 1: otherwise tokens beside tokens^2 would look degenerate.
     scales = [math.sqrt(matrix[i][i]) for i in range(size)]
     if min(scales) == 0:
         raise ValueError("the samples do not determine the coefficients")
@@ -115,6 +118,6 @@ def _solve(matrix: list[list[float]]) -> list[float]:
             rows[k] = [a - share * b for a, b in zip(rows[k], rows[i], strict=True)]
     solution = [0.0] * size
     for i in reversed(range(size)):
-        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
-        solution[i] = (rows[i][size] - known) / rows[i][i]
+        solved = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - solved) / rows[i][i]
     return [part / scale for part, scale in zip(solution, scales, strict=True)]

@@ -1,8 +1,8 @@
-"""Decode passes over batch and context: a line over the context for each batch (Aladdin, Eq. 3).
+"""Fit of decode iterations: for each batch, ms is a line over the context (Aladdin, Eq. 3).
 
-Used for measured profiles of engines and for the attention of operator profiles. Standard library
-only. What is hard: few, noisy points. One slope for all batches is sturdy, one for each follows a
-kernel that uses the device better in larger batches; what predicts held-out points better is taken.
+Used for measured profiles of engines and for the attention in operator profiles. Standard library
+only. What is hard: points are few and noisy. One slope for all batches is robust; one slope for
+each batch follows kernels that use the device better in larger batches. Cross-validation decides.
 """
 
 from collections import defaultdict
@@ -16,15 +16,15 @@ _MOST_FOLDS = 20
 
 
 class Measured(Protocol):
-    """A decode pass, or its attention."""
+    """A measured decode iteration, or its attention."""
 
     @property
     def batch(self) -> int:
-        """Requests."""
+        """Number of requests."""
 
     @property
     def context_tokens(self) -> int:
-        """Of all requests together."""
+        """Sum over all requests."""
 
     @property
     def ms(self) -> float:
@@ -32,36 +32,33 @@ class Measured(Protocol):
 
 
 Tables = tuple[tuple[float, ...], tuple[float, ...]]
-"""By batch from 0 on: ms without contexts, ms per context token."""
+"""(ms without contexts, ms per context token), each by batch from 0 on."""
 
 
 def fit(points: Sequence[Measured]) -> Tables:
-    """Tables as Timing wants them, from two points or more."""
+    """The decode tables of a Timing, from two points or more."""
     return _fit_lines(points, _is_common(points))
 
 
 def held_out_error(points: Sequence[Measured]) -> float | None:
-    """Mean absolute percentage error of `fit` on points that took no part in it."""
+    """Mean absolute percentage error of `fit` on fold-out points; None: none can be fold out."""
     return _error(points, is_common=_is_common(points))
 
 
 def folds(count: int) -> Iterator[range]:
-    """Indices to hold out together: one at a time, in a large profile every twentieth."""
+    """Indices to hold out together: single points, in a large profile every twentieth point."""
     number = min(count, _MOST_FOLDS)
     return (range(first, count, number) for first in range(number))
 
 
 def _is_common(points: Sequence[Measured]) -> bool:
-    """Whether one slope over the context serves all batches better than one each.
-
-    Few or noisy points: one. Attention that uses the device better in larger batches: one each.
-    """
+    """Whether one slope over the context predicts fold-out points as well as one for each batch."""
     common, own = (_error(points, is_common=choice) for choice in (True, False))
     return own is None or common is None or common <= own
 
 
 def _fit_lines(points: Sequence[Measured], is_common: bool) -> Tables:
-    """Tables over the batch: pass without contexts, and ms per context token."""
+    """Fit the tables with a common slope, or with one for each batch."""
     by_batch: dict[int, list[Measured]] = defaultdict(list)
     for point in points:
         by_batch[point.batch].append(point)
@@ -74,26 +71,31 @@ def _fit_lines(points: Sequence[Measured], is_common: bool) -> Tables:
         batch, ms = fixed[0]
         fixed = [(0, ms), (batch, ms)]
     table = curve.tabulate(curve.non_decreasing(fixed), 1.0)
-    lines = sorted(slopes.items())
-    lines = lines if len(lines) > 1 else [(0, lines[0][1]), lines[0]]
-    # Below the smallest batch the slope is its own; its line over the batch means nothing there.
-    first = lines[0][0]
-    context = [curve.read(lines, max(batch, first)) for batch in range(lines[-1][0] + 1)]
+    slope_points = sorted(slopes.items())
+    slope_points = (
+        slope_points if len(slope_points) > 1 else [(0, slope_points[0][1]), slope_points[0]]
+    )
+    # Below the smallest batch its slope is used: extrapolating slopes would be meaningless.
+    first = slope_points[0][0]
+    context = [
+        curve.read(slope_points, max(batch, first)) for batch in range(slope_points[-1][0] + 1)
+    ]
     return table, tuple(context)
 
 
 def _own_slopes(by_batch: dict[int, list[Measured]]) -> dict[int, float]:
-    """One slope for each batch that was measured with several contexts, lines between them."""
+    """One slope for each batch, interpolated where a batch was measured with a single context."""
     common = _common_slope(by_batch)
-    found = [
+    fitted = [
         (batch, _slope({batch: group}))
         for batch, group in sorted(by_batch.items())
         if len({point.context_tokens for point in group}) > 1
     ]
-    if len(found) < 2:
+    if len(fitted) < 2:
         return common
     return {
-        batch: curve.read(found, min(max(batch, found[0][0]), found[-1][0])) for batch in by_batch
+        batch: curve.read(fitted, min(max(batch, fitted[0][0]), fitted[-1][0]))
+        for batch in by_batch
     }
 
 
@@ -102,7 +104,8 @@ def _common_slope(by_batch: dict[int, list[Measured]]) -> dict[int, float]:
 
 
 def _slope(by_batch: dict[int, list[Measured]]) -> float:
-    """Least squares over the distances to each batch's own mean, within what the points bear."""
+    """The common slope: least squares around each batch's mean, from 0 to the smallest ratio of ms
+    to context."""
     rows: list[tuple[float, float, float]] = []
     for group in by_batch.values():
         mean_context = _mean([point.context_tokens for point in group])
@@ -123,9 +126,9 @@ def _error(points: Sequence[Measured], *, is_common: bool) -> float | None:
     ends = {batch for batch in (min(batches), max(batches)) if batches.count(batch) == 1}
 
     def pairs() -> Iterator[tuple[float, float]]:
-        for held in folds(len(points)):
-            inside = [points[i] for i in held if points[i].batch not in ends]
-            rest = [point for i, point in enumerate(points) if i not in held or point not in inside]
+        for fold in folds(len(points)):
+            inside = [points[i] for i in fold if points[i].batch not in ends]
+            rest = [point for i, point in enumerate(points) if i not in fold or point not in inside]
             if not rest or not inside:
                 continue
             table, context = _fit_lines(rest, is_common)

@@ -2,14 +2,14 @@
 
 Read by cleave.perf.latency. The numbers are facts published with DistServe (Zhong et al., OSDI'24):
 github.com/LLMServe/DistServe at 82831f1 (Apache-2.0), simdistserve/estimators/profile_data,
-profiler-a100-80g.{distserve,vllm}.json and max_num_tokens.csv. Nothing here is fitted anew.
+profiler-a100-80g.{distserve,vllm}.json and max_num_tokens.csv. The coefficients are unchanged.
 """
 
 from typing import NamedTuple
 
 
 class Affine(NamedTuple):
-    """ms = fixed + per token * sum of lengths + last * the regressor named by the field."""
+    """ms = fixed_ms + per_token_ms * sum of lengths + last_ms * regressor (see `Fit`)."""
 
     fixed_ms: float
     per_token_ms: float
@@ -20,11 +20,11 @@ class Fit(NamedTuple):
     """One engine, model and tensor parallelism; `last_ms` is per token^2 or per request."""
 
     prefill: Affine
-    """last: sum of squared prompt lengths."""
+    """Regressor: sum of squared prompt lengths."""
     decode_small: Affine
-    """last: requests in the batch, for batches below DECODE_REGIME."""
+    """Regressor: requests in the batch; for batches below DECODE_REGIME."""
     decode_large: Affine
-    """The same from DECODE_REGIME on."""
+    """The same for batches from DECODE_REGIME on."""
 
 
 DECODE_REGIME = 95

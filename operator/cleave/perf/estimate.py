@@ -1,7 +1,7 @@
-"""One instance's passes and memory, from whatever is known about its model and device.
+"""Interface: iteration times and memory of one instance, for the planner.
 
-Called by the planner, which does not care where times come from. This is the interface; the
-sources (measured profiles, published fits, roofline) are modules of their own.
+The implementations choose among sources (measured profiles, published fits, roofline), which are
+modules of their own; the planner does not depend on them.
 """
 
 from dataclasses import dataclass
@@ -17,33 +17,33 @@ class Estimate:
 
     timing: Timing
     kv_capacity_tokens: int
-    """Tokens of KV that one instance holds; all its GPUs together."""
+    """Tokens of KV that fit on one instance, over all its GPUs."""
     prefill_saturation_tokens: int
-    """DistServe's L_m: prompt tokens from which a prefill pass is bound by compute."""
+    """DistServe's L_m: prompt tokens from which a prefill iteration is bound by compute."""
     max_model_len: int
     """Longest prompt plus output."""
     kv_bytes_per_token: int
-    """Of the whole model, over all GPUs of an instance."""
+    """Sum over all layers and all GPUs of an instance."""
     flops_per_token: float
-    """Of one token's linear layers, whole model (for MFU)."""
+    """FLOPs of the linear layers for one token, over all layers (for MFU)."""
     power_watts: float
-    """Provisioned, all GPUs of the instance."""
+    """Provisioned power of all GPUs of the instance."""
     cost_per_hour: float
     trust: Trust
     peak_flops: float | None = None
-    """Dense FLOP/s of all GPUs of the instance in the precision of the weights' products, without
-    a power cap (for MFU); None: not known, as of an emulated engine."""
+    """Dense FLOP/s of all GPUs of the instance in the precision of its matrix products, without a
+    power cap (for MFU); None: not known, for example of an emulated engine."""
 
 
 class Estimator(Protocol):
-    """Knows one model."""
+    """Estimates instances of one model."""
 
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
-        """None: the model does not fit, cannot be split so, or nothing is known about it."""
+        """None: not supported, for the reason that `why_not` gives."""
 
     def why_not(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
-        """The reason in one sentence why `estimate` has no answer; None: it has one."""
+        """Why `estimate` returns None, in one sentence; None: it returns an estimate."""

@@ -1,9 +1,10 @@
-"""What an instance of one model does on the GPUs of a cluster, from the best source there is.
+"""Estimates instances of one model on the GPUs of a cluster, from the best available source.
 
-Called by the planner. In this order: a measured profile of the very parallelism, published
-measurements (DistServe's fits, Splitwise's runs), a measured profile of operators, the roofline.
-Pipeline stages are cut from the same tensor parallel size without them. What is hard: the sources
-know models and GPUs under several names, and none may be used for weights of another size.
+Called by the planner. Sources in order of preference: a measured profile of exactly this
+parallelism, published measurements (DistServe's fits, Splitwise's runs), a measured profile of
+operators, the roofline. Pipeline stages are derived from the same tensor parallel size without
+them. What is hard: sources name models and GPUs differently, and no source may be used for weights
+of another size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,10 +38,10 @@ from cleave.perf.trust import Basis, Trust
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
 ROOFLINE_ERROR_A100 = 0.11
-"""Mean absolute percentage error of prefill on the worst of DistServe's seven fits, which are
-A100's; decode is within it too (benchmarks/calibration)."""
+"""Mean absolute percentage error of prefill on the worst of DistServe's seven fits, all on A100;
+the error of decode is smaller (benchmarks/calibration)."""
 ROOFLINE_ERROR = 0.19
-"""The same over Splitwise's four H100 runs up to 2,048 tokens. Other GPUs were never compared."""
+"""The same over Splitwise's four H100 runs up to 2,048 tokens. Other GPUs were not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +54,20 @@ class Machine:
     """From one of its GPUs to another node."""
 
     def link(self, gpus: int) -> Link:
-        """The slowest way within an instance of that many GPUs."""
+        """The slowest link within an instance of that many GPUs."""
         return within_node(self.gpu) if gpus <= self.gpus_per_node else self.network
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Times of one tensor parallel size."""
+    """Iteration times from one source."""
 
     timing: Timing
     trust: Trust
 
 
 class ModelEstimator:
-    """Implements `cleave.perf.estimate.Estimator` for one model; answers are kept."""
+    """Implements `cleave.perf.estimate.Estimator` for one model; estimates are cached."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class ModelEstimator:
         reserve: memory.Reserve = memory.VLLM,
         max_model_len: int | None = None,
     ) -> None:
-        """`machines` by the GPU's name; `max_model_len` below the model's own shortens it."""
+        """`machines`: by GPU name; `max_model_len`: limit, at most the model's own is used."""
         self.shape = shape
         self.machines = machines
         self._profiles = [each for each in profiles if _is_of(each, shape)]
@@ -88,7 +89,7 @@ class ModelEstimator:
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
-        """None: the model does not fit or cannot be split so; `why_not` says which."""
+        """None: not supported, for the reason that `why_not` gives."""
         key = (gpu, tensor_parallel_size, pipeline_parallel_size)
         if key not in self._known:
             self._known[key] = None if self.why_not(*key) else self._estimate(*key)
@@ -97,7 +98,7 @@ class ModelEstimator:
     def why_not(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
-        """The reason in one sentence why `estimate` has no answer; None: it has one."""
+        """Why `estimate` returns None, in one sentence; None: it returns an estimate."""
         machine = self.machines.get(gpu)
         if machine is None:
             return f"there is no {gpu}; there is {', '.join(self.machines) or 'no GPU at all'}"
@@ -118,7 +119,7 @@ class ModelEstimator:
         source = self._source(machine, tensor, stages)
         timing = source.timing
         if machine.gpu.prompt_slowdown != 1.0 and source.trust.basis is not Basis.ROOFLINE:
-            # The roofline has it in the GPU's FLOPs; whoever measured had no cap.
+            # The roofline's FLOPs include the power cap; measurements were made without one.
             timing = pipeline.scaled(timing, prompt=machine.gpu.prompt_slowdown)
         capacity = self._measured_capacity(machine.gpu, tensor, stages)
         if capacity is None:
@@ -141,7 +142,7 @@ class ModelEstimator:
         )
 
     def _peak_flops(self, gpu: Gpu) -> float:
-        """Of one GPU. A power cap does not count: MFU is of what the GPU is rated for."""
+        """FLOP/s of one GPU without its power cap: MFU refers to the rated performance."""
         quantization = self.shape.quantization
         is_8_bit = quantization is not None and quantization.is_8_bit_compute
         return gpu.tflops(is_8_bit) * gpu.prompt_slowdown * 1e12
@@ -154,12 +155,13 @@ class ModelEstimator:
         key = (machine.gpu.name, tensor)
         if key not in self._in_one_piece:
             self._in_one_piece[key] = next(self._sources_in_one_piece(machine, tensor))
-        whole = self._in_one_piece[key]
+        single_stage = self._in_one_piece[key]
         hop = machine.link(tensor * stages)
-        return _Source(pipeline.cut(whole.timing, self.shape, stages, hop), whole.trust)
+        timing = pipeline.cut(single_stage.timing, self.shape, stages, hop)
+        return _Source(timing, single_stage.trust)
 
     def _sources_in_one_piece(self, machine: Machine, tensor: int) -> Iterator[_Source]:
-        """Without pipeline stages, best first; the last one always has an answer."""
+        """Sources without pipeline stages, best first; the last one, the roofline, always works."""
         for each in self._on(machine.gpu):
             sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
             if each.prefill and sizes == (tensor, 1):
@@ -168,11 +170,11 @@ class ModelEstimator:
             if (source := published(self.shape, machine.gpu, tensor)) is not None:
                 yield source
         for each in self._on(machine.gpu):
-            found = each.operators
-            if found and tensor in operator_profile.tensor_parallel_sizes(found):
+            operators = each.operators
+            if operators and tensor in operator_profile.tensor_parallel_sizes(operators):
                 text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
                 trust = Trust(Basis.MEASURED, text, None)
-                yield _Source(operator_profile.to_timing(found, tensor), trust)
+                yield _Source(operator_profile.to_timing(operators, tensor), trust)
         roofline = Roofline(self.shape, machine.gpu, tensor, machine.link(tensor)).timing()
         text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
         is_a100 = machine.gpu.name.startswith("A100")
@@ -201,7 +203,7 @@ def for_cluster(
     folder: Path = Path(),
     max_model_len: int | None = None,
 ) -> ModelEstimator:
-    """An estimator for the nodes of `cluster`; its profiles are relative to `folder`.
+    """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`.
 
     Raises ManifestError with a line for each unknown GPU or unusable profile.
     """
@@ -221,20 +223,20 @@ def for_cluster(
 
 
 def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:
-    found: list[MeasuredProfile] = []
+    profiles: list[MeasuredProfile] = []
     faults: list[str] = []
     for index, path in enumerate(paths):
         try:
-            found.append(profile.read(folder / path))
+            profiles.append(profile.read(folder / path))
         except InvalidProfileError as error:
             faults.append(f"profiles[{index}]: {error}")
     if faults:
         raise ManifestError(faults)
-    return found
+    return profiles
 
 
 def _distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
-    """DistServe's own engine: the faster and younger of the two that were published."""
+    """The fit of DistServe's own engine, the faster and newer one of the two that it published."""
     if gpu.name != _DISTSERVE_GPU:
         return None
     for name, fit in distserve.FITS.items():
@@ -248,17 +250,17 @@ def _distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
 def _splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
     for model_name, device, size in splitwise.measured():
         if (device, size) == (gpu.name, tensor) and _is_same(shape, model_name):
-            found = splitwise.profile(model_name, device, size)
-            assert found is not None
-            error = measured.trust(found).error
+            published = splitwise.profile(model_name, device, size)
+            assert published is not None
+            error = measured.trust(published).error
             trust = Trust(Basis.FITTED, "Splitwise's published measurements of vLLM", error)
-            return _Source(measured.to_timing(found), trust)
+            return _Source(measured.to_timing(published), trust)
     return None
 
 
-def _is_same(shape: ModelShape, known: str) -> bool:
-    """Whether passes of the known model hold for `shape`: equal layers, not quantised."""
-    other = model.load(known)
+def _is_same(shape: ModelShape, published: str) -> bool:
+    """Whether times of the published model hold for `shape`: equal layers, equal precision."""
+    other = model.load(published)
     parts: tuple[Callable[[ModelShape], float], ...] = (
         lambda each: each.num_layers,
         lambda each: each.hidden_size,
@@ -270,8 +272,8 @@ def _is_same(shape: ModelShape, known: str) -> bool:
     return all(part(shape) == part(other) for part in parts)
 
 
-def _is_of(found: MeasuredProfile, shape: ModelShape) -> bool:
-    return _word(found.model) == _word(shape.name)
+def _is_of(measurement: MeasuredProfile, shape: ModelShape) -> bool:
+    return _word(measurement.model) == _word(shape.name)
 
 
 def _is_on(device: str, gpu: Gpu) -> bool:
@@ -284,5 +286,5 @@ def _is_on(device: str, gpu: Gpu) -> bool:
 
 
 def _word(model_name: str) -> str:
-    """The last part of a path or repository, in any case."""
+    """The last part of a path or repository name, in lower case."""
     return model_name.rstrip("/").rpartition("/")[2].lower()

@@ -14,20 +14,20 @@ class Experts:
     intermediate_size: int
     """Width of one expert."""
     shared_intermediate_size: int = 0
-    """Width of the experts that every token visits, together; 0: none."""
+    """Width of the experts that every token uses, together; 0: none."""
     dense_layers: int = 0
-    """First layers that have a dense MLP instead."""
+    """Number of first layers that have a dense MLP instead."""
 
     def touched(self, tokens: float) -> float:
-        """Experts of a layer that `tokens` tokens visit, expected for even routing."""
+        """Expected number of a layer's experts that `tokens` tokens use, with even routing."""
         untouched: float = (1 - self.per_token / self.count) ** tokens
         return self.count * (1 - untouched)
 
 
 def read(config: Fields) -> Experts | None:
-    """None: every layer is dense. Raises ConfigError.
+    """The expert layers of a model; None: every layer is dense. Raises ConfigError.
 
-    Mixtral's experts are as wide as `intermediate_size`; DeepSeek and Qwen state
+    Mixtral's experts are as wide as `intermediate_size`; DeepSeek and Qwen have
     `moe_intermediate_size`.
     """
     names = ("num_local_experts", "num_experts", "n_routed_experts")

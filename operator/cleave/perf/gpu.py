@@ -1,7 +1,7 @@
-"""Kinds of GPU: compute, memory, links, power, price. Used by the planner's latency models.
+"""GPU types: compute, memory, links, power, price. Used by the planner's latency models.
 
-What is hard: vendors print the sparse and the two-way figures in the largest type. Here all rates
-are dense and all bandwidths one way, and memory is what CUDA reports, not what the box says.
+What is hard: vendors advertise sparse rates and two-way bandwidths. Here all rates are dense, all
+bandwidths are one way, and memory is what CUDA reports, not the nominal size.
 """
 
 from collections.abc import Iterable
@@ -17,16 +17,16 @@ _LOWEST_CAP = 0.5
 
 
 class UnknownGpuError(LookupError):
-    """Neither the catalogue nor the cluster describes a GPU of that name."""
+    """Neither the catalogue nor the cluster file describes a GPU of that name."""
 
 
 class PowerCapError(ValueError):
-    """A power cap whose effect is not known."""
+    """A power cap so low that its effect is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU."""
+    """One GPU type."""
 
     name: str
     memory_gib: float
@@ -36,28 +36,28 @@ class Gpu:
     dense_tflops: float
     """16-bit matrix products in TFLOP/s, without sparsity."""
     fp8_tflops: float | None
-    """The same in 8 bits; None: no faster than 16."""
+    """The same in 8 bits; None: not faster than in 16 bits."""
     nvlink_gbps: float | None
-    """To all other GPUs of the node together, in GB/s one way; None: PCIe only."""
+    """Bandwidth to all other GPUs of the node in total, in GB/s one way; None: PCIe only."""
     pcie_gbps: float
-    """In GB/s one way."""
+    """PCIe bandwidth in GB/s one way."""
     power_watts: float
-    """At full load, or the cap."""
+    """Power at full load, or the power cap."""
     price_per_hour: float
-    """Of one GPU, in US dollars where it is the catalogue's."""
+    """Price of one GPU; in the catalogue in US dollars."""
     labels: tuple[str, ...] = ()
-    """Other names; the first is how nodes are labelled (`nvidia.com/gpu.product`)."""
+    """Other names; the first is the value of the node label `nvidia.com/gpu.product`."""
     prompt_slowdown: float = 1.0
-    """Of prompts under a power cap, against the rated power; in `dense_tflops` already."""
+    """Factor on prompt times under the power cap; `dense_tflops` already includes it."""
 
     @property
     def product(self) -> str:
-        """How nodes are labelled that have it, as far as it is known."""
+        """The value of the nodes' label `nvidia.com/gpu.product`, or the name if not known."""
         return self.labels[0] if self.labels else self.name
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory."""
+        """Device memory in bytes."""
         return round(self.memory_gib * 2**30)
 
     def tflops(self, is_8_bit: bool) -> float:
@@ -65,12 +65,12 @@ class Gpu:
         return (self.fp8_tflops or self.dense_tflops) if is_8_bit else self.dense_tflops
 
     def capped(self, watts: float) -> "Gpu":
-        """The same GPU under a power limit: prompts slow down, decoding does not.
+        """The same GPU under a power cap: prompts slow down, decoding does not.
 
         Splitwise (section III-F, fig. 9) shows that token generation keeps its speed down to half
-        the power; the published slow-down of prompts at half is 1.30. That prompts slow down in a
-        straight line in between is derived, not measured. A cap above the rated power changes
-        nothing. Raises PowerCapError below half, where nothing is known.
+        the power; the published slowdown of prompts at half power is 1.30. The linear interpolation
+        in between is an assumption, not measured. A cap above the rated power changes nothing.
+        Raises PowerCapError below half, where no measurements exist.
         """
         if watts >= self.power_watts:
             return self
@@ -79,7 +79,7 @@ class Gpu:
             raise PowerCapError(
                 f"powerCapWatts {watts:g} is below half of the {self.power_watts:g} W of "
                 f"{self.name}; how decoding slows down there is not known, "
-                f"state {self.power_watts * _LOWEST_CAP:g} or more"
+                f"set {self.power_watts * _LOWEST_CAP:g} or more"
             )
         slowdown = 1 + (_CAPPED_PROMPT_SLOWDOWN - 1) * (1 - share) / (1 - _LOWEST_CAP)
         return replace(
@@ -92,22 +92,22 @@ class Gpu:
 
 
 def find(name: str, own: Iterable[Gpu] = ()) -> Gpu:
-    """The GPU of this name or label, in any case and punctuation; `own` before the catalogue.
+    """The GPU of this name or label, ignoring case and punctuation; `own` before the catalogue.
 
-    Raises UnknownGpuError, which suggests what may be meant.
+    Raises UnknownGpuError, which suggests similar names.
     """
     by_word: dict[str, Gpu] = {}
     for gpu in (*own, *CATALOGUE):
         for word in (gpu.name, *gpu.labels):
             by_word.setdefault(_word(word), gpu)
-    found = by_word.get(_word(name))
-    if found is not None:
-        return found
+    match = by_word.get(_word(name))
+    if match is not None:
+        return match
     close = [word for word in by_word if name and word.startswith(_word(name))]
     close = close or get_close_matches(_word(name), by_word, n=2, cutoff=0.7)
-    meant = list(dict.fromkeys(by_word[word].name for word in close))
-    known = list(dict.fromkeys(gpu.name for gpu in by_word.values()))
-    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(known)}"
+    similar = list(dict.fromkeys(by_word[word].name for word in close))
+    names = list(dict.fromkeys(gpu.name for gpu in by_word.values()))
+    hint = f"did you mean {' or '.join(similar)}?" if similar else f"known: {', '.join(names)}"
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
 
 
@@ -118,7 +118,7 @@ def _word(name: str) -> str:
 CATALOGUE: tuple[Gpu, ...] = (
     # Compute, bandwidth, links and power: the vendors' data sheets named on each line. Memory: what
     # torch.cuda reports on such a machine. Prices: indicative, of the middle of 2025, from public
-    # on-demand price lists (AWS us-east-1; MI300X: Azure), one GPU's share of its machine; state
+    # on-demand price lists (AWS us-east-1; MI300X: Azure), one GPU's share of its machine; set
     # your own in the cluster file.
     #
     # NVIDIA A100 data sheet (2021)

@@ -1,4 +1,4 @@
-"""Reads the fields of a Hugging Face config.json: checked, bounded, one clear line per fault.
+"""Reads and validates the fields of a Hugging Face config.json; one clear line per error.
 
 Called by cleave.perf.model and cleave.perf.quantization. Standard library only, as they are.
 """
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LARGEST = 10**9
-"""No dimension of a model is larger; what is, is a mistake."""
+"""Upper bound of any dimension of a model; larger numbers are mistakes."""
 _LONGEST_SHOWN = 40
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-"""What a multimodal config says for its text part too."""
+"""Fields of a multimodal config's top level that also apply to its text part."""
 
 
 class ConfigError(ValueError):
-    """A config.json that no model can be made of; one line that names the field and the remedy."""
+    """An unusable config.json; the message is one line that names the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of the config."""
+    """A JSON object of the config, with typed access to its fields."""
 
     values: Mapping[str, object]
     path: str = ""
-    """Where it stands in the file, with a dot at the end; empty: the file itself."""
+    """Path of the object in the file, with a dot at the end; empty: the top level."""
 
     def number(self, *names: str) -> int:
-        """The first of these fields that is stated; a whole number of at least 1."""
+        """The first present one of these fields, an integer of at least 1. Raises ConfigError."""
         value = self.optional_number(*names)
         if value is None:
             instead = f" (or {', '.join(names[1:])})" if names[1:] else ""
@@ -36,7 +36,7 @@ class Fields:
         return value
 
     def optional_number(self, *names: str, least: int = 1) -> int | None:
-        """The same, None where no field is stated."""
+        """The same with another minimum; None if no field is present. Raises ConfigError."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -49,7 +49,7 @@ class Fields:
         return None
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """A boolean field. Raises ConfigError."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -58,7 +58,7 @@ class Fields:
         return value
 
     def text(self, *names: str) -> str | None:
-        """The first of these fields that is stated."""
+        """The first of these text fields that is present; None: none is. Raises ConfigError."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -69,7 +69,7 @@ class Fields:
         return None
 
     def part(self, name: str) -> "Fields | None":
-        """An object inside this one."""
+        """A nested object; None: absent. Raises ConfigError."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -78,17 +78,17 @@ class Fields:
         return Fields(value, f"{self.path}{name}.")
 
     def fault(self, name: str, remedy: str) -> ConfigError:
-        """What to raise about a field."""
-        shown = repr(self.values.get(name))
-        if len(shown) > _LONGEST_SHOWN:
-            shown = shown[:_LONGEST_SHOWN] + "..."
-        return ConfigError(f"{self.path}{name} is {shown}; {remedy}")
+        """The error to raise for the value of a field."""
+        text = repr(self.values.get(name))
+        if len(text) > _LONGEST_SHOWN:
+            text = text[:_LONGEST_SHOWN] + "..."
+        return ConfigError(f"{self.path}{name} is {text}; {remedy}")
 
 
 def read(path: Path) -> Fields:
     """The language model's part of a config.json. Raises ConfigError."""
     try:
-        # Number tokens become text first: Python refuses to convert numbers of many digits.
+        # `_whole` shortens integers first: Python refuses to convert numbers of many digits.
         config = json.loads(path.read_text(encoding="utf-8"), parse_int=_whole)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from error
@@ -100,16 +100,16 @@ def read(path: Path) -> Fields:
 
 
 def language_part(config: object) -> Fields:
-    """The fields of a decoded config, those of `text_config` where there is one.
+    """The fields of a decoded config, or those of its `text_config` if it has one.
 
-    One level only: a part that contains itself is refused. Raises ConfigError.
+    Nested `text_config` objects are refused. Raises ConfigError.
     """
     if not isinstance(config, Mapping):
         raise ConfigError("holds no object; a config.json starts with {")
-    whole = Fields(config)
-    part = whole.part("text_config")
+    fields = Fields(config)
+    part = fields.part("text_config")
     if part is None:
-        return whole
+        return fields
     if part.values.get("text_config") is not None:
         raise ConfigError("text_config holds another text_config; keep one level")
     shared = {name: config.get(name) for name in _SHARED if part.values.get(name) is None}
@@ -117,5 +117,5 @@ def language_part(config: object) -> Fields:
 
 
 def _whole(digits: str) -> int:
-    """An integer, cut to one that is refused later when it has more digits than any dimension."""
+    """An integer from its first 20 digits; longer numbers stay too large and are refused later."""
     return int(digits[:20])

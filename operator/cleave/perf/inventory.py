@@ -1,4 +1,4 @@
-"""The GPUs of a cluster file: its own descriptions and the catalogue's, each name resolved.
+"""The GPU types of a cluster file, each name resolved in the file's descriptions or the catalogue.
 
 Called by the planner and the command line.
 """
@@ -14,24 +14,24 @@ from cleave.perf.link import Link, LinkKind, between_nodes
 
 
 def kinds(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]:
-    """Every kind of GPU that may be used, in the nodes' order, by its name (`Gpu.name`).
+    """Every GPU type that may be used, by its name (`Gpu.name`), in the order of the nodes.
 
-    `choices` (spec.planning.gpus) narrow them down and set prices and power caps; none: all of the
-    cluster. Raises ManifestError with a line for every name that is not known.
+    `choices` (spec.planning.gpus) select types and set prices and power caps; empty: all types of
+    the cluster. Raises ManifestError with a line for every unknown name.
     """
     own = [to_gpu(description) for description in cluster.gpus]
     faults: list[str] = []
-    found: dict[str, Gpu] = {}
+    available: dict[str, Gpu] = {}
     for index, group in enumerate(cluster.nodes):
         try:
             gpu = find(group.gpu, own)
         except UnknownGpuError as error:
             faults.append(f"nodes[{index}].gpu: {error}; or describe it under gpus")
         else:
-            found[gpu.name] = gpu
+            available[gpu.name] = gpu
     if faults:
         raise ManifestError(faults)
-    return _chosen(found, choices, own) if choices else found
+    return _chosen(available, choices, own) if choices else available
 
 
 def to_gpu(description: GpuDescription) -> Gpu:
@@ -40,24 +40,26 @@ def to_gpu(description: GpuDescription) -> Gpu:
 
 
 def network_link(cluster: Cluster, gpu: Gpu) -> Link:
-    """One GPU's way to another node."""
+    """The link from one GPU to another node."""
     network = cluster.network
     kind = LinkKind(network.kind.value)
     return between_nodes(gpu, network.bandwidth_gbps, network.latency_us, kind)
 
 
-def _chosen(found: dict[str, Gpu], choices: Sequence[GpuChoice], own: list[Gpu]) -> dict[str, Gpu]:
+def _chosen(
+    available: dict[str, Gpu], choices: Sequence[GpuChoice], own: list[Gpu]
+) -> dict[str, Gpu]:
     faults: list[str] = []
     chosen: dict[str, Gpu] = {}
     for index, choice in enumerate(choices):
         path = f"spec.planning.gpus[{index}]"
         try:
             gpu = find(choice.type, own)
-            if gpu.name not in found:
-                there = ", ".join(found)
-                faults.append(f"{path}.type: the cluster has no {gpu.name}; it has {there}")
+            if gpu.name not in available:
+                names = ", ".join(available)
+                faults.append(f"{path}.type: the cluster has no {gpu.name}; it has {names}")
                 continue
-            chosen[gpu.name] = _as_chosen(found[gpu.name], choice)
+            chosen[gpu.name] = _as_chosen(available[gpu.name], choice)
         except UnknownGpuError as error:
             faults.append(f"{path}.type: {error}")
         except PowerCapError as error:

@@ -1,15 +1,15 @@
 """Well-known models by name, so that planning needs no download.
 
 Read by cleave.perf.model. Each entry is the part of the model's public Hugging Face config.json
-that says what it needs (facts; repositories named below); OPT-175B's is table 1 of Zhang et al.,
-"OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068).
+that determines memory and compute (facts; repositories named below); OPT-175B's is table 1 of Zhang
+et al., "OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068).
 """
 
 import re
 from collections.abc import Mapping
 
 _DROPPED = re.compile(r"-(meta|hf|instruct|chat|base|it|v0\.\d+)(?=-|$)")
-"""Parts of a name that say nothing about the dimensions."""
+"""Parts of a name that are unrelated to the dimensions."""
 
 
 def _opt(layers: int, hidden: int, heads: int) -> dict[str, object]:
@@ -35,7 +35,7 @@ def _llama(
     longest: int,
     **more: object,
 ) -> dict[str, object]:
-    """The Llama family and those that copied its layer: RMS norm, gated MLP, grouped queries."""
+    """The Llama family and models with its layer: RMS norm, gated MLP, grouped queries."""
     return {
         "model_type": "llama",
         "num_hidden_layers": layers,
@@ -90,7 +90,7 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
     ),
     # internlm/internlm-20b
     "internlm-20b": _llama(60, 5120, 40, 40, 13824, 103168, 4096, model_type="internlm"),
-    # deepseek-ai/DeepSeek-V3; the multi-token prediction layer is left out, as engines do
+    # deepseek-ai/DeepSeek-V3; without the multi-token prediction layer, as engines load it
     "deepseek-v3": _llama(
         *(61, 7168, 128, 128, 18432, 129280, 163840),
         model_type="deepseek_v3",
@@ -129,10 +129,10 @@ _SAME = {
 
 
 def find(model: str) -> str | None:
-    """The key in CONFIGS of a Hugging Face id or a plain name, in any case; None: not here.
+    """The key in CONFIGS of a Hugging Face id or a plain name, ignoring case; None: unknown.
 
-    `meta-llama/Llama-3.1-8B-Instruct`, `Meta-Llama-3.1-8B` and `llama-3.1-8b` are one. Names of
-    quantised copies (`-AWQ`, `-FP8`) are not: their folder says what they are.
+    `meta-llama/Llama-3.1-8B-Instruct`, `Meta-Llama-3.1-8B` and `llama-3.1-8b` have the same key.
+    Names of quantised copies (`-AWQ`, `-FP8`) are unknown: their config.json describes them.
     """
     name = _DROPPED.sub("", "-" + model.rpartition("/")[2].lower()).removeprefix("-")
     name = _SAME.get(name, name)

@@ -1,6 +1,6 @@
 """Latency profiles by name or from a file. Used by the emulated engine and the planner.
 
-This module stays light (standard library only): 64 emulated engines import it.
+Standard library only, to use little memory: 64 emulated engines import it.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from cleave.perf.timing import Timing
 
 _FILES = (".yaml", ".yml", ".json")
 _LARGEST_BATCH = 1024
-"""Decode passes are tabulated up to here; the fits are straight lines beyond."""
+"""Decode iterations are tabulated up to this batch and extrapolated linearly beyond."""
 
 
 class UnknownProfileError(LookupError):
-    """No latency profile of that name, or a file that is none."""
+    """There is no latency profile of that name, or the file is not a usable profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A named, measured instance: one engine, model and parallelism on one kind of GPU."""
+    """A measured instance: one engine, model and parallelism on one GPU type."""
 
     name: str
     model: str
@@ -32,14 +32,14 @@ class Profile:
 def load(name: str) -> Profile:
     """The profile ENGINE/MODEL/tpN, or the one in a file that `cleave profile` wrote.
 
-    Raises UnknownProfileError, which lists the names there are or says what the file lacks.
+    Raises UnknownProfileError, which lists the known names or what the file lacks.
     """
     if is_file(name):
         return _read(name)
     fit = distserve.FITS.get(name)
     if fit is None:
         raise UnknownProfileError(
-            f"no latency profile {name!r}; there are: {', '.join(names())}, "
+            f"no latency profile {name!r}; known are: {', '.join(names())}, "
             f"and files ending in {', '.join(_FILES)}"
         )
     _, model, parallelism = name.split("/")
@@ -49,12 +49,12 @@ def load(name: str) -> Profile:
 
 
 def is_file(name: str) -> bool:
-    """Whether `load` takes this name for the path of a file."""
+    """Whether `load` treats this name as the path of a file."""
     return name.endswith(_FILES)
 
 
 def names() -> tuple[str, ...]:
-    """Every profile that `load` knows without a file."""
+    """The names of all profiles that need no file."""
     return tuple(distserve.FITS)
 
 
@@ -71,29 +71,31 @@ def to_timing(fit: distserve.Fit, stages: int = 1) -> Timing:
         prompt_step=1.0,
         prompt_ms=(fit.prefill.fixed_ms, fit.prefill.fixed_ms + fit.prefill.per_token_ms),
         prompt_square_ms=fit.prefill.last_ms,
-        decode_ms=tuple(line.fixed_ms + line.last_ms * n for n, line in enumerate(decode)),
-        decode_context_ms=tuple(line.per_token_ms for line in decode),
+        decode_ms=tuple(each.fixed_ms + each.last_ms * n for n, each in enumerate(decode)),
+        decode_context_ms=tuple(each.per_token_ms for each in decode),
         stages=stages,
     )
 
 
 def _read(path: str) -> Profile:
     try:
-        found = profile.read(Path(path))
-        if found.kv_capacity_tokens is None:
+        measurement = profile.read(Path(path))
+        if measurement.kv_capacity_tokens is None:
             raise InvalidProfileError(
-                f"{path}: kvCapacityTokens: is missing; state how many tokens an instance holds"
+                f"{path}: kvCapacityTokens: is missing; set how many tokens an instance holds"
             )
-        return Profile(path, found.model, _timing(found), found.kv_capacity_tokens)
+        return Profile(
+            path, measurement.model, _timing(measurement), measurement.kv_capacity_tokens
+        )
     except InvalidProfileError as error:
         raise UnknownProfileError(str(error)) from error
 
 
-def _timing(found: profile.MeasuredProfile) -> Timing:
-    """Of whole passes where they were measured, else put together from operators."""
-    if found.prefill:
-        return measured.to_timing(found)
-    assert found.operators is not None
+def _timing(measurement: profile.MeasuredProfile) -> Timing:
+    """From measured iterations if the profile has them, else composed from its operators."""
+    if measurement.prefill:
+        return measured.to_timing(measurement)
+    assert measurement.operators is not None
     return operator_profile.to_timing(
-        found.operators, found.tensor_parallel_size, found.pipeline_parallel_size
+        measurement.operators, measurement.tensor_parallel_size, measurement.pipeline_parallel_size
     )

@@ -10,33 +10,36 @@ from cleave.perf.hf_config import Fields
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """One compressed latent per token and layer is cached in place of every head's key and value.
+    """Instead of keys and values, one compressed latent is cached per token and layer.
 
-    The rotated part of the key is shared by all heads and cached beside it.
+    The rotated part of the key, which all heads share, is cached beside it.
     """
 
     kv_rank: int
-    """Numbers in a latent."""
+    """Size of a latent."""
     rope_head_size: int
-    """Part of the key that is rotated."""
+    """Size of the rotated part of the key."""
     nope_head_size: int
-    """Part of each head's key that is not."""
+    """Size of the part of each head's key that is not rotated."""
     value_head_size: int
     q_rank: int | None
-    """None: queries are projected in one step."""
+    """Size of the compressed query; None: queries are projected in one step."""
 
     @property
     def key_size(self) -> int:
-        """Of one head, while a prompt is computed."""
+        """Key size of one head in prefill."""
         return self.nope_head_size + self.rope_head_size
 
     @property
     def cached_size(self) -> int:
-        """Numbers cached per token and layer."""
+        """Number of values cached per token and layer."""
         return self.kv_rank + self.rope_head_size
 
     def parameters(self, hidden_size: int, heads: float) -> float:
-        """Projections of one layer for a GPU's share of heads; down-projections are replicated."""
+        """Weights of one layer's projections for `heads` heads, a GPU's share of all heads.
+
+        Down-projections are replicated on every GPU.
+        """
         down = hidden_size * (self.cached_size + (self.q_rank or 0))
         up_query = heads * self.key_size * (self.q_rank or hidden_size)
         up_kv = heads * self.kv_rank * (self.nope_head_size + self.value_head_size)
@@ -44,7 +47,7 @@ class LatentAttention:
 
 
 def read(config: Fields) -> LatentAttention | None:
-    """None: the model caches keys and values. Raises ConfigError."""
+    """The latent attention of a model; None: it caches keys and values. Raises ConfigError."""
     kv_rank = config.optional_number("kv_lora_rank")
     if kv_rank is None:
         return None

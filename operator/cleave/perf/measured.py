@@ -1,8 +1,8 @@
-"""A measured profile as a Timing, and how far it is to be trusted.
+"""A Timing fitted to a measured profile, and its validation errors.
 
 Called by the emulated engine and the planner's estimator: standard library only. Prefill is
 interpolated (an affine fit is 9 to 16 % off on Splitwise's measurements), decode is a line over the
-context for each batch. Mixed passes are predicted from the two and only checked.
+context for each batch. Mixed iterations are predicted from the two; their points only check this.
 """
 
 from collections import defaultdict
@@ -16,21 +16,21 @@ from cleave.perf.timing import Chunk, Timing
 from cleave.perf.trust import Basis, Trust
 
 _FOR_CURVATURE = 4
-"""Prompt lengths from which a parabola says something."""
+"""Smallest number of prompt lengths for which a parabola is fitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Mean absolute percentage errors on points that were held out; None: none could be."""
+    """Mean absolute percentage errors on fold-out points; None: none could be fold out."""
 
     prefill: float | None
     decode: float | None
     mixed: float | None
-    """Mixed passes take no part in the fit, so all of them count."""
+    """Over all mixed points, because the fit does not use them."""
 
 
 def to_timing(profile: MeasuredProfile) -> Timing:
-    """The passes that `profile.prefill` and `profile.decode` measured; neither may be empty."""
+    """The fit to `profile.prefill` and `profile.decode`; neither may be empty."""
     step, prompt_ms, square_ms = _fit_prefill(profile.prefill)
     decode_ms, context_ms = decode_fit.fit(profile.decode)
     return Timing(
@@ -39,21 +39,21 @@ def to_timing(profile: MeasuredProfile) -> Timing:
         prompt_square_ms=square_ms,
         decode_ms=decode_ms,
         decode_context_ms=context_ms,
-        # The hops are in the measurement already.
+        # The measurements include the hops between stages.
         stages=profile.pipeline_parallel_size,
     )
 
 
 def trust(profile: MeasuredProfile) -> Trust:
-    """Its error is that of the worse phase, each point predicted from the others."""
-    found = held_out_errors(profile)
-    known = [error for error in (found.prefill, found.decode, found.mixed) if error is not None]
+    """Source and error; the error is the largest of the three in `held_out_errors`."""
+    errors = held_out_errors(profile)
+    present = [each for each in (errors.prefill, errors.decode, errors.mixed) if each is not None]
     source = f"{profile.engine} on {profile.device}, measured {profile.measured_at}"
-    return Trust(Basis.MEASURED, source, max(known, default=None))
+    return Trust(Basis.MEASURED, source, max(present, default=None))
 
 
 def held_out_errors(profile: MeasuredProfile) -> Errors:
-    """Each point is predicted from others, except at the ends: there nothing is interpolated."""
+    """Cross-validation: each point but the ends is predicted from a fit to other points."""
     timing = to_timing(profile)
     return Errors(
         prefill=curve.mean_error(_prefill_pairs(profile.prefill)),
@@ -70,7 +70,7 @@ def held_out_errors(profile: MeasuredProfile) -> Errors:
 
 
 def _fit_prefill(points: Sequence[PrefillPoint]) -> tuple[float, tuple[float, ...], float]:
-    """Step, table and coefficient of the squares."""
+    """(step of the table, table of ms by prompt tokens, ms per token^2)."""
     square_ms = _square_ms(points)
     by_tokens: dict[int, list[float]] = defaultdict(list)
     for point in points:
@@ -82,10 +82,10 @@ def _fit_prefill(points: Sequence[PrefillPoint]) -> tuple[float, tuple[float, ..
 
 
 def _square_ms(points: Sequence[PrefillPoint]) -> float:
-    """ms per token^2: what one long prompt costs more than as many tokens in short ones.
+    """ms per token^2: the extra time of one long prompt over the same tokens in short prompts.
 
-    Without batches in the profile, the curvature over the prompt length: linear layers have none
-    once they are bound by compute.
+    Without batches in the profile it is the curvature over the prompt length, because linear layers
+    have none once they are bound by compute.
     """
     singles = [(point.tokens, point.ms) for point in points if point.prompts == 1]
     batches = [
@@ -97,25 +97,25 @@ def _square_ms(points: Sequence[PrefillPoint]) -> float:
         extra = [point.tokens**2 * point.prompts * (point.prompts - 1) for point in batches]
         saved = [curve.read(singles, p.prompts * p.tokens) - p.ms for p in batches]
         weights = [1 / point.ms**2 for point in batches]
-        found = curve.least_squares([[x] for x in extra], saved, weights)[0]
+        square_ms = curve.least_squares([[x] for x in extra], saved, weights)[0]
     elif len(singles) >= _FOR_CURVATURE:
         rows = [[1.0, tokens, tokens**2] for tokens, _ in singles]
         weights = [1 / ms**2 for _, ms in singles]
         try:
-            found = curve.least_squares(rows, [ms for _, ms in singles], weights)[2]
+            square_ms = curve.least_squares(rows, [ms for _, ms in singles], weights)[2]
         except ValueError:  # the relative weights leave fewer than three lengths that count
             return 0.0
     else:
         return 0.0
-    # Never so much that the rest would fall from the shortest to the longest prompt.
+    # Limited so that the linear part does not decrease from the shortest to the longest prompt.
     (first, first_ms), (last, last_ms) = singles[0], singles[-1]
-    return min(found, max((last_ms - first_ms) / (last**2 - first**2), 0.0))
+    return min(square_ms, max((last_ms - first_ms) / (last**2 - first**2), 0.0))
 
 
 def _prefill_pairs(points: Sequence[PrefillPoint]) -> Iterator[tuple[float, float]]:
     sizes = [point.prompts * point.tokens for point in points]
-    for held in folds(len(points)):
-        inside = [points[i] for i in held if min(sizes) < sizes[i] < max(sizes)]
+    for fold in folds(len(points)):
+        inside = [points[i] for i in fold if min(sizes) < sizes[i] < max(sizes)]
         rest = [point for point in points if point not in inside]
         if inside and any(point.prompts == 1 for point in rest):
             step, table, square_ms = _fit_prefill(rest)

@@ -1,7 +1,7 @@
-"""What of a GPU's memory is left for KV. Used by the planner.
+"""How much of a GPU's memory is available for KV. Used by the planner.
 
-What is hard: engines do not say in advance what they will use. The default reserve is what vLLM
-takes by its own start-up reports; DistServe's published capacities follow from another one.
+What is hard: engines do not report in advance what they will use. The default reserve is taken from
+vLLM's start-up reports; DistServe's published capacities follow from another reserve.
 """
 
 from dataclasses import dataclass
@@ -14,29 +14,29 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Memory of one GPU that an engine keeps from the KV cache, weights aside."""
+    """Memory of one GPU that an engine uses besides weights and KV cache."""
 
     utilisation: float = 0.9
     """Share of the device's memory that the engine may use (vLLM's gpu_memory_utilization)."""
     runtime_gib: float = 0.6
-    """CUDA context, libraries' workspaces, captured graphs."""
+    """CUDA context, workspaces of libraries, captured graphs."""
     collective_gib: float = 1.5
     """Buffers of the collective library; only with several GPUs."""
     max_num_batched_tokens: int = 8192
-    """Tokens of the largest pass; their activations must fit."""
+    """Tokens of the largest iteration; their activations must fit."""
     max_num_seqs: int = 256
-    """Rows of logits in the largest pass."""
+    """Rows of logits in the largest iteration."""
 
 
 VLLM = Reserve()
-"""vLLM with its defaults for serving."""
+"""vLLM with its serving defaults."""
 
 
 def weight_bytes_on_gpu(shape: ModelShape, tensor: int, pipeline: int) -> int:
-    """Weights on one GPU of the fullest stage.
+    """Bytes of weights on one GPU of the stage with the most layers.
 
-    Embedding on the first stage, LM head on the last, both shared over `tensor`; tied ones are kept
-    on both stages where these differ. Layers that do not divide evenly: the fullest stage counts.
+    The embedding is on the first stage, the LM head on the last one, both sharded over `tensor`
+    GPUs; tied ones are stored on both stages if these differ.
     """
     embedding = shape.embedding_parameters / tensor
     head = shape.lm_head_parameters / tensor
@@ -49,11 +49,11 @@ def weight_bytes_on_gpu(shape: ModelShape, tensor: int, pipeline: int) -> int:
 
 
 def activation_bytes(shape: ModelShape, tensor: int, reserve: Reserve = VLLM) -> int:
-    """Peak of one pass on one GPU: states of all its tokens and the sampler's logits.
+    """Peak activation memory of one iteration on one GPU: token states and the sampler's logits.
 
-    Residual and normed hidden state beside the MLP's inner states; logits in 32 bits with two
-    copies (probabilities, sorted). vLLM's start-up reports say 1.26 GiB for Llama-3-8B and 8,192
-    tokens (vllm-project/vllm, pull request 10511), this 1.15.
+    Token states are the residual and the normed hidden state and the MLP's inner states; logits are
+    32 bits with two copies (probabilities, sorted). vLLM's start-up report gives 1.26 GiB for
+    Llama-3-8B and 8,192 tokens (vllm-project/vllm, pull request 10511), this function 1.15.
     """
     width = shape.intermediate_size
     if shape.experts is not None:
@@ -68,7 +68,7 @@ def activation_bytes(shape: ModelShape, tensor: int, reserve: Reserve = VLLM) ->
 def kv_capacity_tokens(
     shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve = VLLM
 ) -> int:
-    """Tokens of KV that an instance holds, all its GPUs together; 0: the weights do not fit."""
+    """Tokens of KV that fit on an instance, over all its GPUs; 0: the weights do not fit."""
     free = _free_bytes(shape, gpu, tensor, pipeline, reserve)
     return max(0, int(free // shape.kv_bytes_on_gpu(tensor, pipeline)))
 
@@ -76,7 +76,7 @@ def kv_capacity_tokens(
 def why_not(
     shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve = VLLM
 ) -> str | None:
-    """Why the model cannot be served so, in a sentence; None: it can."""
+    """Why the model cannot be served with this parallelism, in a sentence; None: it can."""
     if (reason := shape.why_not(tensor, pipeline)) is not None:
         return f"{shape.name}: {reason}"
     if kv_capacity_tokens(shape, gpu, tensor, pipeline, reserve) > 0:
@@ -102,7 +102,7 @@ def _free_bytes(shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve
 
 
 def _layer_parameters(shape: ModelShape, tensor: int, pipeline: int) -> float:
-    """Weights in the layers of one GPU of the fullest stage."""
+    """Weights of the layers on one GPU of the stage with the most layers."""
     dense, sparse = shape.mlp_parameters_of_layer(tensor)
     count = shape.layers_per_stage(pipeline)
     sparse_layers = 0

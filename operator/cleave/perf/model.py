@@ -1,8 +1,8 @@
-"""What a model needs of memory and compute, from its config.json or from the table of known ones.
+"""Dimensions of a model, from its config.json or from the table of known models.
 
-Used by the emulated engine (bytes that a KV hand-off moves) and the planner (Vidur, section 4.1:
-a declarative description from which operators and their sharding follow). Standard library only.
-Left out as negligible (under 0.1 % of the weights): norms and biases.
+Used by the emulated engine (bytes of a KV transfer) and the planner (Vidur, section 4.1: a
+declarative description from which operators and their sharding follow). Standard library only.
+Norms and biases are neglected: they are under 0.1 % of the weights.
 """
 
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ from cleave.perf.quantization import Quantization
 
 _BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FOUR_TIMES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
-"""Model types whose MLP is four times as wide as the model unless the config says otherwise."""
+"""Model types whose MLP is by default four times as wide as the model."""
 _PLAIN_MLP = _FOUR_TIMES | {"gpt_neox", "opt", "phi", "starcoder2"}
-"""Model types whose MLP has two matrices; all others have a third one that gates."""
+"""Model types whose MLP has two matrices; all others have a third one, the gate."""
 _TIED = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"} | {
     *("gemma", "gemma2", "gemma3_text"),
 }
-"""Model types that share embedding and LM head unless the config says otherwise."""
+"""Model types that share embedding and LM head by default."""
 _OPT_OFFSET = 2
 """OPT's learned positions start at 2."""
 
 
 class UnknownModelError(LookupError):
-    """The model is neither described here nor a folder with a usable config.json."""
+    """The model is neither in the table nor a folder with a usable config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +44,30 @@ class ModelShape:
     head_size: int
     vocab_size: int
     max_model_len: int
-    """Longest context that the model was made for, in tokens."""
+    """Longest context that the model supports, in tokens."""
     intermediate_size: int
     """Width of a dense layer's MLP."""
     dtype_bytes: int = 2
-    """Of one number that is computed with, and of weights that are not quantised."""
+    """Bytes of an activation value, and of a weight that is not quantised."""
     kv_dtype_bytes: int = 2
-    """Of one number in the KV cache."""
+    """Bytes of a value in the KV cache."""
     has_gated_mlp: bool = True
     has_tied_embeddings: bool = False
     learned_positions: int = 0
-    """Rows of a table of positions; 0: positions are computed."""
+    """Rows of the table of learned positions; 0: positions are computed."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
     quantization: Quantization | None = None
 
     @property
     def parameters(self) -> int:
-        """All weights; tied embeddings once."""
+        """Number of weights; tied embeddings count once."""
         head = 0 if self.has_tied_embeddings else self.lm_head_parameters
         return self.embedding_parameters + head + self._over_layers(self._mlp_parameters())
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token passes, embedding and LM head included (as models are named)."""
+        """Number of weights that one token uses, with embedding and LM head (as in model names)."""
         return (
             self.parameters
             - self._over_layers(self._mlp_parameters())
@@ -76,37 +76,37 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Tokens and learned positions."""
+        """Weights of the tables of tokens and learned positions."""
         return (self.vocab_size + self.learned_positions) * self.hidden_size
 
     @property
     def lm_head_parameters(self) -> int:
-        """Of the product with the LM head, whose weights may be the embedding's."""
+        """Weights of the LM head, which may be the embedding's."""
         return self.vocab_size * self.hidden_size
 
     def attention_parameters(self, tensor: int = 1) -> int:
-        """Projections of one layer on one of `tensor` GPUs.
+        """Weights of one layer's attention projections on one of `tensor` GPUs.
 
-        KV heads are replicated where there are fewer than GPUs; so are MLA's down-projections.
+        KV heads are replicated if there are fewer than GPUs; so are MLA's down-projections.
         """
         own_heads = self.num_attention_heads / tensor
         if self.latent is not None:
             return round(self.latent.parameters(self.hidden_size, own_heads))
-        kept_heads = -(-self.num_kv_heads // tensor)
-        return round(2 * self.hidden_size * self.head_size * (own_heads + kept_heads))
+        own_kv_heads = -(-self.num_kv_heads // tensor)
+        return round(2 * self.hidden_size * self.head_size * (own_heads + own_kv_heads))
 
     def mlp_parameters(self, width: int) -> int:
-        """An MLP of this inner width: a dense layer's, an expert's or the shared experts'."""
+        """Weights of an MLP of this inner width: of a dense layer, an expert or shared experts."""
         return (3 if self.has_gated_mlp else 2) * self.hidden_size * width
 
     @property
     def bytes_per_weight(self) -> float:
-        """Of a linear layer; embeddings and LM head keep `dtype_bytes`."""
+        """Bytes per weight of linear layers; embeddings and LM head have `dtype_bytes`."""
         return self.quantization.weight_bits / 8 if self.quantization else self.dtype_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """All weights as stored; tied embeddings once."""
+        """Bytes of all weights as stored; tied embeddings count once."""
         tables = self.embedding_parameters
         tables += 0 if self.has_tied_embeddings else self.lm_head_parameters
         layers = self.parameters - tables
@@ -114,32 +114,32 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Key and value of one token over all layers; with MLA its latent and rotated key."""
+        """Bytes of one token's keys and values over all layers; with MLA latent and rotated key."""
         return self.num_layers * self._kv_numbers_per_layer(1) * self.kv_dtype_bytes
 
     def kv_bytes_on_gpu(self, tensor: int, pipeline: int) -> int:
-        """KV of one token on one GPU of the fullest stage.
+        """Bytes of one token's KV on one GPU of the stage with the most layers.
 
-        KV heads are replicated where there are fewer than GPUs; MLA's latent always is.
+        KV heads are replicated if there are fewer than GPUs; MLA's latent is always replicated.
         """
         per_layer = self._kv_numbers_per_layer(tensor) * self.kv_dtype_bytes
         return self.layers_per_stage(pipeline) * per_layer
 
     @property
     def flops_per_token(self) -> float:
-        """Linear layers of one token, two per weight passed; without LM head and attention."""
+        """FLOPs of the linear layers for one token, two per weight; no LM head, no attention."""
         return 2.0 * self._over_layers(self._active_mlp_parameters())
 
     @property
     def lm_head_flops(self) -> float:
-        """LM head of one token; a prompt pays it once, decoding for each token."""
+        """FLOPs of the LM head for one token: once per prompt, and for each decoded token."""
         return 2.0 * self.lm_head_parameters
 
     @property
     def prefill_attention_flops(self) -> float:
-        """Of one pair of a token and an earlier one, over all layers and heads (scores, values).
+        """FLOPs for one pair of a token and an earlier one, over all layers and heads.
 
-        A prompt of n tokens has about n^2 / 2 pairs.
+        They are for scores and values; a prompt of n tokens has about n^2 / 2 pairs.
         """
         key, value = self.head_size, self.head_size
         if self.latent is not None:
@@ -148,7 +148,7 @@ class ModelShape:
 
     @property
     def decode_attention_flops(self) -> float:
-        """The same for decoding; MLA attends to the latents themselves there (absorbed weights)."""
+        """The same in decode, where MLA attends directly to the latents (absorbed weights)."""
         if self.latent is None:
             return self.prefill_attention_flops
         width = self.latent.cached_size + self.latent.kv_rank
@@ -156,17 +156,17 @@ class ModelShape:
 
     @property
     def split_kv_heads(self) -> int | None:
-        """KV heads that tensor parallelism splits; None: MLA's latent is whole on every GPU."""
+        """KV heads that tensor parallelism can shard; None: MLA's latent is replicated."""
         return self.num_kv_heads if self.latent is None else None
 
     def layers_per_stage(self, pipeline: int) -> int:
-        """Layers of the fullest of `pipeline` stages."""
+        """Layers of the largest of `pipeline` stages."""
         return -(-self.num_layers // pipeline)
 
     def why_not(self, tensor: int, pipeline: int) -> str | None:
-        """Why the model cannot be split over `tensor` x `pipeline` GPUs; None: it can.
+        """Why the model cannot be sharded over `tensor` x `pipeline` GPUs; None: it can.
 
-        The rules are vLLM's; memory is cleave.perf.memory's part.
+        The rules are vLLM's; cleave.perf.memory checks the memory.
         """
         if tensor < 1 or pipeline < 1:
             return f"parallel sizes {tensor} x {pipeline} are below 1"
@@ -183,9 +183,9 @@ class ModelShape:
         return None
 
     def mlp_parameters_of_layer(self, tensor: int = 1) -> tuple[int, int]:
-        """Stored MLP weights of a dense and of a mixture-of-experts layer on one of `tensor` GPUs.
+        """MLP weights on one of `tensor` GPUs: (of a dense layer, of a mixture-of-experts layer).
 
-        The second is 0 where the model has no experts.
+        The second is 0 if the model has no experts.
         """
         dense, sparse = self._mlp_parameters()
         return dense // tensor, sparse // tensor
@@ -214,7 +214,7 @@ class ModelShape:
         return dense, sparse - idle * self.mlp_parameters(self.experts.intermediate_size)
 
     def _over_layers(self, mlp: tuple[int, int]) -> int:
-        """All layers' attention and MLP, given those of a dense and of a sparse layer."""
+        """Attention and MLP weights of all layers; `mlp`: (of a dense, of an expert layer)."""
         dense_layers = self.experts.dense_layers if self.experts else self.num_layers
         sparse_layers = self.num_layers - dense_layers
         mlps = dense_layers * mlp[0] + sparse_layers * mlp[1]
@@ -227,9 +227,9 @@ class ModelShape:
 
 
 def load(model: str) -> ModelShape:
-    """The shape of a folder with a config.json, of such a file, or of a known model.
+    """The shape of a folder with a config.json, of such a file, or of a known model by name.
 
-    Raises UnknownModelError, which names the field that is missing or wrong.
+    Raises UnknownModelError, which names the missing or wrong field.
     """
     path = Path(model)
     if path.is_dir() or path.is_file():
@@ -295,7 +295,7 @@ def _dtype_bytes(config: Fields) -> int:
 
 def _kv_heads(config: Fields, heads: int) -> int:
     if config.flag("multi_query", default=False):
-        # Falcon's second generation keeps the flag and groups its queries all the same.
+        # Falcon's second generation has this flag, too, although it uses grouped queries.
         is_grouped = config.flag("new_decoder_architecture", default=False)
         return config.number("num_kv_heads") if is_grouped else 1
     names = ("num_key_value_heads", "num_kv_heads")
@@ -307,16 +307,16 @@ def _kv_heads(config: Fields, heads: int) -> int:
 
 
 def _head_size(config: Fields, hidden: int, heads: int) -> int:
-    stated = config.optional_number("head_dim", "kv_channels")
-    if stated is None and hidden % heads:
-        raise config.fault("head_dim", f"state it: {heads} heads do not divide {hidden} evenly")
-    return stated or hidden // heads
+    head_size = config.optional_number("head_dim", "kv_channels")
+    if head_size is None and hidden % heads:
+        raise config.fault("head_dim", f"set it: {heads} heads do not divide {hidden} evenly")
+    return head_size or hidden // heads
 
 
 def _intermediate_size(config: Fields, model_type: str, hidden: int) -> int:
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     if model_type in _FOUR_TIMES:
         return config.optional_number(*names) or 4 * hidden
-    stated = config.number(*names)
+    width = config.number(*names)
     # The first Qwen counts both halves of its gated MLP.
-    return stated // 2 if model_type == "qwen" else stated
+    return width // 2 if model_type == "qwen" else width

@@ -1,9 +1,9 @@
-"""Passes of any parallelism from operators that were measured one by one (Vidur, 4.3 and 4.4).
+"""Iteration times of any parallelism from operators measured one by one (Vidur, 4.3 and 4.4).
 
 Called by the estimator and, for profiles in files, by the emulated engine: standard library only.
-A pass is the sum of its operators: token-level ones by the rows of the pass, attention of prompts
-by their equivalent length sqrt(sum p_i^2), attention of decoding by the KV it reads, collectives by
-bytes.
+An iteration is the sum of its operators: token-level operators depend on its rows, attention of
+prompts on their equivalent length sqrt(sum p_i^2), attention of decoding on the KV that it reads,
+collectives on their bytes.
 """
 
 from collections import defaultdict
@@ -20,15 +20,15 @@ from cleave.perf.profile_fields import InvalidProfileError
 from cleave.perf.timing import Timing
 
 LM_HEAD = "lm_head"
-"""The operator of a pass that has one row for each request, not for each token."""
+"""The operator that has one row per request instead of one per token."""
 _ALL_REDUCES_PER_LAYER = 2
 
 Rows = Callable[[float], float]
-"""ms by rows."""
+"""Rows of an iteration -> ms."""
 
 
 def tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
-    """Sizes for which everything that a pass needs was measured."""
+    """Tensor parallel sizes for which all operators of an iteration were measured."""
     sizes = (
         {point.tensor_parallel_size for point in operators.layer}
         & {point.tensor_parallel_size for point in operators.prefill_attention}
@@ -39,7 +39,7 @@ def tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
 
 
 def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) -> Timing:
-    """Raises InvalidProfileError for a tensor parallel size that was not measured."""
+    """Compose the iteration times. Raises InvalidProfileError for a size that was not measured."""
     sizes = tensor_parallel_sizes(operators)
     if tensor_parallel_size not in sizes:
         measured = ", ".join(map(str, sizes)) or "none"
@@ -56,9 +56,9 @@ def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) 
         [p for p in operators.decode_attention if p.tensor_parallel_size == tensor_parallel_size]
     )
     layers = operators.num_layers
-    places = sorted({point.tokens for point in operators.layer})
-    prompt = [(n, rows(n) + head(1) + layers * (fixed + per_token * n)) for n in places]
-    step = float(curve.step_through(places))
+    token_counts = sorted({point.tokens for point in operators.layer})
+    prompt = [(n, rows(n) + head(1) + layers * (fixed + per_token * n)) for n in token_counts]
+    step = float(curve.step_through(token_counts))
     hop_ms, hop_byte_ms = _fit_send(operators.send)
     return Timing(
         prompt_step=step,
@@ -75,20 +75,21 @@ def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) 
 
 
 def fit_prompt_attention(points: Sequence[PrefillAttentionPoint]) -> tuple[float, float, float]:
-    """ms in one layer: per chunk, per token, per token^2 of end^2 - start^2; none below 0."""
+    """(ms per chunk, per token, per token^2 of end^2 - start^2) of one layer; none below 0."""
     squares = [(p.tokens + p.cached_tokens) ** 2 - p.cached_tokens**2 for p in points]
     weights = [1 / point.ms**2 for point in points]
     ms = [point.ms for point in points]
     rows = [[1.0, p.tokens, square] for p, square in zip(points, squares, strict=True)]
     try:
         fixed, per_token, square_ms = curve.least_squares(rows, ms, weights)
-    except ValueError:  # lengths too few for three coefficients
+    except ValueError:  # too few lengths for three coefficients
         return 0.0, 0.0, curve.least_squares([[square] for square in squares], ms, weights)[0]
     return fixed, per_token, square_ms
 
 
 def _token_level_ms(operators: Operators, tensor_parallel_size: int) -> Rows:
-    """All layers with their all-reduces, what runs once a pass, and the engine's own time."""
+    """Rows -> ms of all layers with their all-reduces, of the operators that run once per
+    iteration (without LM head), and of the engine's overhead."""
     layer = _sum(operators.layer, tensor_parallel_size)
     once = _sum([p for p in operators.once if p.operator != LM_HEAD], tensor_parallel_size)
     reduce = _by_bytes(operators.all_reduce, tensor_parallel_size)
@@ -119,7 +120,7 @@ def _by_bytes(points: Sequence[CommunicationPoint], gpus: int) -> Rows:
 
 
 def _flat_below(points: curve.Points) -> Rows:
-    """Lines through the points; below the first one it costs as much, as small kernels do."""
+    """Linear interpolation; below the first point constant, as the times of small kernels are."""
     if len(points) == 1:
         return lambda _: points[0][1]
     rising = curve.non_decreasing(points)
@@ -127,7 +128,7 @@ def _flat_below(points: curve.Points) -> Rows:
 
 
 def _fit_send(points: Sequence[CommunicationPoint]) -> tuple[float, float]:
-    """Latency in ms and ms per byte of one send; zeros when none was measured."""
+    """(latency in ms, ms per byte) of one send; zeros when fewer than two were measured."""
     if len(points) < 2:
         return 0.0, 0.0
     fixed, per_byte = curve.least_squares(

@@ -1,7 +1,7 @@
-"""The operators of one pass on one GPU, derived from the model's shape (Vidur, 4.1 and 4.3).
+"""The operators of one iteration on one GPU, derived from the model's shape (Vidur, 4.1 and 4.3).
 
-Called by cleave.perf.roofline. Token-level operators depend on the rows of the pass (prompt tokens
-plus decoding requests); attention depends on contexts and is stated per unit of those.
+Called by cleave.perf.roofline. Token-level operators depend on the rows of the iteration (prompt
+tokens plus decoding requests); attention depends on contexts and is given per unit of these.
 """
 
 from collections.abc import Iterator
@@ -12,31 +12,31 @@ from cleave.perf.model import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class MatrixProduct:
-    """A linear layer on one GPU, `count` times in a pass."""
+    """A linear layer on one GPU that runs `count` times per iteration."""
 
     name: str
     count: int
     flops: float
     size_bytes: float
-    """Weights, inputs and outputs, each moved once."""
+    """Bytes of weights, inputs and outputs, each moved once."""
     kernels: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of all layers on one GPU."""
+    """Cost of the attention of all layers on one GPU."""
 
     prompt_flops_per_square: float
-    """Per token^2 of end^2 - start^2 of a prompt chunk: causal, so half of all pairs."""
+    """FLOPs per token^2 of end^2 - start^2 of a prompt chunk: causal, so half of all pairs."""
     decode_bytes_per_context_token: float
     decode_flops_per_context_token: float
     layers: int
 
 
 def matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterator[MatrixProduct]:
-    """Linear layers of all layers for `rows` rows, without the LM head.
+    """The linear layers of the model for `rows` rows, without the LM head.
 
-    Experts: only the weights of those that some row visits are read, with even routing.
+    Of experts, only the weights of those that some row uses are read, with even routing.
     """
     hidden, width = shape.hidden_size, shape.dtype_bytes
     heads_width = shape.num_attention_heads * _value_size(shape) / tensor
@@ -68,7 +68,7 @@ def matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterator[Mat
 
 
 def lm_head(shape: ModelShape, tensor: int, rows: float) -> MatrixProduct:
-    """Logits of `rows` requests: one row for each prompt that ends and each decoding request."""
+    """The LM head for `rows` requests: prompts that end plus decoding requests."""
     weights = shape.lm_head_parameters / tensor
     moved = (weights + rows * (shape.hidden_size + shape.vocab_size / tensor)) * shape.dtype_bytes
     return MatrixProduct("lm_head", 1, 2.0 * rows * weights, moved)
@@ -77,8 +77,8 @@ def lm_head(shape: ModelShape, tensor: int, rows: float) -> MatrixProduct:
 def element_wise_bytes(shape: ModelShape, tensor: int) -> float:
     """Bytes that norms, residuals, rotation and activation of all layers move for one row.
 
-    Norms read and write the hidden state twice a layer, residuals read it twice and write it once,
-    twice a layer, whole on every GPU; rotation and activation work on the GPU's own share.
+    Twice per layer, a norm reads and writes the hidden state and a residual reads it twice and
+    writes it once, unsharded on every GPU; rotation and activation work on the GPU's own share.
     """
     latent = shape.latent
     heads = shape.num_attention_heads + (0 if latent else shape.num_kv_heads)
@@ -92,11 +92,11 @@ def element_wise_bytes(shape: ModelShape, tensor: int) -> float:
 
 
 ELEMENT_WISE_KERNELS = 6
-"""In one layer: two norms, two residuals, rotation, activation."""
+"""Kernels of one layer: two norms, two residuals, rotation, activation."""
 
 
 def attention(shape: ModelShape, tensor: int) -> Attention:
-    """Scores and values over all layers; the KV cache is read once for each decoding request."""
+    """Attention over all layers; the KV cache is read once for each decoding request."""
     return Attention(
         prompt_flops_per_square=shape.prefill_attention_flops / 2 / tensor,
         decode_bytes_per_context_token=shape.kv_bytes_on_gpu(tensor, 1),
@@ -106,7 +106,7 @@ def attention(shape: ModelShape, tensor: int) -> Attention:
 
 
 def all_reduce_bytes(shape: ModelShape, rows: float) -> float:
-    """Of one all-reduce: the hidden state of all rows. There are two in each layer."""
+    """Bytes of one all-reduce: the hidden state of all rows. Each layer has two all-reduces."""
     return rows * shape.hidden_size * shape.dtype_bytes
 
 
@@ -122,7 +122,7 @@ def _mlp(
 def _product(
     shape: ModelShape, name: str, count: int, rows: float, weights: float, side: float
 ) -> MatrixProduct:
-    """`weights` as a matrix with `side` on one of its sides."""
+    """The product with a matrix of `weights` elements, of which one side has the length `side`."""
     activations = rows * (side + weights / side) * shape.dtype_bytes
     return MatrixProduct(
         name, count, 2.0 * rows * weights, weights * shape.bytes_per_weight + activations

@@ -1,4 +1,4 @@
-"""Cutting the passes of a whole model into pipeline stages, and what follows from its passes.
+"""Changes of a Timing: pipeline stages, scaling; and the prefill saturation that follows from it.
 
 Called by cleave.perf.estimator for every source of times.
 """
@@ -14,10 +14,10 @@ _NEAR_THE_BEST = 0.9
 
 
 def cut(timing: Timing, shape: ModelShape, stages: int, link: Link) -> Timing:
-    """`timing` of the whole model on one stage, spread over `stages` with `link` between them.
+    """Spread `timing`, which has one stage, over `stages` stages with `link` between them.
 
-    Stages count as equal. Where the layers do not divide evenly, each is as slow as the fullest:
-    right for the rate, a little long for one request. A hop carries the hidden state of the rows.
+    All stages get the time of the one with the most layers: right for the rate, slightly too long
+    for one request if the layers do not divide evenly. A hop carries the hidden state of the rows.
     """
     if stages == 1:
         return timing
@@ -32,7 +32,7 @@ def cut(timing: Timing, shape: ModelShape, stages: int, link: Link) -> Timing:
 
 
 def scaled(timing: Timing, prompt: float = 1.0, decode: float = 1.0) -> Timing:
-    """Both phases times a factor."""
+    """`timing` with prefill and decode times multiplied by these factors."""
     return replace(
         timing,
         prompt_ms=tuple(ms * prompt for ms in timing.prompt_ms),
@@ -43,11 +43,11 @@ def scaled(timing: Timing, prompt: float = 1.0, decode: float = 1.0) -> Timing:
 
 
 def prefill_saturation_tokens(timing: Timing, max_model_len: int) -> int:
-    """DistServe's L_m (section 3.1): the prompt from which longer ones add time, not speed.
+    """DistServe's L_m (section 3.1): the prompt length from which throughput hardly grows.
 
-    The shortest power of two, to the nearest, at which a pass makes nine tenths of the tokens per
-    second that any length up to `max_model_len` makes. With the published fits of OPT-13B on an
-    A100 this is 512, as in the paper. Never more than `max_model_len`.
+    The shortest length whose tokens per second are nine tenths of the maximum over all lengths up
+    to `max_model_len`, rounded to a power of two. With the published fits of OPT-13B on an A100
+    this is 512, as in the paper. At most `max_model_len`.
     """
     lengths = [min(16 * 2 ** (i / 8), max_model_len) for i in range(8 * 20)]
     speeds = [tokens / _prompt_ms(timing, tokens) for tokens in lengths]

@@ -1,10 +1,10 @@
-"""Measured profiles: what `cleave profile` and the operator profiler write, as types and a file.
+"""Measured profiles: the output of `cleave profile` and the operator profiler, as types and a file.
 
 Read by the emulated engine (so: standard library only, PyYAML when the file is YAML), the planner's
-estimator and the command line. A profile holds passes of a whole engine, or the operators of one
+estimator and the command line. A profile holds iterations of an engine, or the operators of one
 layer (Vidur, section 4.3), or both. What is hard: a wrong number here makes every plan wrong, so
-construction and reading refuse whatever is not plainly a measurement, in one line that names the
-field, the value and the remedy.
+construction and reading refuse implausible values, in one line that names the field, the value and
+the remedy.
 """
 
 import dataclasses
@@ -36,47 +36,47 @@ class Point:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What was measured: every field but the duration; points of a list ascend by it."""
+        """What was measured: all fields but the duration; lists of points are sorted by it."""
         return tuple(getattr(self, name) for name in self.measured())
 
     @classmethod
     def measured(cls) -> tuple[str, ...]:
-        """Names of the fields in `place`."""
+        """Names of the fields of `place`."""
         own = dataclasses.fields(cls)[len(dataclasses.fields(Point)) :]
         return tuple(part.name for part in own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPoint(Point):
-    """One pass over whole prompts of one length."""
+    """One prefill iteration over prompts of one length."""
 
     prompts: int = 1
     tokens: int
-    """Of each prompt."""
+    """Tokens of each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePoint(Point):
-    """One pass that makes one token for each of `batch` requests."""
+    """One decode iteration of `batch` requests."""
 
     batch: int
     context_tokens: int
-    """Of all requests together."""
+    """Sum over all requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPoint(Point):
-    """One pass with one whole prompt and `batch` decoding requests."""
+    """One iteration with one prompt and `batch` decoding requests."""
 
     prompt_tokens: int
     batch: int
     context_tokens: int
-    """Of the decoding requests together."""
+    """Sum over the decoding requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPoint(Point):
-    """The hand-off of one prompt's KV to a peer."""
+    """The transfer of one prompt's KV to another instance."""
 
     tokens: int
 
@@ -85,12 +85,12 @@ class TransferPoint(Point):
 class LinearPoint(Point):
     """A token-level operator (Vidur, section 4.3): matrix product, norm, activation.
 
-    `ms` is all its uses in one layer, or in one pass for what runs once a pass.
+    `ms` is the sum of its uses in one layer, or in one iteration if it runs once per iteration.
     """
 
     operator: str
     tensor_parallel_size: int = 1
-    """Of the shard that was measured."""
+    """Tensor parallel size of the measured shard."""
     tokens: int
     """Rows: prompt tokens plus decoding requests."""
 
@@ -101,9 +101,9 @@ class PrefillAttentionPoint(Point):
 
     tensor_parallel_size: int = 1
     tokens: int
-    """Of the chunk."""
+    """Tokens of the chunk."""
     cached_tokens: int = 0
-    """Of the prompt before the chunk."""
+    """Tokens of the prompt before the chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class DecodeAttentionPoint(Point):
     tensor_parallel_size: int = 1
     batch: int
     context_tokens: int
-    """Of all requests together."""
+    """Sum over all requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,29 +122,29 @@ class CommunicationPoint(Point):
 
     gpus: int = 2
     size_bytes: int
-    """Of one GPU's tensor."""
+    """Bytes of one GPU's tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operators:
-    """The operators of one model on one kind of GPU; gives passes for any parallelism measured."""
+    """The operators of one model on one GPU type, from which iteration times are composed."""
 
     num_layers: int
     hidden_size: int
     activation_bytes: int = 2
-    """Of one element of an activation."""
+    """Bytes of one element of an activation."""
     pass_overhead_ms: float = 0.0
-    """Of the engine, each pass, in which the GPU waits."""
+    """Overhead of the engine per iteration, during which the GPU is idle."""
     layer: tuple[LinearPoint, ...]
     """Operators of one layer; their sum is the layer without attention and all-reduces."""
     once: tuple[LinearPoint, ...] = ()
-    """Operators that run once a pass: embedding, LM head."""
+    """Operators that run once per iteration: embedding, LM head."""
     prefill_attention: tuple[PrefillAttentionPoint, ...]
     decode_attention: tuple[DecodeAttentionPoint, ...]
     all_reduce: tuple[CommunicationPoint, ...] = ()
-    """Two run in each layer when tensor parallel; needed above a size of 1."""
+    """Two run in each layer with tensor parallelism; required for sizes above 1."""
     send: tuple[CommunicationPoint, ...] = ()
-    """One between two pipeline stages; absent: the planner's link model."""
+    """One runs between two pipeline stages; empty: the planner's link model is used."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "activation_bytes"):
@@ -166,29 +166,29 @@ _OPERATOR_POINTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProfile:
-    """One model on one kind of device. Construction raises InvalidProfileError."""
+    """One model on one device type. Construction raises InvalidProfileError."""
 
     model: str
     """As in spec.model, for example meta-llama/Llama-3.1-8B."""
     device: str
-    """Kind of GPU as in the catalogue, or the CPU's name."""
+    """GPU type as in the catalogue, or the CPU's name."""
     engine: str
     """vllm, emulated, torch."""
     measured_at: str
     """ISO 8601 date or time."""
     software: Mapping[str, str] = field(default_factory=dict)
-    """Name to version."""
+    """Version by name."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     kv_capacity_tokens: int | None = None
-    """Tokens of KV that the instance held; None: not measured."""
+    """Tokens of KV that fit on the instance; None: not measured."""
     max_model_len: int | None = None
     dispatch_ms: float = 0.0
-    """Of HTTP and the engine's front, per request; already taken out of the points."""
+    """Time of HTTP and the engine's API server per request; the points exclude it."""
     prefill: tuple[PrefillPoint, ...] = ()
     decode: tuple[DecodePoint, ...] = ()
     mixed: tuple[MixedPoint, ...] = ()
-    """Never fitted: they check how well mixed passes are predicted."""
+    """Not used in the fit: they validate the prediction of mixed iterations."""
     transfer: tuple[TransferPoint, ...] = ()
     operators: Operators | None = None
 
@@ -231,7 +231,7 @@ def read(path: str | Path) -> MeasuredProfile:
 
 
 def write(profile: MeasuredProfile, path: str | Path) -> None:
-    """`profile` as JSON if the name ends in .json, else as YAML, whole or not at all."""
+    """Write `profile` atomically, as JSON if the name ends in .json, else as YAML."""
     path = Path(path)
     body = encode(profile)
     assert isinstance(body, dict)
@@ -248,7 +248,7 @@ def _parse(path: Path) -> object:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InvalidProfileError(f"not JSON: {error}") from error
-    import yaml  # here, so that emulated engines with a profile by name never load it
+    import yaml  # here, because emulated engines with a profile by name do not need it
 
     try:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
@@ -261,7 +261,7 @@ def _text(document: Mapping[str, Any], as_json: bool) -> str:
         return json.dumps(document, indent=1) + "\n"
     import yaml
 
-    # None: lists and objects in block style, the points inside them on one line each.
+    # None: lists and objects in block style, each point inside them on one line.
     text: str = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
     return text
 
@@ -286,7 +286,7 @@ def _check_points(name: str, points: Sequence[Point], least: int) -> None:
         where = f"{name}[{index}]"
         _check_number(f"{where}.ms", point.ms, 0)
         if point.ms == 0:
-            raise InvalidProfileError(f"{where}.ms: 0 is no measurement; must be above 0")
+            raise InvalidProfileError(f"{where}.ms: 0 is not a measurement; must be above 0")
         _check_number(f"{where}.repeats", point.repeats, 1)
         _check_number(f"{where}.spreadMs", point.spread_ms, 0)
         for part, value in zip(point.measured(), point.place, strict=True):

@@ -1,4 +1,4 @@
-"""Dataclasses to plain objects with camelCase keys and back, strictly.
+"""Strict conversion between dataclasses and plain objects with camelCase keys.
 
 Used by cleave.perf.profile, which emulated engines import: standard library only, no pydantic.
 """
@@ -11,14 +11,14 @@ _SCALARS: dict[object, str] = {int: "a whole number", float: "a number", str: "t
 
 
 class InvalidProfileError(ValueError):
-    """A profile is not usable; the message is one line."""
+    """An unusable profile; the message is one line."""
 
 
 def encode(value: object) -> object:
-    """Plain dicts, lists and scalars; fields that have their default are left out."""
+    """Convert to plain dicts, lists and scalars; fields with their default value are omitted."""
     if dataclasses.is_dataclass(value):
         own = type(value).__annotations__
-        # Inherited fields last: what was measured, then how long it took.
+        # Inherited fields come last: first what was measured, then the duration.
         parts = sorted(dataclasses.fields(value), key=lambda part: part.name not in own)
         return {
             camel(part.name): encode(getattr(value, part.name))
@@ -32,64 +32,64 @@ def encode(value: object) -> object:
     return value
 
 
-def decode(wanted: object, value: object, where: str) -> object:
-    """`value` as the type `wanted`: a dataclass, tuple of them, mapping of text, or a scalar.
+def decode(expected: object, value: object, where: str) -> object:
+    """`value` as the type `expected`: a dataclass, tuple of them, mapping of text, or a scalar.
 
-    `where` is the path of `value`. Raises InvalidProfileError on whatever is not exactly that.
+    `where` is the path of `value`. Raises InvalidProfileError if it is not exactly of that type.
     """
-    if value is not None and type(None) in get_args(wanted):
-        wanted = next(kind for kind in get_args(wanted) if kind is not type(None))
-    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
-        return _decode_fields(wanted, value, where)
-    if get_origin(wanted) is tuple:
+    if value is not None and type(None) in get_args(expected):
+        expected = next(kind for kind in get_args(expected) if kind is not type(None))
+    if isinstance(expected, type) and dataclasses.is_dataclass(expected):
+        return _decode_fields(expected, value, where)
+    if get_origin(expected) is tuple:
         if not isinstance(value, list):
             raise _wrong(where, value, "a list")
-        item = get_args(wanted)[0]
+        item = get_args(expected)[0]
         return tuple(decode(item, each, f"{where}[{i}]") for i, each in enumerate(value))
-    if get_origin(wanted) is Mapping:
+    if get_origin(expected) is Mapping:
         if not isinstance(value, dict):
             raise _wrong(where, value, "an object")
         return {str(key): str(each) for key, each in value.items()}
-    return _decode_scalar(wanted, value, where)
+    return _decode_scalar(expected, value, where)
 
 
-def _decode_fields(wanted: type, value: object, where: str) -> object:
+def _decode_fields(expected: type, value: object, where: str) -> object:
     if not isinstance(value, dict):
         raise _wrong(where, value, "an object")
-    hints = get_type_hints(wanted)
-    parts = {camel(part.name): part for part in dataclasses.fields(wanted)}
+    hints = get_type_hints(expected)
+    parts = {camel(part.name): part for part in dataclasses.fields(expected)}
     if unknown := [key for key in value if key not in parts]:
-        known = ", ".join(parts)
-        raise InvalidProfileError(f"{_join(where, unknown[0])}: unknown field; known: {known}")
-    given = {}
+        names = ", ".join(parts)
+        raise InvalidProfileError(f"{_join(where, unknown[0])}: unknown field; known: {names}")
+    fields = {}
     for key, part in parts.items():
         if key in value:
-            given[part.name] = decode(hints[part.name], value[key], _join(where, key))
+            fields[part.name] = decode(hints[part.name], value[key], _join(where, key))
         elif part.default is part.default_factory is dataclasses.MISSING:
             raise InvalidProfileError(f"{_join(where, key)}: is missing")
-    return wanted(**given)
+    return expected(**fields)
 
 
-def _decode_scalar(wanted: object, value: object, where: str) -> object:
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+def _decode_scalar(expected: object, value: object, where: str) -> object:
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
             raise _wrong(where, "a huge number", "a number") from None
-    if wanted is str and value.__class__.__module__ == "datetime":
-        return str(value)  # YAML reads an unquoted date as one
-    if type(value) is not wanted:
-        raise _wrong(where, value, _SCALARS[wanted])
+    if expected is str and value.__class__.__module__ == "datetime":
+        return str(value)  # YAML parses an unquoted date as a date
+    if type(value) is not expected:
+        raise _wrong(where, value, _SCALARS[expected])
     return value
 
 
-def _wrong(where: str, value: object, wanted: str) -> InvalidProfileError:
+def _wrong(where: str, value: object, expected: str) -> InvalidProfileError:
     try:
-        shown = repr(value)
-    except (ValueError, RecursionError):  # a number with too many digits, a list inside itself
-        shown = type(value).__name__
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return InvalidProfileError(f"{where or 'profile'}: must be {wanted} (got {shown})")
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number with too many digits, a recursive list
+        text = type(value).__name__
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return InvalidProfileError(f"{where or 'profile'}: must be {expected} (got {text})")
 
 
 def _join(where: str, key: object) -> str:
@@ -97,6 +97,6 @@ def _join(where: str, key: object) -> str:
 
 
 def camel(name: str) -> str:
-    """kv_capacity_tokens as kvCapacityTokens."""
+    """Convert kv_capacity_tokens to kvCapacityTokens."""
     first, *rest = name.split("_")
     return first + "".join(word.capitalize() for word in rest)

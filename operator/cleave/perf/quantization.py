@@ -1,7 +1,7 @@
 """How the weights of linear layers are stored, from a config's `quantization_config`.
 
-Called by cleave.perf.model. What is hard: every tool writes its own words for the same facts; what
-is not understood is refused, since a wrong guess is off by a factor of four in memory.
+Called by cleave.perf.model. What is hard: every tool names the same facts differently; unknown
+methods are refused, since a wrong guess is off by a factor of four in memory.
 """
 
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from cleave.perf.hf_config import ConfigError, Fields
 
 _SCALE_BITS = 16
-"""A scale per group of weights."""
+"""Bits of the scale of a group of weights."""
 _KNOWN = "fp8, awq, gptq, bitsandbytes, compressed-tensors, mxfp4"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Linear layers in fewer bits than the model computes in; embeddings and LM head are not."""
+    """Storage of linear layers in fewer bits; embeddings and LM head are not quantised."""
 
     method: str
     """The config's `quant_method`."""
     weight_bits: float
-    """Bits of one weight, its share of scales and zero points included."""
+    """Bits of one weight, including its share of scales and zero points."""
     is_8_bit_compute: bool
-    """Activations are quantised too, so that matrix products run at the 8-bit rate."""
+    """Whether activations are quantised, too, so that matrix products run at the 8-bit rate."""
 
 
 def read(config: Fields) -> Quantization | None:
-    """None: the weights are stored as they are computed with. Raises ConfigError."""
+    """The quantisation of a model; None: weights are not quantised. Raises ConfigError."""
     part = config.part("quantization_config")
     if part is None or not part.values:
         return None
@@ -56,11 +56,11 @@ def read(config: Fields) -> Quantization | None:
 def _compressed_tensors(part: Fields) -> Quantization:
     groups = part.part("config_groups")
     if groups is None or not groups.values:
-        raise ConfigError(f"{part.path}config_groups is missing; it states the weights' bits")
+        raise ConfigError(f"{part.path}config_groups is missing; it gives the weights' bits")
     group = groups.part(next(iter(groups.values)))
     weights = group.part("weights") if group else None
     if group is None or weights is None:
-        raise ConfigError(f"{groups.path}*.weights is missing; it states the weights' bits")
+        raise ConfigError(f"{groups.path}*.weights is missing; it gives the weights' bits")
     bits = weights.number("num_bits")
     size = weights.optional_number("group_size", least=-1) or -1
     scales = _SCALE_BITS / size if size > 0 else 0.0

@@ -1,10 +1,10 @@
-"""Passes computed from FLOPs, bytes and messages, for what nobody has measured.
+"""Iteration times computed from FLOPs, bytes and messages, for models without measurements.
 
-Called by cleave.perf.estimator. Each operator takes about the larger of its compute and its memory
-time, plus the start of its kernels (Vidur's operators, DistServe's simulator in section 4.1). What
-is hard: the shares of the data sheets' rates that real kernels reach. They were calibrated once, on
-Vidur's operator profiles and DistServe's published fits, and are few: see `KERNELS` and `Engine`;
-benchmarks/calibration prints how wrong they are on each source.
+Called by cleave.perf.estimator. Each operator takes about the maximum of its compute time and its
+memory time, plus the start of its kernels (Vidur's operators, DistServe's simulator in section
+4.1). What is hard: the shares of the data sheets' rates that real kernels reach. They were
+calibrated once, on Vidur's operator profiles and DistServe's published fits: see `KERNELS` and
+`Engine`; benchmarks/calibration prints their errors on each source.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from cleave.perf.timing import Timing
 
 _STEP = 32
 _LARGEST_PROMPT = 8192
-"""Passes are tabulated up to here; they are straight lines beyond."""
+"""Iterations are tabulated up to this many prompt tokens and extrapolated linearly beyond."""
 _LARGEST_BATCH = 512
 _ALL_REDUCES_PER_LAYER = 2
 _ATTENTION_KERNELS = 3
@@ -29,22 +29,22 @@ class Kernels:
     """Shares of the data sheets' rates that kernels reach."""
 
     compute: float = 0.75
-    """Of dense matrix throughput, large products (Vidur: A100 0.752, H100 0.755)."""
+    """Share of dense matrix throughput in large products (Vidur: A100 0.752, H100 0.755)."""
     memory: float = 0.80
-    """Of bandwidth, weights read by small products (Vidur: A100 0.802)."""
+    """Share of bandwidth when small products read weights (Vidur: A100 0.802)."""
     memory_hbm3: float = 0.90
-    """The same from HBM3 on (Vidur: H100 0.915)."""
+    """The same with HBM3 or newer memory (Vidur: H100 0.915)."""
     sharpness: float = 1.75
-    """Power of the norm that joins compute and memory time: infinite is the plain maximum. In
-    products that are near both limits neither is reached (Vidur: A100 1.76, H100 1.71)."""
+    """Exponent of the norm that joins compute and memory time; infinite is the plain maximum.
+    Products near both limits reach neither of them (Vidur: A100 1.76, H100 1.71)."""
     kernel_ms: float = 0.0046
     """Start and end of one kernel (Vidur: A100 5.1 us, H100 4.7 us)."""
     element_wise: float = 0.5
-    """Of bandwidth, norms, residuals, rotation, activation (Vidur: 0.49 to 0.55)."""
+    """Share of bandwidth in norms, residuals, rotation, activation (Vidur: 0.49 to 0.55)."""
     prompt_attention: float = 0.23
-    """Of dense matrix throughput (Vidur: Llama-2-70B on A100, chunks of 1,024 tokens or more)."""
+    """Share of dense matrix throughput (Vidur: Llama-2-70B on A100, chunks of 1,024 or more)."""
     decode_attention: float = 0.64
-    """Of bandwidth, KV read (DistServe's fits: 0.61 to 0.64; Vidur 0.54 to 0.69)."""
+    """Share of bandwidth when KV is read (DistServe's fits: 0.61 to 0.64; Vidur 0.54 to 0.69)."""
 
 
 KERNELS = Kernels()
@@ -53,24 +53,24 @@ _HBM3_GB_PER_S = 3000.0
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine adds to its kernels."""
+    """The overhead of an engine besides its kernels."""
 
     name: str
     pass_ms: float
-    """Scheduling, sampling and sending, each pass, while the GPU waits."""
+    """Scheduling, sampling and sending per iteration, during which the GPU is idle."""
     host_layer_ms: float = 0.0
-    """The host needs this long to start one layer's kernels; a pass is no faster. 0: graphs."""
+    """Time of the host to start one layer's kernels, a lower bound of the layer; 0: CUDA graphs."""
 
 
 GRAPHS = Engine("kernels started by graphs", 2.0)
-"""DistServe's own engine, and what engines with CUDA graphs are taken to be."""
+"""DistServe's own engine; also assumed for all engines with CUDA graphs."""
 VLLM_2023 = Engine("vLLM of 2023", 5.0, 0.50)
-"""Before CUDA graphs: with small shards the host is slower than the GPU."""
+"""Before CUDA graphs: with small shards the host was slower than the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """One model, tensor parallel over GPUs of one kind; whole layers, no pipeline."""
+    """One model, tensor parallel over GPUs of one type, without pipeline stages."""
 
     shape: ModelShape
     gpu: Gpu
@@ -81,7 +81,7 @@ class Roofline:
     kernels: Kernels = KERNELS
 
     def timing(self) -> Timing:
-        """The passes of the model in one piece; cleave.perf.pipeline cuts it into stages."""
+        """Iteration times with one stage; cleave.perf.pipeline derives more stages from it."""
         attention = operators.attention(self.shape, self.tensor)
         read_bytes_per_ms = self._nominal_bytes_per_ms * self.kernels.decode_attention
         context_ms = max(
@@ -99,7 +99,7 @@ class Roofline:
         )
 
     def rows_ms(self, rows: float, heads: float) -> float:
-        """A pass of `rows` rows, `heads` of them through the LM head, all contexts empty."""
+        """ms of an iteration with `rows` rows, `heads` of them through the LM head, no contexts."""
         shape, kernels = self.shape, self.kernels
         products = [
             *operators.matrix_products(shape, self.tensor, rows),

@@ -1,8 +1,8 @@
-"""Measured passes: vLLM serving Llama-2-70B and BLOOM-176B on A100-80G and H100-80G SXM.
+"""Measured iterations: vLLM serving Llama-2-70B and BLOOM-176B on A100-80G and H100-80G SXM.
 
 Read by cleave.perf.estimator. The numbers are facts published with Splitwise (Patel et al.,
 ISCA'24, section V-B): github.com/Mutinifni/splitwise-sim at 8f99e7d (MIT), data/perf_model.csv;
-here the medians of five repeats or more. Left out: its rows of power-capped H100s, whose decode is
+here the medians of five repeats or more. Excluded: its rows of power-capped H100s, whose decode is
 the H100's and whose prefill is exactly 1.30 times the H100's (derived, not measured), and batches
 of 64 at a tensor parallel size of 2, which did not fit and took less time than batches of 32.
 """
@@ -22,11 +22,11 @@ _POWER_BATCHES = (1, 2, 4, 8, 16)
 
 class _Run(NamedTuple):
     prompt_ms: tuple[float, ...]
-    """One prompt of _PROMPTS."""
+    """Prefill of one prompt, for each length of _PROMPTS."""
     batch_prompt_ms: tuple[float, ...]
-    """_BATCHES of prompts with 512 tokens each."""
+    """Prefill of _BATCHES prompts with 512 tokens each."""
     token_ms: tuple[float, ...]
-    """Mean decode pass after those prompts, 128 tokens of output."""
+    """Mean decode iteration after those prompts, with 128 tokens of output."""
     long_token_ms: tuple[float, ...]
     """The same after 512 tokens of prompt, for _LONG_OUTPUTS."""
     batch_token_ms: tuple[float, ...]
@@ -34,12 +34,12 @@ class _Run(NamedTuple):
 
 
 class _Power(NamedTuple):
-    """Shares of what the GPUs of the instance are rated for."""
+    """Power as a share of the rated power of the instance's GPUs."""
 
     prompt: tuple[float, ...]
-    """Peak, which is the prompt phase; by _PROMPTS."""
+    """Peak power, which occurs in the prompt phase, by _PROMPTS."""
     token: tuple[float, ...]
-    """Average over 128 tokens of output, mostly decode; by _POWER_BATCHES."""
+    """Average power over 128 tokens of output, mostly decode, by _POWER_BATCHES."""
 
 
 _RUNS: dict[tuple[str, str, int], _Run] = {
@@ -124,7 +124,7 @@ def measured() -> tuple[tuple[str, str, int], ...]:
 
 
 def profile(model: str, gpu: str, tensor_parallel_size: int) -> MeasuredProfile | None:
-    """The measured passes, names as in the catalogues; None when there are none."""
+    """The measured profile, with names as in the catalogues; None: not measured."""
     run = _RUNS.get((model, gpu, tensor_parallel_size))
     if run is None:
         return None
@@ -144,19 +144,19 @@ def profile(model: str, gpu: str, tensor_parallel_size: int) -> MeasuredProfile 
 
 
 def prompt_power_share(model: str, tensor_parallel_size: int, tokens: float) -> float | None:
-    """Share of its rated power that an A100 instance draws in a prompt pass; None: unknown."""
+    """Share of its rated power that an A100 instance draws in prefill; None: unknown."""
     power = _POWER.get((model, tensor_parallel_size))
     return power and _within(tuple(zip(_PROMPTS, power.prompt, strict=True)), tokens)
 
 
 def token_power_share(model: str, tensor_parallel_size: int, batch: float) -> float | None:
-    """The same while it decodes."""
+    """The same in decode."""
     power = _POWER.get((model, tensor_parallel_size))
     return power and _within(tuple(zip(_POWER_BATCHES, power.token, strict=True)), batch)
 
 
 def _decode(run: _Run) -> list[DecodePoint]:
-    """A mean pass has the context of the middle of its output."""
+    """Decode points; the context of a mean iteration is taken from the middle of the output."""
     middle = _OUTPUT // 2
     return [
         DecodePoint(batch=batch, context_tokens=context, ms=ms)

@@ -1,9 +1,9 @@
-"""How long one pass of an instance takes: the one numeric form that every latency model ends in.
+"""How long one iteration of an instance takes: the common numeric form of all latency models.
 
 A fit, a roofline and a measured profile all become a `Timing`; the emulated engine and the
-simulator compute with nothing else, so they cannot disagree. What is hard: a pass holds prompt
-chunks, decoding requests or both, and has to be cheap to evaluate a million times a second;
-`pass_ms` is therefore plain arithmetic over sequences of floats that numba compiles as it stands.
+simulator compute with nothing else, so they always agree. What is hard: an iteration contains
+prompt chunks, decoding requests or both, and must be evaluated up to a million times a second;
+`pass_ms` is therefore plain arithmetic over sequences of floats, which numba compiles unchanged.
 Standard library only: 64 emulated engines import it.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """Prompt tokens `start` <= position < `end` of one request, computed in one pass."""
+    """Prompt tokens `start` <= position < `end` of one request, computed in one iteration."""
 
     start: int
     end: int
@@ -21,30 +21,30 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The passes of one instance, in milliseconds."""
+    """The iteration times of one instance, in milliseconds."""
 
     prompt_step: float
     """Tokens between two points of `prompt_ms`."""
     prompt_ms: tuple[float, ...]
-    """Pass of 0, 1, 2, ... steps of prompt tokens without their attention; at least two points.
-    Straight lines between the points and on from the last two. The first is the fixed cost."""
+    """Iteration with 0, 1, 2, ... steps of prompt tokens, without attention; at least two points.
+    Interpolated linearly, extrapolated from the last two points. The first is the fixed cost."""
     prompt_square_ms: float
-    """Attention of a prompt chunk, per token^2 of end^2 - start^2 (a whole prompt: length^2)."""
+    """Attention of a prompt chunk, per token^2 of end^2 - start^2 (of a full prompt: length^2)."""
     decode_ms: tuple[float, ...]
-    """Pass of 0, 1, 2, ... decoding requests without their contexts; at least two points, straight
-    on from the last two."""
+    """Iteration with 0, 1, 2, ... decoding requests, without their contexts; at least two points,
+    extrapolated from the last two."""
     decode_context_ms: tuple[float, ...]
-    """Attention of decoding, per token of all contexts, by batch as in `decode_ms`; the last one
+    """Attention of decoding, per token of all contexts, by batch as in `decode_ms`; the last entry
     holds for all larger batches."""
     stages: int = 1
-    """Pipeline stages that share a pass equally; a pass takes the time of all of them."""
+    """Pipeline stages that share an iteration equally; the times above are sums over all stages."""
     hop_ms: float = 0.0
-    """Fixed cost of handing activations to the next stage."""
+    """Fixed cost of sending activations to the next stage."""
     hop_token_ms: float = 0.0
-    """The same per token in the pass."""
+    """Cost of the same per token in the iteration."""
 
     def iteration_ms(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
-        """Prompt chunks and one token for each of `batch` requests in one pass; 0 when empty.
+        """ms of an iteration with prompt chunks and `batch` decoding requests; 0 when empty.
 
         `context_tokens` is the sum of the decoding requests' contexts.
         """
@@ -65,11 +65,11 @@ class Timing:
         return ms + hops_ms if ms else 0.0
 
     def prefill_ms(self, prompt_tokens: Sequence[int]) -> float:
-        """Whole prompts of these lengths in one pass; 0 for none."""
+        """ms of an iteration with unchunked prompts of these lengths; 0 for none."""
         return self.iteration_ms([Chunk(0, tokens) for tokens in prompt_tokens], 0, 0)
 
     def decode_pass_ms(self, batch: int, context_tokens: int) -> float:
-        """One token for each of `batch` requests whose contexts sum to `context_tokens`."""
+        """ms of a decode iteration of `batch` requests whose contexts sum to `context_tokens`."""
         return self.iteration_ms([], batch, context_tokens)
 
 
@@ -84,11 +84,12 @@ def pass_ms(
     batch: int,
     context_tokens: float,
 ) -> float:
-    """`tokens` of prompts (`squares`: end^2 - start^2 summed) and `batch` decoding requests.
+    """ms of an iteration with `tokens` of prompts and `batch` decoding requests.
 
-    A mixed pass is a decode pass whose linear layers grow from `batch` to `batch + tokens` rows:
-    the weights are read once (Sarathi-Serve's piggybacking; Vidur, section 4.3: token-level
-    operators depend on the tokens of the pass alone). It is never cheaper than its prompts alone.
+    `squares`: the sum of end^2 - start^2 over the prompt chunks. A mixed iteration is a decode
+    iteration whose linear layers grow from `batch` to `batch + tokens` rows: the weights are read
+    once (Sarathi-Serve's piggybacking; Vidur, section 4.3: token-level operators depend only on the
+    tokens of the iteration). It is never cheaper than its prompts alone.
     """
     if batch == 0:
         if tokens == 0:
@@ -104,7 +105,7 @@ def pass_ms(
 
 
 def line(step: float, points: Sequence[float], at: float) -> float:
-    """The straight lines through `points`, which are `step` apart from 0 on, read at `at` >= 0."""
-    place = at / step
-    index = min(int(place), len(points) - 2)
-    return points[index] + (points[index + 1] - points[index]) * (place - index)
+    """Linear interpolation at `at` >= 0 in a table with the points 0, `step`, 2 `step`, ..."""
+    position = at / step
+    index = min(int(position), len(points) - 2)
+    return points[index] + (points[index + 1] - points[index]) * (position - index)

@@ -1,14 +1,14 @@
-"""How far a latency model can be trusted, said with every prediction."""
+"""Source and error of a latency model, reported with every prediction."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Basis(StrEnum):
-    """Where the times come from."""
+    """Kind of source of iteration times."""
 
     MEASURED = "measured"
-    """A profile of this model on this device."""
+    """A measured profile of this model on this device."""
     FITTED = "fitted"
     """Published coefficients for this model, device and parallelism."""
     ROOFLINE = "roofline"
@@ -17,10 +17,10 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Where times come from and how wrong they have been."""
+    """The source of iteration times and its error."""
 
     basis: Basis
     source: str
-    """The profile, fit or calibration, in a few words."""
+    """Short description of the profile, fit or calibration."""
     error: float | None
     """Mean absolute percentage error against measurements, 0.05 for 5 %; None: not known."""

@@ -1,1 +1,1 @@
-"""From a deployment to a placement."""
+"""Plans deployments: searches pools that meet an SLO, and decides when to replace them."""

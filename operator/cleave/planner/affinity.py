@@ -1,8 +1,8 @@
-"""Which placement algorithm the network allows: may KV leave its node?
+"""Chooses the placement algorithm by the network: may KV leave its node?
 
-DistServe, section 3.3 and 4: over a fast network hand-offs cost next to nothing (Algorithm 1); over
-a slow one they should stay in the node, and the search has to weigh them (Algorithm 2). What KV
-takes inside a node is the supply's to say: between pods it is the network's link again.
+DistServe, sections 3.3 and 4: over a fast network KV transfers cost next to nothing (Algorithm 1);
+over a slow one they should stay in the node, and the search has to include their cost (Algorithm
+2). The link inside a node is given by the supply; between pods it is the network again.
 """
 
 from collections.abc import Sequence
@@ -16,38 +16,38 @@ from cleave.planner.problem import Problem
 from cleave.planner.trials import Trials
 
 _SHARE_OF_TTFT = 0.1
-"""A mean prompt's hand-off may take this part of the TTFT target ..."""
+"""Largest share of the TTFT target that the KV transfer of a mean prompt may take ..."""
 _SHARE_OF_LINK = 0.5
-"""... and all hand-offs of a busy prefill instance this part of its link's time."""
+"""... and largest utilization of a busy prefill instance's link by all its KV transfers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """High or low, and why."""
+    """High or low affinity, and the reason."""
 
     affinity: Affinity
     reason: str
 
 
-def choose(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Choice:
-    """What was asked for; with Auto, what the network between nodes allows."""
-    asked = problem.planning.affinity
-    if asked is not Affinity.AUTO:
-        return Choice(asked, f"{asked.value} affinity as asked for")
+def choose(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) -> Choice:
+    """The requested affinity; with Auto, the one that the network between nodes allows."""
+    requested = problem.planning.affinity
+    if requested is not Affinity.AUTO:
+        return Choice(requested, f"{requested.value} affinity as requested")
     if all(supply.num_nodes == 1 for supply in problem.supplies) and len(problem.supplies) == 1:
         return Choice(Affinity.HIGH, "one node: no KV leaves it")
-    candidate = min(found, key=lambda each: each.gpus)
+    candidate = min(candidates, key=lambda each: each.gpus)
     lengths = trials.lengths()
     size = candidate.parallelism.tensor, candidate.parallelism.pipeline
     moved = kv_transfer(problem.shape, candidate.supply.network_link, size, size, 0.0)
-    hand_off_ms = moved.serialised_ms(lengths.prompt_tokens)
+    handoff_ms = moved.serialised_ms(lengths.prompt_tokens)
     prompts = capacity.prefill_rate(prefill_instance(problem, candidate).engine, lengths)
-    of_ttft = hand_off_ms / problem.slo.ttft_ms
-    of_link = prompts * hand_off_ms / 1000
+    of_ttft = handoff_ms / problem.slo.ttft_ms
+    of_link = prompts * handoff_ms / 1000
     is_fast = of_ttft <= _SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
     return Choice(
         Affinity.HIGH if is_fast else Affinity.LOW,
-        f"the KV of a mean prompt takes {hand_off_ms:.3g} ms over the network: {of_ttft:.1%} of "
+        f"the KV of a mean prompt takes {handoff_ms:.3g} ms over the network: {of_ttft:.1%} of "
         f"the TTFT target (up to {_SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} "
         f"of the time of a busy instance's link (up to {_SHARE_OF_LINK:.0%})",
     )

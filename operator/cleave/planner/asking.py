@@ -1,7 +1,7 @@
-"""The question to the planner where engines run on the machines of a cluster file.
+"""Builds the planner's `Problem` for engines on the machines of a cluster file.
 
-Called by `cleave plan`, `cleave simulate` and `cleave up`. Everything that can be wrong with a
-deployment or a cluster is said here, with its path in the file, before anything is simulated.
+Called by `cleave plan`, `cleave simulate` and `cleave up`. All faults of a deployment or a cluster
+are reported here, with their path in the file, before anything is simulated.
 """
 
 from pathlib import Path
@@ -23,7 +23,8 @@ from cleave.traffic.workload import Demand
 def problem(
     deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
 ) -> Problem:
-    """What `deployment` asks on `cluster`; relative traces and profiles are looked for in `folder`.
+    """The problem of planning `deployment` on `cluster`; relative trace and profile paths start at
+    `folder`.
 
     Raises PlanError or ManifestError.
     """
@@ -52,48 +53,48 @@ def problem(
 def supplies(
     cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice]
 ) -> tuple[Supply, ...]:
-    """The nodes whose kind of GPU may be used; equal groups are one.
+    """The nodes whose GPU type may be used, with equal groups merged.
 
-    A kind's limit is spent on its groups in their order.
+    The limit of a GPU type is used up by its groups in their order.
     """
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     groups: dict[tuple[str, int], int] = {}
     for group in cluster.nodes:
         key = find(group.gpu, own).name, group.gpus_per_node
         groups[key] = groups.get(key, 0) + group.count
-    left = {find(choice.type, own).name: choice.max for choice in choices}
-    found = []
+    remaining = {find(choice.type, own).name: choice.max for choice in choices}
+    supplies_found = []
     for (name, per_node), count in groups.items():
-        limit = left.get(name)
-        there = count * per_node
-        usable = there if limit is None else min(there, limit)
+        limit = remaining.get(name)
+        total = count * per_node
+        usable = total if limit is None else min(total, limit)
         if limit is not None:
-            left[name] = limit - usable
+            remaining[name] = limit - usable
         if name in kinds and usable:
             gpu = kinds[name]
-            # Every instance is a pod of its own: CUDA IPC needs the PID namespace of the other
-            # side, so between pods of one node KV takes the network as well.
+            # Every instance is a pod of its own. CUDA IPC needs a shared PID namespace, so KV
+            # between pods of one node takes the network as well.
             network = inventory.network_link(cluster, gpu)
-            found.append(Supply(name, count, per_node, usable, network, network))
-    return tuple(found)
+            supplies_found.append(Supply(name, count, per_node, usable, network, network))
+    return tuple(supplies_found)
 
 
 def _shape(deployment: LLMDeployment) -> ModelShape:
-    asked = deployment.spec.model
+    model_spec = deployment.spec.model
     try:
-        return model.load(asked.folder or asked.locator)
+        return model.load(model_spec.folder or model_spec.locator)
     except model.UnknownModelError as error:
         raise PlanError([f"spec.model.source: {error}"]) from error
 
 
 def demand(deployment: LLMDeployment, folder: Path) -> Demand:
-    """The traffic of `deployment`; a relative trace is looked for in `folder`. Raises PlanError."""
-    stated = deployment.spec.workload
-    if stated is None:
+    """The traffic of `deployment`; a relative trace path starts at `folder`. Raises PlanError."""
+    workload_spec = deployment.spec.workload
+    if workload_spec is None:
         raise PlanError(
-            ["spec.workload: is needed to plan from; state rate, promptTokens and outputTokens"]
+            ["spec.workload: required for planning; set rate, promptTokens and outputTokens"]
         )
     try:
-        return workload.from_spec(stated, folder)
+        return workload.from_spec(workload_spec, folder)
     except workload.DemandError as error:
         raise PlanError([f"spec.workload: {error}"]) from error

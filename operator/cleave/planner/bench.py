@@ -1,7 +1,7 @@
-"""Simulates pools that somebody has chosen: a plan of the answer, or a placement by hand.
+"""Simulates given pools: those of a plan, or those of spec.placement.manual.
 
-Called by `cleave simulate` and the report; the search simulates its own drafts. All requests of a
-run are those of one seed, so plans and rates can be compared.
+Called by `cleave simulate` and the report; the search simulates its own placements. All runs serve
+the requests of one seed, so plans and rates can be compared.
 """
 
 import math
@@ -23,29 +23,31 @@ from cleave.simulator.outcome import Outcome, Times
 from cleave.simulator.run import simulate
 
 IN_NODE = "Algorithm 2"
-"""Found by it: the same pipeline stage of all instances of a cell lies in one node."""
+"""Prefix of `Plan.algorithm`: the same pipeline stage of all instances of a cell lies in one
+node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Serves requests of one problem's demand."""
+    """Simulates fleets under the demand of one problem."""
 
     problem: Problem
     num_requests: int = 2000
 
     def serve(self, plan: Plan, rate: float) -> Outcome:
-        """The plan at `rate` req/s; where instances stay together, one cell at its share."""
-        draft = to_draft(self.problem, plan.pools, plan.algorithm)
-        return self.run(cell_fleet(self.problem, draft), rate / draft.copies)
+        """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of the
+        rate."""
+        placement = to_draft(self.problem, plan.pools, plan.algorithm)
+        return self.run(cell_fleet(self.problem, placement), rate / placement.copies)
 
     def run(self, served: Fleet, rate: float) -> Outcome:
-        """Any fleet at `rate` req/s."""
+        """Simulate any fleet at `rate` req/s."""
         seed = self.problem.seed
         return simulate(served, self.problem.demand.draw(self.num_requests, rate, seed), seed)
 
 
 def fleet(problem: Problem, pools: Iterable[PlannedPool]) -> Fleet:
-    """All instances of `pools` and the links between them, as the simulator takes them.
+    """All instances of `pools` and the links between them, as a simulator fleet.
 
     Raises PlanError when the model does not run with a pool's parallelism.
     """
@@ -53,7 +55,7 @@ def fleet(problem: Problem, pools: Iterable[PlannedPool]) -> Fleet:
 
 
 def mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: Outcome) -> Times:
-    """Model FLOPs utilisation of each instance of `fleet(problem, pools)`; nan: not known."""
+    """Model FLOPs utilisation of each instance of `fleet(problem, pools)`; nan: unknown."""
     peaks = [
         group.instance.candidate.estimate.peak_flops or math.nan
         for group in to_draft(problem, pools).groups
@@ -63,7 +65,7 @@ def mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: Outcome) -> Tim
 
 
 def to_draft(problem: Problem, pools: Iterable[PlannedPool], algorithm: str = "") -> Draft:
-    """The pools as the search has them; those of Algorithm 2 as cells that lie in one node each.
+    """Convert pools to the search's type; those of Algorithm 2 to cells that lie in one node each.
 
     Raises PlanError when the model does not run with a pool's parallelism.
     """
@@ -80,9 +82,9 @@ def to_draft(problem: Problem, pools: Iterable[PlannedPool], algorithm: str = ""
 
 
 def limited(pools: Iterable[PlannedPool], engine: Engine) -> tuple[PlannedPool, ...]:
-    """The pools with the limits of a pass that the engine's arguments state, as its pods run them.
+    """The pools with the step limits of the engine's arguments, as their pods run them.
 
-    Raises PlanError when such an argument is no number.
+    Raises PlanError when such an argument is not a number.
     """
     seqs, tokens = _limit(engine, "--max-num-seqs"), _limit(engine, "--max-num-batched-tokens")
     return tuple(
@@ -126,20 +128,20 @@ def _candidate(problem: Problem, pool: PlannedPool) -> Candidate:
 
 
 def _kind(pool: PlannedPool, kinds: list[str]) -> str:
-    """The kind of GPU of a pool as the estimator knows it; emulated instances have no other."""
+    """The estimator's name of the pool's GPU type. Raises PlanError."""
     if kinds == [EMULATED_GPU]:
         return EMULATED_GPU
-    place = f"spec.placement.manual: {pool.role}: gpu"
+    field = f"spec.placement.manual: {pool.role}: gpu"
     if pool.gpu is None:
         if len(kinds) > 1:
-            raise PlanError([f"{place}: state one of {', '.join(kinds)}"])
+            raise PlanError([f"{field}: set one of {', '.join(kinds)}"])
         return kinds[0]
     if pool.gpu in kinds:
         return pool.gpu
     try:
-        found = find(pool.gpu).name
+        gpu = find(pool.gpu).name
     except UnknownGpuError as error:
-        raise PlanError([f"{place}: {error}"]) from error
-    if found not in kinds:
-        raise PlanError([f"{place}: there is no {found}; there is {', '.join(kinds)}"])
-    return found
+        raise PlanError([f"{field}: {error}"]) from error
+    if gpu not in kinds:
+        raise PlanError([f"{field}: the nodes have no {gpu}, only {', '.join(kinds)}"])
+    return gpu

@@ -1,4 +1,4 @@
-"""Every way to spread one instance over the GPUs that there are, and the engine that results.
+"""Every parallelism that one instance can have on the available GPUs, and its engine.
 
 The loops of DistServe's Algorithm 1 (section 4.1): tensor parallel sizes within a node, pipeline
 stages across nodes; the estimator says which of them fit.
@@ -14,16 +14,16 @@ from cleave.planner.problem import Policies, Problem, Supply
 from cleave.simulator.fleet import Batching, Engine
 
 MAX_NUM_SEQS = 256
-"""vLLM's default limit of requests in one pass, where no search has set another."""
+"""vLLM's default limit of requests per step, where the search has set no other."""
 DECODE_NUM_SEQS = 1024
-"""The same where instances only decode: what limits a batch is then memory and the TPOT target."""
+"""The limit on decode instances, where memory and the TPOT target bound the batch."""
 MAX_NUM_BATCHED_TOKENS = 2048
-"""vLLM's default token budget when it serves online."""
+"""vLLM's default token budget for online serving."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One model on one kind of GPU with one parallelism."""
+    """The model on one GPU type with one parallelism."""
 
     supply: Supply
     parallelism: Parallelism
@@ -35,7 +35,7 @@ class Candidate:
         return self.parallelism.gpus
 
     def resources(self, objective: Objective) -> float:
-        """What one instance takes of what the objective counts: GPUs, price of an hour, watts."""
+        """Resources of one instance in the unit of the objective: GPUs, price of an hour, watts."""
         match objective:
             case Objective.COST:
                 return self.estimate.cost_per_hour
@@ -47,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A candidate together with how its engine batches."""
+    """A candidate together with the batching of its engine."""
 
     candidate: Candidate
     batching: Batching
@@ -57,7 +57,7 @@ class Instance:
 
     @property
     def engine(self) -> Engine:
-        """As the simulator takes it."""
+        """The engine in the simulator's type."""
         return Engine(
             timing=self.candidate.estimate.timing,
             kv_capacity_tokens=self.candidate.estimate.kv_capacity_tokens,
@@ -71,14 +71,14 @@ class Instance:
         )
 
     def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> "Instance":
-        """The same with other limits of a pass."""
+        """A copy with other limits per step."""
         return replace(
             self, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
 
 
 def candidates(problem: Problem) -> tuple[Candidate, ...]:
-    """All that fit, by kind of GPU, tensor and pipeline parallel size."""
+    """All candidates that fit, by GPU type, tensor and pipeline parallel size."""
     return tuple(
         Candidate(supply, Parallelism(tensor=tensor, pipeline=pipeline), estimate)
         for supply in problem.supplies
@@ -88,25 +88,25 @@ def candidates(problem: Problem) -> tuple[Candidate, ...]:
 
 
 def sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
-    """Tensor and pipeline parallel sizes that the nodes have room for."""
+    """Tensor and pipeline parallel sizes for which the nodes have room."""
     nodes = min(problem.max_nodes_per_instance, supply.num_nodes)
-    most = min(problem.max_gpus, supply.max_gpus)
+    max_gpus = min(problem.max_gpus, supply.max_gpus)
     return [
         (tensor, pipeline)
         for tensor in range(1, supply.gpus_per_node + 1)
-        # A stage lies in one node; stages share nodes as far as there is room.
+        # A stage lies in one node; several stages may share a node.
         for pipeline in range(1, nodes * (supply.gpus_per_node // tensor) + 1)
-        if tensor * pipeline <= most
+        if tensor * pipeline <= max_gpus
     ]
 
 
-def by_gpu(found: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    """Kind of GPU -> its candidates.
+def by_gpu(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    """GPU type -> its candidates.
 
-    Groups of nodes with the same kind would only repeat each other's.
+    Parallel sizes that occur in several groups of nodes are listed once.
     """
     kinds: dict[str, list[Candidate]] = {}
-    for candidate in found:
+    for candidate in candidates:
         of_kind = kinds.setdefault(candidate.supply.gpu, [])
         if all(other.parallelism != candidate.parallelism for other in of_kind):
             of_kind.append(candidate)
@@ -114,9 +114,10 @@ def by_gpu(found: Sequence[Candidate]) -> dict[str, list[Candidate]]:
 
 
 def prefill_instance(problem: Problem, candidate: Candidate) -> Instance:
-    """Prompts up to L_m in one pass (DistServe, section 4.3), or as vLLM chunks them.
+    """An instance that computes prompts up to L_m per step (DistServe, section 4.3), or as vLLM
+    chunks them.
 
-    A budget below vLLM's default would only cut prompts: its engines do not gain by smaller passes.
+    The budget is not below vLLM's default: its engines do not gain by smaller chunks.
     """
     saturation = candidate.estimate.prefill_saturation_tokens
     budget = (
@@ -128,14 +129,14 @@ def prefill_instance(problem: Problem, candidate: Candidate) -> Instance:
 
 
 def decode_instance(problem: Problem, candidate: Candidate) -> Instance:
-    """Continuous batching of all that fits."""
+    """An instance that decodes all requests that fit, by continuous batching."""
     instance = _instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
     stages = candidate.parallelism.pipeline
     return instance.limited(DECODE_NUM_SEQS * stages, instance.max_num_batched_tokens)
 
 
 def mixed_instance(problem: Problem, candidate: Candidate, batching: Batching) -> Instance:
-    """Both phases on one instance."""
+    """An instance that serves both phases."""
     return _instance(problem, candidate, batching, MAX_NUM_BATCHED_TOKENS)
 
 

@@ -1,9 +1,8 @@
-"""How many requests per second an instance could serve at most: bounds without a simulation.
+"""Upper bounds on the request rate of an instance, computed without a simulation.
 
-Used by the search to order candidates, to skip hopeless ones and to know where a bisection ends.
-What is hard: a bound must never be below what a simulation finds. Each phase is therefore
-credited with the cheapest passes that its limits allow and with no idle moment, and with nothing
-of the other phase's work.
+Used by the search to order candidates, to prune bad ones and to bound a bisection. What is hard: a
+bound must never be below what a simulation finds. Each phase is therefore assumed to run the
+cheapest steps that its limits allow, without idle time and without work of the other phase.
 """
 
 import bisect
@@ -23,7 +22,7 @@ _TINY = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What bounds need to know of the requests."""
+    """Statistics of request lengths that the bounds need."""
 
     prompt_tokens: float
     """Mean."""
@@ -31,28 +30,29 @@ class Lengths:
     """Mean of the square."""
     longest_prompt: int
     decode_passes: float
-    """Mean number of passes after the first token."""
+    """Mean number of engine steps after the first token."""
     decode_context: float
-    """Mean context of a decode pass, over all passes of all requests."""
+    """Mean context of a decode step, over all steps of all requests."""
 
     @classmethod
     def of(cls, trace: Trace) -> "Lengths":
-        """The lengths of these requests."""
+        """The statistics of these requests."""
         prompts = trace.prompt_tokens.astype(np.float64)
-        passes = trace.output_tokens.astype(np.float64) - 1
-        contexts = passes * (prompts + (passes + 1) / 2)
-        total = float(passes.sum())
+        steps = trace.output_tokens.astype(np.float64) - 1
+        contexts = steps * (prompts + (steps + 1) / 2)
+        total = float(steps.sum())
         return cls(
             prompt_tokens=float(prompts.mean()),
             prompt_squares=float((prompts**2).mean()),
             longest_prompt=int(prompts.max()),
-            decode_passes=float(passes.mean()),
+            decode_passes=float(steps.mean()),
             decode_context=float(contexts.sum()) / total if total else 0.0,
         )
 
 
 def fleet_rate(fleet: Fleet, lengths: Lengths) -> float:
-    """Bound of a fleet, in req/s: of each phase, all pools that take part in it."""
+    """Upper bound of a fleet's rate, in req/s: the lower of both phases over the pools that run
+    them."""
     prompts, outputs = (*fleet.prefill, *fleet.mixed), (*fleet.decode, *fleet.mixed)
     prefill = sum(pool.replicas * prefill_rate(pool.engine, lengths) for pool in prompts)
     decode = sum(pool.replicas * decode_rate(pool.engine, lengths) for pool in outputs)
@@ -60,10 +60,10 @@ def fleet_rate(fleet: Fleet, lengths: Lengths) -> float:
 
 
 def likely_rate(fleet: Fleet, lengths: Lengths, tpot_ms: float) -> float:
-    """Where attainment probably falls, in req/s: no bound, but where a search should begin.
+    """Estimated goodput in req/s, not a bound: where a search should begin.
 
-    Queues in front of prompts take a fifth of what passes allow; decode passes may take just the
-    target. Mixed instances do both phases' work one after the other.
+    Prompts use four fifths of the prefill bound, because they queue; decode steps may take as long
+    as the target. Mixed instances do the work of both phases one after the other.
     """
     prefill = _QUEUEING * sum(p.replicas * prefill_rate(p.engine, lengths) for p in fleet.prefill)
     decode = sum(p.replicas * decode_rate(p.engine, lengths, tpot_ms) for p in fleet.decode)
@@ -80,78 +80,79 @@ def likely_rate(fleet: Fleet, lengths: Lengths, tpot_ms: float) -> float:
 
 
 def prefill_rate(engine: Engine, lengths: Lengths) -> float:
-    """Prompts per second when every pass holds as many tokens as it may.
+    """Prompts per second when every step is filled up to its token limit.
 
-    Attention grows with each prompt's square however it is cut; what passes share is the rest.
+    Attention grows with each prompt's square whatever the chunks; the rest of the step time is
+    shared.
     """
     timing = engine.timing
-    most = engine.max_num_batched_tokens
+    max_tokens = engine.max_num_batched_tokens
     if engine.batching is not Batching.VLLM:
-        most = max(most, lengths.longest_prompt)
-    token_ms = min(line(timing.prompt_step, timing.prompt_ms, n) / n for n in _sizes(most))
+        max_tokens = max(max_tokens, lengths.longest_prompt)
+    token_ms = min(line(timing.prompt_step, timing.prompt_ms, n) / n for n in _sizes(max_tokens))
     prompt_ms = token_ms * lengths.prompt_tokens + timing.prompt_square_ms * lengths.prompt_squares
     return timing.stages * 1000.0 / prompt_ms
 
 
 def decode_rate(engine: Engine, lengths: Lengths, tpot_ms: float = math.inf) -> float:
-    """Requests per second that decode at the best batch, in passes of at most `tpot_ms`.
+    """Requests per second that decode at the best batch size, in steps of at most `tpot_ms`.
 
-    Without `tpot_ms` it is a bound. With it, it is where the mean pass takes just that long, near
-    which attainment falls.
+    Without `tpot_ms` it is an upper bound. With it, it is the rate at which the mean step takes
+    that long; attainment falls near it.
     """
     if lengths.decode_passes == 0:
         return math.inf
     timing = engine.timing
     in_memory = engine.kv_capacity_tokens / max(lengths.decode_context, 1.0)
-    most = max(int(min(engine.max_num_seqs, in_memory) / timing.stages), 1)
-    rows = np.array(_sizes(most))
-    passes = _decode_ms(timing, rows, lengths.decode_context)
-    rates = np.where(passes <= tpot_ms, rows / passes, 0.0)
+    max_batch = max(int(min(engine.max_num_seqs, in_memory) / timing.stages), 1)
+    rows = np.array(_sizes(max_batch))
+    step_ms = _decode_ms(timing, rows, lengths.decode_context)
+    rates = np.where(step_ms <= tpot_ms, rows / step_ms, 0.0)
     return timing.stages * 1000.0 * float(rates.max()) / lengths.decode_passes
 
 
 def unloaded_attainment(engine: Engine, trace: Trace, ttft_ms: float, tpot_ms: float) -> float:
     """Share of requests that would meet both targets if each had the instance to itself.
 
-    A bound: company never makes a request faster. Infinite targets leave a phase out.
+    An upper bound: other requests never make a request faster. An infinite target is ignored.
     """
-    met = np.ones(len(trace), dtype=np.bool_)
+    is_met = np.ones(len(trace), dtype=np.bool_)
     if math.isfinite(ttft_ms):
-        met &= trace.prompt_tokens <= _longest_in_time(engine, trace.prompt_tokens, ttft_ms)
+        is_met &= trace.prompt_tokens <= _longest_in_time(engine, trace.prompt_tokens, ttft_ms)
     if math.isfinite(tpot_ms):
         mean_context = trace.prompt_tokens + (trace.output_tokens - 1) / 2
         alone = _decode_ms(engine.timing, np.ones(1, dtype=np.int64), mean_context)
-        met &= (alone <= tpot_ms) | (trace.output_tokens == 1)
-    return float(met.mean())
+        is_met &= (alone <= tpot_ms) | (trace.output_tokens == 1)
+    return float(is_met.mean())
 
 
 def _longest_in_time(engine: Engine, prompt_tokens: NDArray[np.int64], ttft_ms: float) -> int:
-    """The longest of these prompts whose pass alone takes at most `ttft_ms`; 0: none."""
+    """The longest of these prompts whose prefill alone takes at most `ttft_ms`; 0: none."""
     lengths = np.unique(prompt_tokens)
-    place = bisect.bisect_right(
+    position = bisect.bisect_right(
         range(len(lengths)),
         ttft_ms,
         key=lambda number: engine.timing.prefill_ms([int(lengths[number])]),
     )
-    return int(lengths[place - 1]) if place else 0
+    return int(lengths[position - 1]) if position else 0
 
 
 def _decode_ms(
     timing: Timing, rows: NDArray[np.int64], context: float | NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Passes of so many requests, each with `context` tokens, hops between stages included."""
+    """Time of decode steps with `rows` requests of `context` tokens each, with stage hops."""
     context_ms = np.array(timing.decode_context_ms)[
         np.minimum(rows, len(timing.decode_context_ms) - 1)
     ]
     fixed = np.array([line(1.0, timing.decode_ms, int(row)) for row in rows])
     hops = (timing.stages - 1) * (timing.hop_ms + timing.hop_token_ms * rows)
-    passes: NDArray[np.float64] = fixed + context_ms * rows * context + hops
-    return passes
+    step_ms: NDArray[np.float64] = fixed + context_ms * rows * context + hops
+    return step_ms
 
 
-def _sizes(most: int) -> list[int]:
-    """1 to `most`, ever more coarsely; both ends are there."""
+def _sizes(largest: int) -> list[int]:
+    """Batch sizes from 1 to `largest`, in growing steps, both ends included."""
     sizes = [1]
-    while sizes[-1] < most:
-        sizes.append(min(sizes[-1] + max(1, sizes[-1] // 16), most))
+    while sizes[-1] < largest:
+        sizes.append(min(sizes[-1] + max(1, sizes[-1] // 16), largest))
     return sizes

@@ -1,8 +1,8 @@
-"""What a deployment's model allows, and what the planner cannot know of it. Pure.
+"""Checks of a deployment's model: what it allows, and what the planner does not know. Pure.
 
-Called by `placement.plan`, on which every way to bring a deployment up goes, by the operator's
-admission and by the command line, so that all of them say the same. Emulated engines have no
-weights to split and stand in for any model.
+Called by `placement.plan` (for every way to start a deployment), by the operator's admission
+webhook and by the command line, so that all of them report the same. Emulated engines have no
+weights to shard and stand in for any model.
 """
 
 from collections.abc import Iterator
@@ -18,24 +18,24 @@ _UNHEARD = "it is not in Cleave's model table"
 
 
 def unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
-    """Why the planner cannot know the model's dimensions; None: it does.
+    """Why the planner does not know the model's dimensions; None: it does.
 
-    Without `reads_files` a folder is not looked into.
+    Without `reads_files` a model folder is not read.
     """
-    asked = deployment.spec.model
+    model_spec = deployment.spec.model
     if deployment.spec.engine.type is EngineType.EMULATED:
         return None
-    if asked.folder is not None and not reads_files:
+    if model_spec.folder is not None and not reads_files:
         return _FOLDER
     try:
-        model.load(asked.locator)
+        model.load(model_spec.locator)
     except model.UnknownModelError as error:
-        return str(error) if asked.folder else _UNHEARD
+        return str(error) if model_spec.folder else _UNHEARD
     return None
 
 
 def split_faults(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
-    """Parallel sizes stated by hand that the model, or the connector between roles, forbids."""
+    """Manual parallel sizes that the model, or the connector between roles, does not allow."""
     spec = deployment.spec
     if spec.placement is None or spec.engine.type is EngineType.EMULATED:
         return
@@ -54,7 +54,7 @@ def split_faults(deployment: LLMDeployment, *, reads_files: bool = True) -> Iter
 
 
 def doubts(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
-    """What is no fault, and what its author should know all the same."""
+    """Warnings: legal settings that are probably mistakes or limit the planner."""
     spec = deployment.spec
     for field, value in spec.slo.like_seconds.items():
         yield (
@@ -81,8 +81,8 @@ def doubts(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[s
             if pool.role is not Role.PREFILL and pool.parallelism.tensor < prefill:
                 yield (
                     f"spec.placement.manual[{index}].parallelism.tensor: {why}: with fewer than "
-                    f"{prefill} KV heads no KV goes from prefill instances with {prefill} to "
-                    f"{pool.parallelism.tensor}; spec.engine.connector Cleave takes any sizes"
+                    f"{prefill} KV heads no KV can be sent from prefill instances with {prefill} "
+                    f"to {pool.parallelism.tensor}; spec.engine.connector Cleave takes any sizes"
                 )
 
 

@@ -1,8 +1,8 @@
-"""The best plan whose instances serve both phases: what disaggregation has to beat.
+"""The best plan of mixed instances: the baseline that disaggregation has to beat.
 
-Vidur's search (section 6 and 7.3): parallelism, batching policy, batch size and tokens per pass,
-coarse to fine. Also what it costs to serve one workload with the best configuration of another
-(Vidur, fig. 1b).
+Vidur's search (sections 6 and 7.3): parallelism, batching policy, batch size and tokens per step,
+coarse to fine. Also the cost of serving one workload with the best configuration of another (Vidur,
+fig. 1b).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,41 +22,41 @@ _COARSE = (512, 2048)
 def optimise(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """One mixed instance with most goodput per resource; None: none meets the targets."""
+    """The mixed instance with most goodput per resource; None: none meets the targets."""
 
-    def best(drafts: list[Draft]) -> Rated | None:
-        entries = rating.entries(problem, trials, drafts)
+    def best(placements: list[Draft]) -> Rated | None:
+        entries = rating.entries(problem, trials, placements)
         return rating.best(trials, entries, targets, weight_in(problem), tick)
 
-    return refined(best(_coarse(problem, found)), best)
+    return refined(best(_coarse(problem, candidates)), best)
 
 
 def fewest(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """Instead: the instance whose replicas for the asked rate take least."""
+    """The mixed instance whose replicas for the requested rate need least resources."""
 
-    def least(drafts: list[Draft]) -> Rated | None:
-        entries = rating.entries(problem, trials, drafts)
+    def least(placements: list[Draft]) -> Rated | None:
+        entries = rating.entries(problem, trials, placements)
         return rating.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
 
-    return refined(least(_coarse(problem, found)), least)
+    return refined(least(_coarse(problem, candidates)), least)
 
 
 def misconfiguration_cost(
     problem: Problem, trials: Trials, targets: Targets, own: Draft, foreign: Draft
 ) -> float:
-    """How many times the resources per request `foreign` takes, the best plan of another workload.
+    """Resources per request of `foreign`, the best plan of another workload, relative to `own`.
 
-    1: it is as good as `own`; infinite: it never meets the targets.
+    1: as good as `own`; infinite: it never meets the targets.
     """
     weigh = problem.planning.objective
     rates = [
@@ -66,10 +66,10 @@ def misconfiguration_cost(
     return rates[0] / rates[1] if rates[1] else float("inf")
 
 
-def _coarse(problem: Problem, found: Sequence[Candidate]) -> list[Draft]:
+def _coarse(problem: Problem, candidates: Sequence[Candidate]) -> list[Draft]:
     instances = (
         mixed_instance(problem, candidate, batching)
-        for candidate in found
+        for candidate in candidates
         for batching in problem.policies.mixed
     )
     return [

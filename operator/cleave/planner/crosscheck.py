@@ -1,8 +1,8 @@
-"""The simulator against the M/D/1 formulas, wherever a plan's prefill instances fit them.
+"""Compares the simulator with the M/D/1 formulas where a plan's prefill instance fits them.
 
-DistServe, section 3.1. Called by the search for the plan it selects; a disagreement becomes one of
-the answer's warnings. Formulas speak of one queue of equal prompts; a plan with several prefill
-instances, unlike prompts or arrivals that are not Poisson's is not checked.
+DistServe, section 3.1. Called by the search for the selected plan; a disagreement becomes a warning
+of the result. The formulas describe one queue of equal prompts: plans with several prefill
+instances, different prompt lengths or other arrivals than Poisson are not checked.
 """
 
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from cleave.planner.queueing import QueueingError
 from cleave.simulator.fleet import Batching
 
 _AGREES = 0.1
-"""Relative difference of mean TTFT that sampling explains."""
+"""Relative difference of the mean TTFT that sampling explains."""
 
 
 def disagreements(finalist: Finalist) -> Iterator[str]:
-    """A sentence when formula and simulation differ."""
+    """One sentence if formula and simulation differ."""
     expected_ms = expected_prefill_ms(finalist)
     if expected_ms is None:
         return
     outcome, window = finalist.outcome, finalist.span.window
-    seen_ms = float(np.mean((outcome.prefill_end_ms - outcome.arrival_ms)[window]))
-    if abs(seen_ms - expected_ms) > _AGREES * expected_ms:
+    simulated_ms = float(np.mean((outcome.prefill_end_ms - outcome.arrival_ms)[window]))
+    if abs(simulated_ms - expected_ms) > _AGREES * expected_ms:
         yield (
-            f"mean time to the end of the prompt is {seen_ms:.4g} ms simulated and "
+            f"mean time to the end of the prompt is {simulated_ms:.4g} ms simulated and "
             f"{expected_ms:.4g} ms by the M/D/1 formula (DistServe, Eq. 1-3)"
         )
 

@@ -1,4 +1,4 @@
-"""A simulation in figures: what `cleave simulate` prints. Pure."""
+"""Summary of one simulation: the figures that `cleave simulate` prints. Pure."""
 
 import math
 from collections.abc import Iterator
@@ -16,61 +16,61 @@ from cleave.simulator.outcome import Fate, Outcome, Times
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
-    """What one instance did over the whole simulation."""
+    """Load of one instance over the complete simulation."""
 
     name: str
-    """Role and number: `prefill-0`."""
+    """Role and number, such as `prefill-0`."""
     busy: float
-    """Share of the time with a pass running."""
+    """Share of the time in which a step was running."""
     passes: int
     mean_batch: float
-    """Decoding requests per pass that had any; nan without such passes."""
+    """Decoding requests per step that had any; nan without such steps."""
     kv_usage: float
-    """Share of its KV memory in use, mean over the time."""
+    """Used share of its KV memory, averaged over the time."""
     kv_peak: float
-    """Most of it at once."""
+    """Largest used share of its KV memory."""
     preemptions: int
     mfu: float
-    """Model FLOPs utilisation: work of the linear layers by what its GPUs could do in the whole
-    time (Vidur, section 5.2); nan where the GPUs are not known."""
+    """Model FLOPs utilisation: work of the linear layers divided by what its GPUs could compute in
+    the complete time (Vidur, section 5.2); nan for unknown GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One stage of requests' lives."""
+    """One stage of the life of requests."""
 
     stage: Stage
     mean_ms: float
     share: float
-    """Of the time of all requests."""
+    """Share of the time of all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """One simulation."""
+    """The figures of one simulation."""
 
     rate: float
     num_requests: int
     num_too_long: int
     """Requests whose KV fits no instance."""
     num_unfinished: int
-    """Requests that waited for ever."""
+    """Requests that were still waiting when the simulation ended."""
     attainment: float
     ttft_attainment: float
-    """Share that meets the TTFT target alone."""
+    """Share of requests that meet the TTFT target alone."""
     tpot_attainment: float
     throughput: float
     """Output tokens per second of simulated time."""
     ttft_ms: Percentiles
     tpot_ms: Percentiles
     latency_ms: Percentiles
-    """Arrival to end."""
+    """From arrival to the last token."""
     stages: tuple[StageTime, ...]
     instances: tuple[InstanceLoad, ...]
 
 
 def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo, mfu: Times) -> Digest:
-    """The figures of one outcome, `mfu` per instance. Requests that never end are the slowest."""
+    """Summarize one outcome, with `mfu` per instance. Unfinished requests count as the slowest."""
     seconds = outcome.instances.duration_ms / 1000
     tokens = float(np.sum(outcome.instances.decode_tokens))
     return Digest(
@@ -91,14 +91,14 @@ def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo, mfu: Times) ->
 
 
 def percentiles(values: Times) -> Percentiles:
-    """P50, P90 and P99; nan counts as infinitely late."""
-    whole = np.where(np.isnan(values), np.inf, values)
-    p50, p90, p99 = np.quantile(whole, (0.5, 0.9, 0.99), method="higher")
+    """P50, P90 and P99; nan counts as infinite."""
+    latencies = np.where(np.isnan(values), np.inf, values)
+    p50, p90, p99 = np.quantile(latencies, (0.5, 0.9, 0.99), method="higher")
     return Percentiles(float(p50), float(p90), float(p99))
 
 
 def instance_names(fleet: Fleet) -> list[str]:
-    """Role and number of every instance, in the order in which outcomes number them."""
+    """Role and number of every instance, in the order of the outcome's arrays."""
     return [
         f"{role}-{number}"
         for role, pools in _by_role(fleet)
@@ -123,7 +123,7 @@ def _stages(outcome: Outcome) -> Iterator[StageTime]:
 
 
 def _instances(outcome: Outcome, fleet: Fleet, mfu: Times) -> Iterator[InstanceLoad]:
-    seen = outcome.instances
+    counters = outcome.instances
     capacity = np.array(
         [
             pool.engine.kv_capacity_tokens
@@ -132,16 +132,16 @@ def _instances(outcome: Outcome, fleet: Fleet, mfu: Times) -> Iterator[InstanceL
             for _ in range(pool.replicas)
         ]
     )
-    duration_ms = seen.duration_ms or math.inf
-    usage = seen.kv_token_ms / (capacity * duration_ms)
-    for place, name in enumerate(instance_names(fleet)):
+    duration_ms = counters.duration_ms or math.inf
+    usage = counters.kv_token_ms / (capacity * duration_ms)
+    for index, name in enumerate(instance_names(fleet)):
         yield InstanceLoad(
             name=name,
-            busy=float(seen.busy_ms[place]) / duration_ms,
-            passes=int(seen.passes[place]),
-            mean_batch=float(seen.mean_batch[place]),
-            kv_usage=float(usage[place]),
-            kv_peak=float(seen.kv_peak_tokens[place] / capacity[place]),
-            preemptions=int(seen.num_preemptions[place]),
-            mfu=float(mfu[place]),
+            busy=float(counters.busy_ms[index]) / duration_ms,
+            passes=int(counters.passes[index]),
+            mean_batch=float(counters.mean_batch[index]),
+            kv_usage=float(usage[index]),
+            kv_peak=float(counters.kv_peak_tokens[index] / capacity[index]),
+            preemptions=int(counters.num_preemptions[index]),
+            mfu=float(mfu[index]),
         )

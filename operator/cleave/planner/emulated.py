@@ -1,7 +1,7 @@
-"""The question to the planner where engines are emulated: no GPUs, one latency profile for all.
+"""Builds the planner's `Problem` for emulated engines: no GPUs, one latency profile for all.
 
-Called by `cleave up`, `cleave plan` and `cleave simulate`. An emulated engine has the profile's
-times whatever its parallelism, so instances are counted and nothing is split; an instance counts
+Called by `cleave up`, `cleave plan` and `cleave simulate`. An emulated engine has the latencies of
+its profile whatever its parallelism, so only the number of instances is planned; an instance counts
 as one GPU.
 """
 
@@ -21,17 +21,17 @@ from cleave.planner.problem import Problem, Supply
 from cleave.traffic import diagnosis, workload
 
 MAX_INSTANCES = 16
-"""Where spec.planning.maxGPUs says nothing."""
+"""Limit where spec.planning.maxGPUs is not set."""
 KIND = EMULATED_GPU
 _DEFAULT_SHAPE = "opt-13b"
-"""The emulated engine gives a model that it does not know the KV of this one."""
+"""The emulated engine uses this model's KV size for a model that it does not know."""
 _TRANSFER_GB_PER_S = 25.0
 _TRANSFER_LATENCY_US = 1000.0
 """The emulated engine's own defaults: 200 Gbit/s and 1 ms."""
 
 
 class ProfileEstimator:
-    """Implements `cleave.perf.estimate.Estimator` with one profile for unsplit instances."""
+    """Implements `cleave.perf.estimate.Estimator` with one profile, without parallelism."""
 
     def __init__(self, profile: latency.Profile, shape: ModelShape, time_scale: float) -> None:
         timing = pipeline.scaled(profile.timing, prompt=time_scale, decode=time_scale)
@@ -52,14 +52,14 @@ class ProfileEstimator:
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
-        """None: split instances are not asked for."""
-        whole = (gpu, tensor_parallel_size, pipeline_parallel_size) == (KIND, 1, 1)
-        return self._estimate if whole else None
+        """The profile's estimate for sizes 1 and 1; None for all other sizes."""
+        is_unsplit = (gpu, tensor_parallel_size, pipeline_parallel_size) == (KIND, 1, 1)
+        return self._estimate if is_unsplit else None
 
     def why_not(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
-        """The reason in one sentence why `estimate` has no answer; None: it has one."""
+        """The reason in one sentence why `estimate` returns None; None: it does not."""
         if self.estimate(gpu, tensor_parallel_size, pipeline_parallel_size) is not None:
             return None
         return "emulated instances are planned without parallelism; their profile has its own"
@@ -71,15 +71,15 @@ def problem(
     seed: int = 0,
     cluster: Cluster | None = None,
 ) -> Problem:
-    """How many prefill, decode and mixed instances; `folder` is where a relative trace lies.
+    """The problem of planning emulated instances; a relative trace path starts at `folder`.
 
-    A cluster has room for one instance per GPU; without one there may be MAX_INSTANCES.
-    Raises PlanError when the deployment states no workload or names an unknown profile.
+    A cluster has room for one instance per GPU; without one the limit is MAX_INSTANCES. Raises
+    PlanError when the deployment has no workload or names an unknown profile.
     """
     spec = deployment.spec
     emulation = spec.engine.emulation
     if spec.workload is None:
-        raise PlanError(["spec.workload: is needed to plan from; state rate and lengths"])
+        raise PlanError(["spec.workload: required for planning; set rate and lengths"])
     try:
         profile = latency.load(emulation.latency)
         demand = workload.from_spec(spec.workload, folder)
@@ -98,7 +98,7 @@ def problem(
         slo=spec.slo,
         supplies=(Supply(KIND, 1, instances, instances, link, link),),
         shape=shape,
-        # The kinds of GPU that a deployment allows say nothing about engines without one.
+        # Emulated engines need no GPU, so the allowed GPU types do not apply.
         planning=spec.planning.model_copy(update={"gpus": []}),
         estimator=ProfileEstimator(profile, shape, emulation.time_scale),
         policies=policies(spec.engine),
@@ -115,7 +115,7 @@ def _shape(deployment: LLMDeployment) -> ModelShape:
 
 
 def _link(time_scale: float) -> Link:
-    """One whose effective bandwidth and start are those of the emulated hand-off."""
+    """A link with the effective bandwidth and latency of the emulated KV transfer."""
     nominal = Link(LinkKind.INFINIBAND, 1.0)
     return Link(
         LinkKind.INFINIBAND,

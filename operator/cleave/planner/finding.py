@@ -1,7 +1,7 @@
-"""Drafts that hold the asked rate, from each algorithm: what the search then predicts and ranks.
+"""Placements of each algorithm that serve the requested rate, for the search to predict and rank.
 
-Called by `search.plan`. An algorithm that finds no draft says why by its absence: its targets are
-met by no instance, or the nodes have no room for as many as the rate takes.
+Called by `search.plan`. An algorithm that yields no placement found none: no instance meets its
+targets, or the nodes have no room for as many as the rate needs.
 """
 
 import math
@@ -20,18 +20,19 @@ from cleave.planner.trials import CONFIRMED, Targets, Trials
 
 HIGH, LOW, COLOCATED = "Algorithm 1", "Algorithm 2", "colocated"
 _MOST_PAIRS = 3
-"""Pairs of kinds and sizes whose replicas are fitted; the others would take more."""
+"""Pairs of instances (GPU type and size) whose replicas are fitted; the others need more
+resources."""
 WORTH_SHOWING = 1.5
-"""A further disaggregated plan that takes more than this many times the first one is no choice."""
+"""A further disaggregated plan that needs more than this many times the first one is not listed."""
 _MANY = 8
-"""Instances from which a smaller size would save too little to look for."""
+"""From this many instances on, a smaller instance size would save too little to search for it."""
 
 Tick = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A draft and whether it holds the rate; if not, it is all that the nodes have room for."""
+    """A placement and whether it serves the rate; if not, it uses all GPUs of the nodes."""
 
     draft: Draft
     algorithm: str
@@ -46,12 +47,12 @@ def drafts(
     affinity: Affinity,
     tick: Tick,
 ) -> list[Found]:
-    """Of all algorithms that are asked for; the best colocated one is always among them."""
+    """Placements of all requested algorithms; the best colocated one is always among them."""
     plans = list(_colocated(problem, trials, found, targets, tick))
     if problem.planning.disaggregation is not Disaggregation.NEVER:
         if affinity is Affinity.HIGH:
-            spare = plans[0].draft.groups[0] if plans else None
-            plans += _high(problem, trials, found, targets, spare, tick)
+            mixed_group = plans[0].draft.groups[0] if plans else None
+            plans += _high(problem, trials, found, targets, mixed_group, tick)
         else:
             plans += _low(problem, trials, found, targets, tick)
     return plans
@@ -64,10 +65,10 @@ def _colocated(
     targets: Targets,
     tick: Tick,
 ) -> Iterator[Found]:
-    """Of each kind of GPU the instance that takes least, fitted; the plan that takes least first.
+    """For each GPU type the colocated plan that needs least resources, the smallest plan first.
 
-    Kinds are fitted apart, as many instances behind one dispatcher do with fewer than as many apart
-    and how much that saves differs.
+    GPU types are fitted one by one: many instances behind one dispatcher need fewer replicas than
+    their separate goodput suggests, and how many fewer depends on the type.
     """
 
     def step() -> None:
@@ -75,9 +76,9 @@ def _colocated(
 
     kinds = candidates.by_gpu(found).values()
     rated = [colocated.fewest(problem, trials, of_kind, targets, step) for of_kind in kinds]
-    best = [each for each in rated if each is not None]
+    smallest_per_gpu = [each for each in rated if each is not None]
     fitted: list[Draft] = []
-    for each in best:
+    for each in smallest_per_gpu:
         tick("replicas of the colocated plan")
         start = replication.copies(problem, each.draft, each.goodput.rate, problem.rate)
         if start is not None:
@@ -86,10 +87,10 @@ def _colocated(
             fitted += [fit] if fit else []
     if fitted:
         ordered = sorted(fitted, key=weight_in(problem))
-        yield from (Found(draft, COLOCATED, True) for draft in ordered)
-    elif best:
-        most = max(best, key=lambda one: _served_by_copies(problem, one))
-        groups, rates = most.draft.groups, [most.goodput.rate]
+        yield from (Found(placement, COLOCATED, True) for placement in ordered)
+    elif smallest_per_gpu:
+        largest = max(smallest_per_gpu, key=lambda option: _served_by_copies(problem, option))
+        groups, rates = largest.draft.groups, [largest.goodput.rate]
         filled = replication.fill(problem, trials, groups, rates, targets)
         if filled is not None:
             yield Found(filled, COLOCATED, False)
@@ -104,10 +105,10 @@ def _high(
     trials: Trials,
     found: Sequence[Candidate],
     targets: Targets,
-    spare: Group | None,
+    mixed_group: Group | None,
     tick: Tick,
 ) -> Iterator[Found]:
-    """Fitted plans; where the nodes have no room for any, the one that fills them best."""
+    """Fitted disaggregated plans; if the nodes have room for none, the one that uses them best."""
     load, objective = Load(problem.rate, targets), problem.planning.objective
     pairs = sorted(
         high_affinity.pairs(problem, _phases(problem, trials, found, targets, tick)),
@@ -118,19 +119,19 @@ def _high(
     fitted: list[Draft] = []
     for pair in pairs[:_MOST_PAIRS]:
         tick("replicas of prefill and decode instances")
-        wanted = high_affinity.replicated(pair[0], pair[1], problem.rate)
+        replicated = high_affinity.replicated(pair[0], pair[1], problem.rate)
         taken = min((each.resources(objective) for each in fitted), default=math.inf)
-        if wanted.resources(objective) > WORTH_SHOWING * taken:
+        if replicated.resources(objective) > WORTH_SHOWING * taken:
             break
         start = (
-            wanted
-            if packing.fits(problem, wanted)
+            replicated
+            if packing.fits(problem, replicated)
             else _all_there_is(problem, trials, pair, targets)
         )
-        best = _fitted(problem, trials, start, load, spare) if start else None
+        best = _fitted(problem, trials, start, load, mixed_group) if start else None
         if best is not None:
             fitted.append(best)
-    yield from (Found(draft, HIGH, True) for draft in _distinct(fitted))
+    yield from (Found(placement, HIGH, True) for placement in _distinct(fitted))
     if not fitted:
         best_pair = max(pairs, key=lambda pair: _served_by_all(problem, pair), default=None)
         filled = _all_there_is(problem, trials, best_pair, targets) if best_pair else None
@@ -139,7 +140,7 @@ def _high(
 
 
 def _served_by_all(problem: Problem, pair: tuple[Rated, Rated]) -> float:
-    """What the phases say that the nodes full of a pair's instances serve; 0: no room for it."""
+    """The rate that all GPUs filled with a pair's instances serve, by their goodput; 0: no room."""
     groups, goodputs = _parts(pair)
     filled = replication.filled(problem, groups, goodputs)
     if filled is None:
@@ -167,14 +168,15 @@ def _phases(
     targets: Targets,
     tick: Tick,
 ) -> tuple[Phases, ...]:
-    """Algorithm 1's, and while replicas are few also those that take least for this very rate."""
+    """Algorithm 1's phases; while replicas are few, also those that need least for this very
+    rate."""
 
     def step() -> None:
-        tick("prefill and decode apart")
+        tick("prefill and decode instances")
 
     efficient = high_affinity.optimise(problem, trials, found, targets, step)
-    rated = [each for one in efficient for each in (one.prefill, one.decode) if each]
-    if not rated or all(problem.rate > _MANY * each.goodput.rate for each in rated):
+    rated = [option for phases in efficient for option in (phases.prefill, phases.decode) if option]
+    if not rated or all(problem.rate > _MANY * option.goodput.rate for option in rated):
         return efficient
     return efficient + high_affinity.fewest(problem, trials, found, targets, step)
 
@@ -182,7 +184,7 @@ def _phases(
 def _low(
     problem: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets, tick: Tick
 ) -> Iterator[Found]:
-    """The most efficient cell, and while cells are few also the one that takes least."""
+    """The most efficient cell; while cells are few, also the one that needs least resources."""
 
     def step() -> None:
         tick("prefill and decode in one node")
@@ -192,35 +194,39 @@ def _low(
         return
     cells = [efficient]
     if problem.rate <= _MANY * efficient.goodput.rate:
-        least = low_affinity.fewest(problem, trials, found, targets, step)
-        cells += [least] if least else []
+        smallest = low_affinity.fewest(problem, trials, found, targets, step)
+        cells += [smallest] if smallest else []
     fitted: list[Draft] = []
     for cell in cells:
         tick("replicas of prefill and decode in one node")
-        wanted = replication.copies(problem, cell.draft, cell.goodput.rate, problem.rate)
-        best = _fitted(problem, trials, wanted, Load(problem.rate, targets)) if wanted else None
+        replicated = replication.copies(problem, cell.draft, cell.goodput.rate, problem.rate)
+        best = (
+            _fitted(problem, trials, replicated, Load(problem.rate, targets))
+            if replicated
+            else None
+        )
         if best is not None:
             fitted.append(best)
-    yield from (Found(draft, LOW, True) for draft in _distinct(fitted))
+    yield from (Found(placement, LOW, True) for placement in _distinct(fitted))
     if not fitted:
-        all_there_is = packing.most_copies(problem, efficient.draft)
-        yield Found(efficient.draft.copied(all_there_is), LOW, False)
+        num_cells = packing.most_copies(problem, efficient.draft)
+        yield Found(efficient.draft.copied(num_cells), LOW, False)
 
 
-def _distinct(drafts: Sequence[Draft]) -> list[Draft]:
-    """Without those that differ in the limits of a pass, or in their cells, only."""
+def _distinct(placements: Sequence[Draft]) -> list[Draft]:
+    """Without placements that differ only in step limits or in the division into cells."""
     shapes = {
         tuple(
-            (g.role, g.instance.candidate, g.replicas * draft.copies) for g in draft.groups
-        ): draft
-        for draft in reversed(drafts)
+            (g.role, g.instance.candidate, g.replicas * placement.copies) for g in placement.groups
+        ): placement
+        for placement in reversed(placements)
     }
     return list(reversed(shapes.values()))
 
 
 def _fitted(
-    problem: Problem, trials: Trials, start: Draft, load: Load, spare: Group | None = None
+    problem: Problem, trials: Trials, start: Draft, load: Load, mixed_group: Group | None = None
 ) -> Draft | None:
-    """Shrunk in short trials, then held in long ones."""
-    fitted = replication.fit(problem, trials, start, load, spare)
+    """Remove replicas in short trials, then confirm the result in long ones."""
+    fitted = replication.fit(problem, trials, start, load, mixed_group)
     return replication.hold(problem, trials.at(CONFIRMED), fitted, load) if fitted else None

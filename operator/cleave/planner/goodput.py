@@ -1,10 +1,9 @@
-"""The highest rate that a fleet serves within its SLO, and how sure that is.
+"""The highest rate that a fleet serves within its SLO, with a confidence interval.
 
-DistServe, section 4.1: binary search over simulation trials. What is hard: trials are samples. All
-trials of one search serve the same requests, only closer together, so that attainment falls with
-the rate as smoothly as it can; where it rises again all the same, the lowest crossing counts and
-the answer says so. How far another sample would have moved the answer is measured with other
-seeds (`confirm`).
+DistServe, section 4.1: binary search over simulation trials. What is hard: trials are random
+samples. All trials of one search serve the same requests with scaled gaps, so that attainment falls
+with the rate as smoothly as possible; where it rises again, the lowest crossing counts and
+`is_monotone` is False. The variance between samples is measured with other seeds (`confirm`).
 """
 
 import math
@@ -19,34 +18,34 @@ from cleave.simulator.run import Prepared, prepare
 from cleave.simulator.trace import Trace
 
 TOLERANCE = 0.01
-"""Relative width of the last bracket."""
+"""Relative width of the bracket at which bisection ends."""
 _T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Student's t for a two-sided 95 % interval, by number of samples."""
 _SAMPLE_SLACK = 0.02
-"""The sample looked at first is not the one that a trial counts."""
+"""The sample that is checked first is not the one that a trial counts; allow for the difference."""
 _WIDEN = 1.15
-"""First step away from a guess."""
+"""Factor of the first step from the estimated rate."""
 _AROUND = (0.5, 0.8, 0.95, 1.05, 1.2, 1.5)
-"""Where attainment is looked at once more, as factors on the goodput."""
+"""Factors on the goodput at which attainment is checked for monotony."""
 _EDGE = 0.3
-"""Closest that a trial comes to an end of its bracket, as a share of the bracket."""
+"""Smallest distance of a trial from either end of its bracket, as a share of the bracket."""
 _NEGLIGIBLE = 1 / 256
-"""Below this share of what the passes allow, goodput is 0."""
+"""Below this share of the rate bound, goodput is 0."""
 _MOST_STEPS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Of one fleet, in req/s."""
+    """Goodput of one fleet, in req/s."""
 
     rate: float
-    """Highest rate found at which the goal is met; 0: at none."""
+    """Highest rate found at which the attainment target is met; 0: none."""
     attainment: float
-    """Share of requests in time at that rate."""
+    """Share of requests that meet both targets at that rate."""
     is_monotone: bool = True
-    """False: some tried rate above one that failed was met again."""
+    """False: a rate above one that failed met the target again."""
     interval: tuple[float, float] | None = None
-    """95 % confidence interval, where other seeds have been tried."""
+    """95 % confidence interval; None: no other seeds were tried."""
 
 
 def find(
@@ -56,10 +55,10 @@ def find(
     at_least: float = 0.0,
     tolerance: float = TOLERANCE,
 ) -> Goodput:
-    """Bisection around where the passes alone say that the targets end.
+    """Find the goodput of `fleet` by bisection, starting at the estimated rate.
 
-    With `at_least`, a fleet that fails at this rate is given up after one trial (goodput 0): the
-    caller has a better one.
+    With `at_least`, a fleet that fails at this rate is rejected after one trial (goodput 0),
+    because the caller has a better one.
     """
     lengths = trials.lengths()
     upper = capacity.fleet_rate(fleet, lengths)
@@ -75,7 +74,7 @@ def find(
 def near(
     trials: Trials, fleet: Fleet, targets: Targets, rate: float, tolerance: float = TOLERANCE
 ) -> Goodput:
-    """The same, sought around a rate that is probably close."""
+    """The same, starting at a `rate` that is probably close."""
     if rate <= 0:
         return find(trials, fleet, targets, tolerance=tolerance)
     first = 1 + tolerance
@@ -87,29 +86,29 @@ def confirm(
 ) -> Goodput:
     """Mean over `seeds` independent samples, with Student's 95 % interval of that mean.
 
-    Also tries rates away from the first answer, for an attainment that is not monotone.
+    Also tries other rates around the mean, to see whether attainment is monotone.
     """
-    found = [first]
+    samples = [first]
     for number in range(1, seeds + 1):
         other = trials.reseeded(trials.seed + number)
-        found.append(near(other, fleet, targets, found[-1].rate))
-    found = found[1:]
-    rates = [each.rate for each in found]
+        samples.append(near(other, fleet, targets, samples[-1].rate))
+    samples = samples[1:]
+    rates = [each.rate for each in samples]
     mean = statistics.fmean(rates)
     half = _T_95[seeds] * statistics.stdev(rates) / math.sqrt(seeds)
     return replace(
         first,
         rate=mean,
-        attainment=statistics.fmean(each.attainment for each in found),
+        attainment=statistics.fmean(each.attainment for each in samples),
         is_monotone=first.is_monotone
-        and all(each.is_monotone for each in found)
+        and all(each.is_monotone for each in samples)
         and (not mean or _falls(trials, fleet, targets, mean)),
         interval=(max(mean - half, 0.0), mean + half),
     )
 
 
 def could_hold(trials: Trials, fleet: Fleet, targets: Targets) -> bool:
-    """Whether requests that have an instance to themselves meet the targets often enough."""
+    """Whether enough requests would meet the targets if each had an instance to itself."""
     sample = trials.sample()
     prefill, decode = targets.prefill_only, targets.decode_only
     return _best_alone(
@@ -126,29 +125,30 @@ def _best_alone(sample: Trace, targets: Targets, engines: list[Engine]) -> bool:
 
 
 def _falls(trials: Trials, fleet: Fleet, targets: Targets, rate: float) -> bool:
-    """Whether no rate holds above one that fails, far below and above `rate` too.
+    """Whether attainment falls monotonically from far below to far above `rate`.
 
-    Short trials will do: they flatter high rates, which makes none hold above one that fails.
+    Short trials are enough: they overestimate attainment at high rates, but that alone does not
+    make a rate succeed above one that fails.
     """
     long = trials.span(rate, targets)
     span = replace(long, counted=min(long.counted, trials.precision.min_requests))
-    met = [
+    is_met = [
         trials.shares(fleet, rate * factor, targets, span).both >= targets.attainment
         for factor in _AROUND
     ]
-    return met == sorted(met, reverse=True)
+    return is_met == sorted(is_met, reverse=True)
 
 
 @dataclass(slots=True)
 class _Bisection:
-    """One search; remembers what was tried."""
+    """One search, with the rates tried so far."""
 
     trials: Trials
     prepared: Prepared
     targets: Targets
     span: Span
     upper: float
-    """No rate above it holds for ever; a trial would not always see that."""
+    """Rate bound: no rate above it can be sustained, although a finite trial may not show that."""
     tolerance: float
     tried: dict[float, float] = field(default_factory=dict)
     """Rate -> attainment."""
@@ -157,13 +157,14 @@ class _Bisection:
     def around(
         cls, trials: Trials, fleet: Fleet, targets: Targets, rate: float, tolerance: float
     ) -> Self:
-        """One length of trace for all trials, right for `rate`."""
+        """A search in which all trials have the length of a trial at `rate`."""
         span = trials.span(rate, targets)
         upper = capacity.fleet_rate(fleet, trials.lengths(span.total))
         return cls(trials, prepare(fleet), targets, span, upper, tolerance)
 
     def run(self, low: float, guess: float, widen: float = _WIDEN) -> Goodput:
-        """`low` holds or is 0; away from `guess` in growing steps until there is a bracket."""
+        """Find a bracket with growing steps from `guess`, then bisect; `low` meets the target or is
+        0."""
         rate = max(min(guess, self.upper * (1 - self.tolerance)), low)
         if self.holds(rate):
             while self.holds(high := rate * widen) and len(self.tried) < _MOST_STEPS:
@@ -177,7 +178,7 @@ class _Bisection:
         return self._narrow(low, high)
 
     def holds(self, rate: float) -> bool:
-        """Whether the goal is met at `rate`."""
+        """Whether the attainment target is met at `rate`."""
         if rate > self.upper:
             return False
         if rate not in self.tried:
@@ -186,7 +187,7 @@ class _Bisection:
         return self.tried[rate] >= self.targets.attainment
 
     def _narrow(self, low: float, high: float) -> Goodput:
-        """`low` holds or is 0; `high` fails."""
+        """Bisect between `low`, which meets the target or is 0, and `high`, which fails."""
         high = min(high, self.upper)
         while low > 0 and high - low > self.tolerance * high:
             middle = self._between(low, high)
@@ -197,17 +198,18 @@ class _Bisection:
         return self._found(low)
 
     def _between(self, low: float, high: float) -> float:
-        """Where a straight line through both attainments meets the goal, not too near an end."""
-        goal = self.targets.attainment
-        above, below = self.tried[low] - goal, goal - self.tried.get(high, 0.0)
-        # Near the flat top of the curve the line says little; halving keeps the pace.
+        """Linear interpolation of the rate at the target, kept away from both ends of the
+        bracket."""
+        target = self.targets.attainment
+        above, below = self.tried[low] - target, target - self.tried.get(high, 0.0)
+        # Near the flat top of the curve interpolation is poor; the limits keep it close to halving.
         part = above / (above + below) if above + below > 0 else 0.5
         return low + (high - low) * min(max(part, _EDGE), 1 - _EDGE)
 
     def _found(self, rate: float) -> Goodput:
-        met = [self.tried[each] >= self.targets.attainment for each in sorted(self.tried)]
+        is_met = [self.tried[each] >= self.targets.attainment for each in sorted(self.tried)]
         return Goodput(
             rate=rate,
             attainment=self.tried.get(rate, 0.0),
-            is_monotone=met == sorted(met, reverse=True),
+            is_monotone=is_met == sorted(is_met, reverse=True),
         )

@@ -1,9 +1,9 @@
-"""How a plan grows with its traffic: Aladdin's laws for one question.
+"""How a plan scales with its traffic: Aladdin's laws for one problem.
 
-For `cleave plan --explain`, and for whoever scales a plan that runs. Eq. 5 and 6 name the best
-number of GPUs per worker, Eq. 7 the number of workers at other rates. What is hard: a worker is
-whatever can be added to the plan by itself. That is one mixed instance, or the smallest group of
-prefill and decode instances that has the plan's proportion.
+For `cleave plan --explain`, and for the operator's autoscaling of a running plan. Eq. 5 and 6 give
+the best number of GPUs per worker, Eq. 7 the number of workers at other rates. What is hard: a
+worker is the smallest unit that can be added to the plan. That is one mixed instance, or the
+smallest group of prefill and decode instances in the plan's proportion.
 """
 
 from dataclasses import dataclass, replace
@@ -22,17 +22,17 @@ from cleave.planner.trials import Span, Targets, Trials
 from cleave.planner.words import pool_label
 
 HEARTBEAT_S = 60.0
-"""How often whoever scales looks at the rate; Eq. 7's lower bound depends on it."""
+"""Interval at which an autoscaler reads the rate; Eq. 7's lower bound depends on it."""
 _AROUND = (0.5, 1.0, 2.0, 3.0, 4.0)
-"""Rates at which workers are counted, as factors on what the plan was found for."""
+"""Rates at which workers are counted, as factors on the plan's rate."""
 _RAMP, _COUNTED = 4000, 2000
-"""Most requests of a trial: a law needs less than a prediction."""
+"""Most requests of a trial: fitting a law needs fewer than a prediction."""
 _MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class BestSize:
-    """Eq. 6's answer for the kind of GPU that decodes most per GPU."""
+    """The result of Eq. 6 for the GPU type with the highest decode throughput per GPU."""
 
     gpu: str
     sizes: tuple[WorkerSize, ...]
@@ -41,21 +41,21 @@ class BestSize:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Eq. 7 for one plan."""
+    """The result of Eq. 7 for one plan."""
 
     worker: tuple[PlannedPool, ...]
-    """What is added: the smallest part of the plan with its proportion of roles."""
+    """The unit that is added: the smallest part of the plan with its proportion of roles."""
     counts: dict[float, int]
-    """Fewest workers that hold each rate (req/s), by simulation."""
+    """Fewest workers that serve each rate (req/s), by simulation."""
     law: WorkerLaw
 
 
 def best_size(problem: Problem) -> BestSize:
-    """Tensor parallel sizes within a node, judged by Eq. 6; ties go to the first kind of GPU.
+    """Tensor parallel sizes within a node, ranked by Eq. 6; among equals the first GPU type wins.
 
     Raises ScalingError when no size decodes within the TPOT target.
     """
-    found: list[BestSize] = []
+    best_sizes: list[BestSize] = []
     faults: list[ScalingError] = []
     for gpu, workers in _workers(problem).items():
         try:
@@ -63,21 +63,26 @@ def best_size(problem: Problem) -> BestSize:
         except ScalingError as error:
             faults.append(error)
         else:
-            found.append(BestSize(gpu, sizes))
-    if not found:
-        raise faults[0] if faults else ScalingError("the model fits no worker without a pipeline")
-    return max(found, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
+            best_sizes.append(BestSize(gpu, sizes))
+    if not best_sizes:
+        raise (
+            faults[0]
+            if faults
+            else ScalingError("the model fits no worker without pipeline parallelism")
+        )
+    return max(best_sizes, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
 
 
 def growth(problem: Problem, plan: Plan) -> Growth:
-    """Workers of `plan` counted in short simulations at five rates, and the line through them.
+    """Count workers of `plan` in short simulations at five rates, and fit a line through the
+    counts.
 
-    The rates lie around the asked one, or the plan's goodput where that is more: below it one
-    worker is enough for all of them. Raises ScalingError when even 1,024 do not hold a rate.
+    The rates lie around the requested one, or around the plan's goodput if that is higher: below it
+    one worker serves all of them. Raises ScalingError when even 1,024 do not serve a rate.
     """
     targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    # Asked for as Algorithm 2's, pools come as cells, whoever found them.
+    # `IN_NODE` divides the pools into cells, whatever algorithm found them.
     cell = replace(to_draft(problem, plan.pools, IN_NODE), copies=1)
     is_in_node = plan.algorithm.startswith(IN_NODE)
     unit_rate = fleet_rate(cell_fleet(problem, cell), trials.lengths())
@@ -99,12 +104,12 @@ def growth(problem: Problem, plan: Plan) -> Growth:
 
 
 def told(problem: Problem, plan: Plan) -> PlanGrowth | None:
-    """Eq. 7 as a status tells it; None where it cannot be said."""
+    """Eq. 7 for a plan's status; None where the law cannot be fitted."""
     try:
-        found = growth(problem, plan)
+        fitted = growth(problem, plan)
     except ScalingError:
         return None
-    worker, law = found.worker[0], found.law
+    worker, law = fitted.worker[0], fitted.law
     planned = next(pool for pool in plan.pools if pool.role is worker.role)
     return PlanGrowth(
         workers=planned.replicas // worker.replicas,
@@ -115,7 +120,7 @@ def told(problem: Problem, plan: Plan) -> PlanGrowth | None:
 
 
 def document(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """Both laws for JSON; null where one cannot be said."""
+    """Both laws for JSON; null for one that cannot be fitted."""
     return {"workerSizes": _sizes_document(problem), "workers": _growth_document(problem, plan)}
 
 
@@ -138,28 +143,28 @@ def _sizes_document(problem: Problem) -> dict[str, Any] | None:
 
 def _growth_document(problem: Problem, plan: Plan) -> dict[str, Any] | None:
     try:
-        found = growth(problem, plan)
+        fitted = growth(problem, plan)
     except ScalingError:
         return None
     return {
-        "worker": " + ".join(pool_label(pool) for pool in found.worker),
-        "k5": found.law.k5,
-        "c5": found.law.c5,
-        "lowestRate": found.law.lowest_rate,
-        "counts": [{"rate": rate, "workers": count} for rate, count in found.counts.items()],
+        "worker": " + ".join(pool_label(pool) for pool in fitted.worker),
+        "k5": fitted.law.k5,
+        "c5": fitted.law.c5,
+        "lowestRate": fitted.law.lowest_rate,
+        "counts": [{"rate": rate, "workers": count} for rate, count in fitted.counts.items()],
     }
 
 
 def _workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
-    """By kind of GPU and number of GPUs, for the kinds on which the model fits."""
-    found: dict[str, dict[int, Estimate]] = {}
+    """Estimates by GPU type and number of GPUs, for the types on which the model fits."""
+    workers: dict[str, dict[int, Estimate]] = {}
     for supply in problem.supplies:
-        most = min(supply.gpus_per_node, supply.max_gpus, problem.max_gpus)
-        for gpus in range(1, most + 1):
+        max_gpus = min(supply.gpus_per_node, supply.max_gpus, problem.max_gpus)
+        for gpus in range(1, max_gpus + 1):
             estimate = problem.estimator.estimate(supply.gpu, gpus, 1)
             if estimate is not None:
-                found.setdefault(supply.gpu, {})[gpus] = estimate
-    return found
+                workers.setdefault(supply.gpu, {})[gpus] = estimate
+    return workers
 
 
 def _times(cell: Draft, workers: int) -> Draft:

@@ -1,7 +1,7 @@
-"""Algorithm 1: prefill and decode optimised apart, then replicated.
+"""Algorithm 1: prefill and decode optimised independently, then replicated.
 
-DistServe, section 4.1, for networks on which KV travels freely: any prefill instance works with any
-decode instance, which may then be of another kind of GPU as well.
+DistServe, section 4.1, for networks on which KV transfers are cheap: any prefill instance works
+with any decode instance, also with one on another GPU type.
 """
 
 import math
@@ -21,7 +21,7 @@ from cleave.simulator.fleet import Fleet
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The best instance of each phase on one kind of GPU; None: the phase's target is never met."""
+    """The best instance of each phase on one GPU type; None: it never meets the phase's target."""
 
     gpu: str
     prefill: Rated | None
@@ -31,35 +31,36 @@ class Phases:
 def optimise(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Phases, ...]:
-    """Algorithm 1's loops, for each kind of GPU: simu_prefill and simu_decode."""
+    """Algorithm 1's loops (simu_prefill, simu_decode), for each GPU type."""
 
     def best(tried: list[Entry], alone: Targets) -> Rated | None:
         return rating.best(trials, tried, alone, weight_in(problem), tick)
 
-    return _phases(problem, trials, found, targets, best)
+    return _phases(problem, trials, candidates, targets, best)
 
 
 def fewest(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Phases, ...]:
-    """Instead: the instances whose replicas for the asked rate take least, phase by phase."""
+    """Per phase, the instances whose replicas for the requested rate need least resources."""
 
     def least(tried: list[Entry], alone: Targets) -> Rated | None:
         return rating.fewest(trials, tried, alone, weight_in(problem), problem.rate, tick)
 
-    return _phases(problem, trials, found, targets, least)
+    return _phases(problem, trials, candidates, targets, least)
 
 
 def pairs(problem: Problem, phases: Sequence[Phases]) -> list[tuple[Rated, Rated]]:
-    """A prefill instance and a decode instance that can take its KV, of all kinds; none twice."""
+    """All pairs of a prefill instance and a decode instance that can pull its KV, across GPU
+    types."""
     return [
         (prefill, decode)
         for prefill in _distinct([each.prefill for each in phases])
@@ -69,7 +70,7 @@ def pairs(problem: Problem, phases: Sequence[Phases]) -> list[tuple[Rated, Rated
 
 
 def replicated(prefill: Rated, decode: Rated, rate: float) -> Draft:
-    """So many instances of both that each phase holds `rate`: n = ceil(R / goodput)."""
+    """Replicas of both such that each phase serves `rate`: n = ceil(R / goodput)."""
     groups = [
         Group(group.role, group.instance, math.ceil(rate / rated.goodput.rate))
         for rated in (prefill, decode)
@@ -79,7 +80,7 @@ def replicated(prefill: Rated, decode: Rated, rate: float) -> Draft:
 
 
 def single(problem: Problem, candidate: Candidate, role: Role) -> Draft:
-    """One instance of one phase."""
+    """A placement of one instance of one role."""
     instantiate = prefill_instance if role is Role.PREFILL else decode_instance
     return Draft((Group(role, instantiate(problem, candidate), 1),))
 
@@ -87,15 +88,15 @@ def single(problem: Problem, candidate: Candidate, role: Role) -> Draft:
 def _phases(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     choose: Callable[[list[Entry], Targets], Rated | None],
 ) -> tuple[Phases, ...]:
-    """What `choose` takes for either phase, of each kind of GPU."""
+    """The choice of `choose` for either phase, on each GPU type."""
 
     def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
-        def chosen(drafts: list[Draft]) -> Rated | None:
-            return choose(rating.entries(problem, trials, drafts, _phase_fleet), alone)
+        def chosen(placements: list[Draft]) -> Rated | None:
+            return choose(rating.entries(problem, trials, placements, _phase_fleet), alone)
 
         return refined(chosen([single(problem, each, role) for each in of_kind]), chosen)
 
@@ -105,13 +106,14 @@ def _phases(
             phase(of_kind, Role.PREFILL, targets.prefill_only),
             phase(of_kind, Role.DECODE, targets.decode_only),
         )
-        for gpu, of_kind in by_gpu(found).items()
+        for gpu, of_kind in by_gpu(candidates).items()
     )
 
 
-def _phase_fleet(problem: Problem, draft: Draft) -> Fleet:
-    """Of one phase. simu_decode's requests bring their first token, so waits count in TPOT."""
-    return replace(cell_fleet(problem, draft), first_token_by_decode=False)
+def _phase_fleet(problem: Problem, placement: Draft) -> Fleet:
+    """The fleet of one phase. In simu_decode requests arrive with their first token, so waits count
+    in TPOT."""
+    return replace(cell_fleet(problem, placement), first_token_by_decode=False)
 
 
 def _parallelism(rated: Rated) -> Parallelism:

@@ -1,9 +1,9 @@
 """Algorithm 2: prefill and decode instances whose equal pipeline stages share a node.
 
 DistServe, section 4.2, for networks too slow for KV: stages of both phases that hold the same
-layers lie in one node, so that KV never leaves it. What it takes there is the supply's `node_link`:
-the GPUs' own link in the paper, the network's between pods. Both phases have the same number of
-stages; inside a node, tensor parallel sizes and counts are free.
+layers lie in one node, so that KV never leaves it. Its link there is the supply's `node_link`: the
+GPUs' own link in the paper, the network between pods. Both phases have the same number of stages;
+inside a node, tensor parallel sizes and counts are free.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from cleave.planner.tuning import refined
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Most instances of each phase whose segments share a node; the paper's search has one each."""
+    """Most instances of each phase whose stages share a node; one each in the paper's search."""
 
     prefill: int = 1
     decode: int = 1
@@ -34,56 +34,59 @@ ANY = Replicas(prefill=1 << 10, decode=1 << 10)
 def optimise(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
-    most: Replicas = ANY,
+    max_replicas: Replicas = ANY,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
     """The intra-node configuration with most goodput per resource; both phases simulated jointly.
 
-    The bound of a pair is that of its slower phase: with one queue in front of the other, neither
-    phase serves more than it could alone.
+    The bound of a pair is that of its slower phase, since every request passes through both.
     """
 
-    def best(drafts: list[Draft]) -> Rated | None:
-        entries = rating.entries(problem, trials, drafts)
+    def best(placements: list[Draft]) -> Rated | None:
+        entries = rating.entries(problem, trials, placements)
         return rating.best(trials, entries, targets, weight_in(problem), tick)
 
-    return refined(best(configurations(problem, found, most)), best)
+    return refined(best(configurations(problem, candidates, max_replicas)), best)
 
 
 def fewest(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """Instead: the configuration whose cells for the asked rate take least."""
+    """The configuration whose cells for the requested rate need least resources."""
 
-    def least(drafts: list[Draft]) -> Rated | None:
-        entries = rating.entries(problem, trials, drafts)
+    def least(placements: list[Draft]) -> Rated | None:
+        entries = rating.entries(problem, trials, placements)
         return rating.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
 
-    return refined(least(configurations(problem, found, ANY)), least)
+    return refined(least(configurations(problem, candidates, ANY)), least)
 
 
-def configurations(problem: Problem, found: Sequence[Candidate], most: Replicas) -> list[Draft]:
-    """get_intra_node_configs for every number of stages."""
-    drafts = [
-        draft
-        for prefill in found
-        for decode in found
+def configurations(
+    problem: Problem, candidates: Sequence[Candidate], max_replicas: Replicas
+) -> list[Draft]:
+    """The paper's get_intra_node_configs, for every number of stages."""
+    placements = [
+        placement
+        for prefill in candidates
+        for decode in candidates
         if prefill.supply == decode.supply
         and prefill.parallelism.pipeline == decode.parallelism.pipeline
         and problem.can_pair(prefill.parallelism, decode.parallelism)
-        for draft in _counts(problem, prefill, decode, most)
+        for placement in _counts(problem, prefill, decode, max_replicas)
     ]
-    return [draft for draft in drafts if packing.fits(problem, draft)]
+    return [placement for placement in placements if packing.fits(problem, placement)]
 
 
-def _counts(problem: Problem, prefill: Candidate, decode: Candidate, most: Replicas) -> list[Draft]:
-    # Of one stage: in a node, and in what may be used at all.
+def _counts(
+    problem: Problem, prefill: Candidate, decode: Candidate, max_replicas: Replicas
+) -> list[Draft]:
+    # GPUs for one pipeline stage, limited by the node and by the GPUs that may be used.
     usable = min(problem.max_gpus, prefill.supply.max_gpus) // prefill.parallelism.pipeline
     room = min(prefill.supply.gpus_per_node, usable)
     first, second = prefill.parallelism.tensor, decode.parallelism.tensor
@@ -95,6 +98,6 @@ def _counts(problem: Problem, prefill: Candidate, decode: Candidate, most: Repli
             ),
             is_in_node=True,
         )
-        for n in range(1, min(most.prefill, (room - second) // first) + 1)
-        for m in range(1, min(most.decode, (room - n * first) // second) + 1)
+        for n in range(1, min(max_replicas.prefill, (room - second) // first) + 1)
+        for m in range(1, min(max_replicas.decode, (room - n * first) // second) + 1)
     ]

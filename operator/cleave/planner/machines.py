@@ -1,8 +1,8 @@
-"""The kinds of machines that a cluster has, as `provisioning` wants them: whole nodes, in pairs.
+"""Builds the machine types of a cluster, and pairs of them, for `provisioning`.
 
-Called by `cleave provision`. A machine is a node with one instance of the model on all its GPUs, as
-Splitwise's DGX are (sections IV-D and V). How many nodes a cluster has does not matter: that is
-what is asked.
+Called by `cleave provision`. A machine is a node with one instance of the model on all its GPUs,
+like Splitwise's DGX machines (sections IV-D and V). The number of nodes in the cluster is ignored:
+it is the result.
 """
 
 import math
@@ -24,12 +24,12 @@ from cleave.traffic.workload import Demand
 
 _NO_OVERLAP = 1 << 40
 _PROMPT_TOKENS = 1024
-"""Prompt whose pass says how fast a machine computes."""
+"""Prompt length at which the compute time per token is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine and what its hand-offs depend on."""
+    """A machine with the properties that its KV transfers depend on."""
 
     machine: Machine
     sizes: tuple[int, int]
@@ -38,31 +38,31 @@ class Node:
 
 
 def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
-    """One per kind of GPU; `suffix` is added to their names.
+    """One machine type per GPU type; `suffix` is added to their names.
 
-    Of the ways to split the model over all GPUs of a node, the one with the most tensor
-    parallelism counts. Raises ProvisioningError when the model fits no kind of node.
+    Of the parallel sizes that use all GPUs of a node, the one with the most tensor parallelism is
+    used. Raises ProvisioningError when the model fits no type of node.
     """
-    found, missing = [], []
+    nodes_found, missing = [], []
     for supply in {each.gpu: each for each in problem.supplies}.values():
         node = _node(problem, supply, suffix)
         if node is None:
             reason = problem.estimator.why_not(supply.gpu, supply.gpus_per_node, 1)
             missing.append(f"{supply.gpus_per_node} x {supply.gpu}: {reason}")
         else:
-            found.append(node)
-    if not found:
-        raise ProvisioningError(f"the model fits no kind of node ({'; '.join(missing)})")
-    return tuple(found)
+            nodes_found.append(node)
+    if not nodes_found:
+        raise ProvisioningError(f"the model fits no type of node ({'; '.join(missing)})")
+    return tuple(nodes_found)
 
 
 def capped(
-    problem: Problem, found: Sequence[Node], cluster: Cluster, folder: Path, share: float
+    problem: Problem, uncapped: Sequence[Node], cluster: Cluster, folder: Path, share: float
 ) -> tuple[Node, ...]:
-    """The same machines with each GPU held to `share` of its power (HHcap's token machines).
+    """The same machines with each GPU limited to `share` of its power (HHcap's token machines).
 
-    `folder` is where the cluster's profiles lie. Raises ManifestError for a share so low that its
-    effect is not known.
+    `folder` contains the cluster's profiles. Raises ManifestError for a share so low that its
+    effect is unknown.
     """
     choices = [
         GpuChoice(
@@ -70,37 +70,41 @@ def capped(
             power_cap_watts=share * node.machine.estimate.power_watts / math.prod(node.sizes),
             price_per_hour=node.machine.estimate.cost_per_hour / math.prod(node.sizes),
         )
-        for node in found
+        for node in uncapped
     ]
-    held = for_cluster(problem.shape, cluster, choices, folder)
-    return nodes(replace(problem, estimator=held), f" at {share:.0%}")
+    estimator = for_cluster(problem.shape, cluster, choices, folder)
+    return nodes(replace(problem, estimator=estimator), f" at {share:.0%}")
 
 
 def pairs(shape: ModelShape, prompt: Sequence[Node], token: Sequence[Node]) -> tuple[Pair, ...]:
-    """Every prompt kind with every token kind, and each prompt kind alone with mixed machines."""
-    split = (
+    """Every prompt type with every token type, and each prompt type with mixed machines."""
+    disaggregated = (
         Pair(
-            f"{one.machine.name} + {other.machine.name}",
-            one.machine,
+            f"{prompt_node.machine.name} + {other.machine.name}",
+            prompt_node.machine,
             other.machine,
-            _transfer(shape, one, other),
+            _transfer(shape, prompt_node, other),
         )
-        for one in prompt
+        for prompt_node in prompt
         for other in token
     )
-    mixed = (Pair(f"{one.machine.name} mixed", one.machine, None) for one in prompt)
-    return (*split, *mixed)
+    mixed = (
+        Pair(f"{prompt_node.machine.name} mixed", prompt_node.machine, None)
+        for prompt_node in prompt
+    )
+    return (*disaggregated, *mixed)
 
 
-def slowest(found: Sequence[Node], demand: Demand) -> Machine:
-    """The machine on which a request of mean lengths alone takes longest: slowdowns' reference."""
+def slowest(candidates: Sequence[Node], demand: Demand) -> Machine:
+    """The machine with the highest unloaded latency of a mean request: the reference of
+    slowdowns."""
     prompt, output = round(demand.mean_prompt_tokens), demand.mean_output_tokens
 
     def alone_ms(node: Node) -> float:
         timing = node.machine.estimate.timing
         return timing.prefill_ms([prompt]) + output * timing.decode_pass_ms(1, prompt)
 
-    return max(found, key=alone_ms).machine
+    return max(candidates, key=alone_ms).machine
 
 
 def _node(problem: Problem, supply: Supply, suffix: str) -> Node | None:
@@ -114,7 +118,7 @@ def _node(problem: Problem, supply: Supply, suffix: str) -> Node | None:
 
 
 def _transfer(shape: ModelShape, prompt: Node, token: Node) -> Transfer:
-    """Serialised for short prompts, per layer for long ones (Splitwise, section IV-C)."""
+    """Serialised for short prompts, layer-wise for long ones (Splitwise, section IV-C)."""
     compute_ms = prompt.machine.estimate.timing.prefill_ms([_PROMPT_TOKENS]) / _PROMPT_TOKENS
     link = slower(prompt.network_link, token.network_link)
     moved = kv_transfer(shape, link, prompt.sizes, token.sizes, compute_ms)

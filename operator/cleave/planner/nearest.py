@@ -1,8 +1,9 @@
-"""The SLO that could be held where the one asked for cannot: both targets times the least factor.
+"""The tightest feasible SLO where the requested one is infeasible: both targets times one factor.
 
-Called by the search when no plan holds the rate. What is hard: a search per factor would take long.
-One simulation of a plan says by which factor each request missed; the plan holds the SLO from the
-factor on that as many requests stay below as the goal demands.
+Called by the search when no plan serves the rate. What is hard: a search per factor would take
+long. One simulation of a plan yields the factor by which each request missed its targets; the
+quantile of these factors at the required attainment is the factor from which the plan meets the
+SLO.
 """
 
 import math
@@ -29,7 +30,7 @@ _SHORT = 5
 _STEP = 1.05
 _MOST_STEPS = 12
 _UNHURRIED = 4.0
-"""Plans are tried with so many times the instances that the rate needs at least."""
+"""Plans are tried with this many times the instances that the rate needs at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,15 @@ class _Option:
 
 
 def nearest_slo(
-    problem: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets
+    problem: Problem, trials: Trials, candidates: Sequence[Candidate], targets: Targets
 ) -> NearestSlo | None:
-    """The tightest multiple of both targets that some plan holds at the asked rate.
+    """The smallest multiple of both targets that some plan meets at the requested rate.
 
-    None: none was found, mostly as the GPUs cannot keep up with the rate however long it may take.
+    None: none was found, mostly because the GPUs cannot serve the rate at any latency.
     """
     options = [
-        _Option(draft, _scale(problem, trials, draft, targets))
-        for draft in _drafts(problem, trials, found)
+        _Option(placement, _scale(problem, trials, placement, targets))
+        for placement in _drafts(problem, trials, candidates)
     ]
     best = min(options, key=lambda option: option.scale, default=None)
     if best is None or math.isinf(best.scale):
@@ -58,18 +59,20 @@ def nearest_slo(
     return NearestSlo(scale, targets.ttft_ms * scale, targets.tpot_ms * scale, describe(best.draft))
 
 
-def _drafts(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Iterator[Draft]:
-    """Colocated and split plans with instances in plenty, as far as the nodes have room."""
+def _drafts(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) -> Iterator[Draft]:
+    """Colocated and disaggregated plans with spare instances, as far as the nodes have room."""
     lengths, rate = trials.lengths(), problem.rate
-    for candidate in found:
+    for candidate in candidates:
         for batching in problem.policies.mixed:
             group = Group(Role.MIXED, mixed_instance(problem, candidate, batching), 1)
-            one = Draft((group,))
-            bound = capacity.fleet_rate(cell_fleet(problem, one), lengths)
-            copies = packing.most_copies(problem, one, math.ceil(_UNHURRIED * rate / bound))
+            single_instance = Draft((group,))
+            bound = capacity.fleet_rate(cell_fleet(problem, single_instance), lengths)
+            copies = packing.most_copies(
+                problem, single_instance, math.ceil(_UNHURRIED * rate / bound)
+            )
             if copies:
                 yield replication.celled(Draft((Group(group.role, group.instance, copies),)))
-    prefills, decodes = _shortlists(found, lengths)
+    prefills, decodes = _shortlists(candidates, lengths)
     for prefill in prefills:
         for decode in decodes:
             if prefill.supply == decode.supply and problem.can_pair(
@@ -83,9 +86,10 @@ def _drafts(problem: Problem, trials: Trials, found: Sequence[Candidate]) -> Ite
 
 
 def _shortlists(
-    found: Sequence[Candidate], lengths: capacity.Lengths
+    candidates: Sequence[Candidate], lengths: capacity.Lengths
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """The quickest for a mean prompt, and the quickest for one token; the smaller of equals."""
+    """Candidates with the shortest prefill of a mean prompt, and with the shortest decode step; the
+    smaller of equals."""
 
     def prefill_ms(candidate: Candidate) -> float:
         return candidate.estimate.timing.prefill_ms([round(lengths.prompt_tokens)])
@@ -93,7 +97,7 @@ def _shortlists(
     def decode_ms(candidate: Candidate) -> float:
         return candidate.estimate.timing.decode_pass_ms(1, round(lengths.decode_context))
 
-    by_size = sorted(found, key=lambda each: each.gpus)
+    by_size = sorted(candidates, key=lambda each: each.gpus)
     return sorted(by_size, key=prefill_ms)[:_SHORT], sorted(by_size, key=decode_ms)[:_SHORT]
 
 
@@ -102,20 +106,20 @@ def _split(problem: Problem, groups: list[Group], lengths: capacity.Lengths) -> 
         capacity.prefill_rate(groups[0].instance.engine, lengths),
         capacity.decode_rate(groups[1].instance.engine, lengths),
     ]
-    wanted = tuple(
+    replicated = tuple(
         Group(g.role, g.instance, max(1, math.ceil(_UNHURRIED * problem.rate / bound)))
         for g, bound in zip(groups, bounds, strict=True)
     )
-    plenty = replication.celled(Draft(wanted))
+    plenty = replication.celled(Draft(replicated))
     if packing.fits(problem, plenty):
         yield plenty
     elif (filled := replication.filled(problem, groups, bounds)) is not None:
         yield filled
 
 
-def _scale(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> float:
-    """Smallest factor on both targets that enough requests stay below."""
-    fleet, rate = cell_fleet(problem, draft), problem.rate / draft.copies
+def _scale(problem: Problem, trials: Trials, placement: Draft, targets: Targets) -> float:
+    """Smallest factor on both targets that enough requests meet."""
+    fleet, rate = cell_fleet(problem, placement), problem.rate / placement.copies
     span = trials.span(rate, targets)
     if capacity.fleet_rate(fleet, trials.lengths(span.total)) <= rate:
         return math.inf  # its queues would grow for ever; a finite trace does not show that
@@ -129,7 +133,8 @@ def _scale(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> 
 
 
 def _confirmed(problem: Problem, trials: Trials, option: _Option, targets: Targets) -> float | None:
-    """The factor again, from trials as long as the looser targets need; None: it runs away."""
+    """The factor again, from trials as long as the looser targets need; None: it does not
+    converge."""
     fleet, scale = cell_fleet(problem, option.draft), option.scale
     rate = problem.rate / option.draft.copies
     for _ in range(_MOST_STEPS):

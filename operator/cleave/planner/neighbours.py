@@ -1,6 +1,6 @@
-"""Plans beside those of an answer: what an instance more or less would do, of many a tenth.
+"""Plans with slightly more or fewer instances than given ones.
 
-Called for the report, which shows what another GPU buys.
+Called for the report, which shows the gain of another GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,39 +17,41 @@ from cleave.planner.trials import Targets, Trials
 _SHARE = 0.1
 
 
-def neighbours(problem: Problem, plans: Sequence[Plan], known: Sequence[Plan]) -> tuple[Plan, ...]:
+def neighbours(
+    problem: Problem, plans: Sequence[Plan], excluded: Sequence[Plan]
+) -> tuple[Plan, ...]:
     """Each of `plans` with more or fewer instances of one role, where the nodes have room.
 
-    A step is a tenth of a role's instances, at least one. Where instances stay together
-    (Algorithm 2) whole cells are added or taken away. Those of `known` are left out.
+    A step is a tenth of a role's instances, at least one. Plans of cells (Algorithm 2) get more or
+    fewer complete cells. Plans in `excluded` are left out.
     """
     targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    seen = {plan.pools for plan in known}
-    found: list[Plan] = []
+    listed_pools = {plan.pools for plan in excluded}
+    variants: list[Plan] = []
     for plan in plans:
-        for draft in _beside(to_draft(problem, plan.pools, plan.algorithm)):
-            if not packing.fits(problem, draft):
+        for placement in _beside(to_draft(problem, plan.pools, plan.algorithm)):
+            if not packing.fits(problem, placement):
                 continue
-            other = predict(problem, trials, draft, targets, plan.algorithm).plan
-            if other.pools not in seen:
-                seen.add(other.pools)
-                found.append(other)
-    return tuple(found)
+            other = predict(problem, trials, placement, targets, plan.algorithm).plan
+            if other.pools not in listed_pools:
+                listed_pools.add(other.pools)
+                variants.append(other)
+    return tuple(variants)
 
 
-def _beside(draft: Draft) -> Iterator[Draft]:
-    if draft.is_in_node:
-        step = _step(draft.copies)
-        if draft.copies > step:
-            yield draft.copied(draft.copies - step)
-        yield draft.copied(draft.copies + step)
+def _beside(placement: Draft) -> Iterator[Draft]:
+    if placement.is_in_node:
+        step = _step(placement.copies)
+        if placement.copies > step:
+            yield placement.copied(placement.copies - step)
+        yield placement.copied(placement.copies + step)
         return
-    for group in draft.groups:
+    for group in placement.groups:
         step = _step(group.replicas)
-        if group.replicas > step or (group.role is Role.MIXED and len(draft.groups) > 1):
-            yield draft.changed({group.role: -step})
-        yield draft.changed({group.role: step})
+        if group.replicas > step or (group.role is Role.MIXED and len(placement.groups) > 1):
+            yield placement.changed({group.role: -step})
+        yield placement.changed({group.role: step})
 
 
 def _step(count: int) -> int:

@@ -1,7 +1,7 @@
-"""Whether the nodes have room for a draft: tensor parallel groups never cross nodes.
+"""Whether the nodes have room for a placement: tensor parallel groups never cross nodes.
 
-Called by the search for every draft that it considers. First fit, largest first, over nodes that
-are counted rather than listed.
+Called by the search for every placement that it considers. First fit, largest first, over counts of
+equal nodes.
 """
 
 from collections import Counter
@@ -10,38 +10,39 @@ from cleave.planner.draft import Draft
 from cleave.planner.problem import Problem, Supply
 
 
-def fits(problem: Problem, draft: Draft) -> bool:
-    """Whether all cells find room."""
-    if draft.gpus > problem.max_gpus:
+def fits(problem: Problem, placement: Draft) -> bool:
+    """Whether the nodes have room for all cells."""
+    if placement.gpus > problem.max_gpus:
         return False
     return all(
         sum(size * count for size, count in pieces.items()) <= supply.max_gpus
         and _is_packable(pieces, supply)
-        for supply, pieces in _pieces(draft).items()
+        for supply, pieces in _pieces(placement).items()
     )
 
 
-def most_copies(problem: Problem, draft: Draft, limit: int = 1 << 20) -> int:
-    """How many cells like this one find room, at most `limit`."""
-    low, high = 0, min(limit, problem.max_gpus // max(draft.copied(1).gpus, 1)) + 1
+def most_copies(problem: Problem, placement: Draft, limit: int = 1 << 20) -> int:
+    """How many cells like this one the nodes have room for, at most `limit`."""
+    low, high = 0, min(limit, problem.max_gpus // max(placement.copied(1).gpus, 1)) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(problem, draft.copied(middle)) else (low, middle)
+        low, high = (middle, high) if fits(problem, placement.copied(middle)) else (low, middle)
     return low
 
 
-def _pieces(draft: Draft) -> dict[Supply, Counter[int]]:
-    """GPUs that must share a node, and how often, by supply."""
+def _pieces(placement: Draft) -> dict[Supply, Counter[int]]:
+    """Per supply: GPUs that must share a node -> number of such groups."""
     pieces: dict[Supply, Counter[int]] = {}
-    if draft.is_in_node:
-        first = draft.groups[0].instance.candidate
+    if placement.is_in_node:
+        first = placement.groups[0].instance.candidate
         segment = sum(
-            group.replicas * group.instance.candidate.parallelism.tensor for group in draft.groups
+            group.replicas * group.instance.candidate.parallelism.tensor
+            for group in placement.groups
         )
-        return {first.supply: Counter({segment: first.parallelism.pipeline * draft.copies})}
-    for group in draft.groups:
+        return {first.supply: Counter({segment: first.parallelism.pipeline * placement.copies})}
+    for group in placement.groups:
         candidate = group.instance.candidate
-        stages = group.replicas * draft.copies * candidate.parallelism.pipeline
+        stages = group.replicas * placement.copies * candidate.parallelism.pipeline
         pieces.setdefault(candidate.supply, Counter())[candidate.parallelism.tensor] += stages
     return pieces
 
@@ -52,7 +53,7 @@ def _is_packable(pieces: Counter[int], supply: Supply) -> bool:
 
 
 def _place(size: int, count: int, free: Counter[int]) -> bool:
-    """Take room for `count` pieces out of `free` (room of a node -> nodes)."""
+    """Take room for `count` groups of `size` GPUs out of `free` (free GPUs of a node -> nodes)."""
     for room in sorted(room for room, nodes in free.items() if room >= size and nodes):
         per_node = room // size
         used = min(free[room], -(-count // per_node))

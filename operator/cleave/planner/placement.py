@@ -1,8 +1,8 @@
-"""Chooses how many instances of each role serve a deployment.
+"""The placement of a deployment that is not planned: how many instances each role has.
 
-Pure; called by `cleave.local`, and by the command line to check a manifest. A placement is stated
-by hand, or planned by `cleave.planner.search` where traffic and machines are known, or it is the
-smallest disaggregated one. The reason says which.
+Pure; called by `cleave.local`, and by the command line to check a manifest. A placement is set in
+spec.placement.manual, or planned by `cleave.planner.search` where traffic and machines are known,
+or the smallest disaggregated one. The reason says which.
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,24 @@ from cleave.planner.plan import Answer, PlannedPool
 
 
 class PlanError(ValueError):
-    """The deployment is well-formed but names what this version does not know."""
+    """The deployment is well-formed but cannot be planned or placed."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("\n".join(faults))
         self.faults = tuple(faults)
-        """One line each: `path: what is wrong`."""
+        """One line each: `path: fault`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Instances per role, and why."""
+    """Instances per role, and the reason for them."""
 
     pools: tuple[PlannedPool, ...]
     """At most one per role, in the order prefill, decode, mixed."""
     reason: str
     """One sentence for status and the command line."""
     answer: Answer | None = None
-    """What the planner said; None: stated by hand or not planned."""
+    """The planner's result; None: set in spec.placement.manual, or not planned."""
 
     @property
     def gpus(self) -> int:
@@ -44,21 +44,21 @@ class Placement:
         return sum(pool.gpus for pool in self.pools)
 
     def replicas(self, role: Role) -> int:
-        """Instances of a role."""
+        """Number of instances of `role`."""
         return sum(pool.replicas for pool in self.pools if pool.role is role)
 
 
 def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
-    """The placement stated by hand, else one prefill and one decode instance.
+    """The placement in spec.placement.manual, else one prefill and one decode instance.
 
-    Without `reads_files` a latency profile in a file, and a model in a folder, are taken to be
-    where the engines run. Raises PlanError.
+    Without `reads_files`, a latency profile in a file and a model in a folder are not read: they
+    are assumed to exist where the engines run. Raises PlanError.
     """
     engine = deployment.spec.engine
     if reads_files or not latency.is_file(engine.emulation.latency):
         _must_be_measured(engine)
-    stated = deployment.spec.placement
-    if stated is None:
+    manual = deployment.spec.placement
+    if manual is None:
         return Placement(
             pools=(PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)),
             reason=_why_smallest(deployment, reads_files=reads_files),
@@ -67,13 +67,13 @@ def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
         raise PlanError(faults)
     order = list(Role)
     return Placement(
-        pools=tuple(map(to_planned, sorted(stated.manual, key=lambda p: order.index(p.role)))),
-        reason="stated by hand in spec.placement.manual",
+        pools=tuple(map(to_planned, sorted(manual.manual, key=lambda p: order.index(p.role)))),
+        reason="set in spec.placement.manual",
     )
 
 
 def to_planned(pool: ManualPool) -> PlannedPool:
-    """The pool that a manifest or a status tells of, as the planner has it."""
+    """Convert a pool of a manifest or a status to the planner's type."""
     return PlannedPool(
         pool.role,
         pool.replicas,
@@ -86,9 +86,9 @@ def to_planned(pool: ManualPool) -> PlannedPool:
 
 
 def located(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
-    """The deployment with a latency profile that is a file made absolute, from `folder`.
+    """The deployment with the path of its latency profile made absolute, relative to `folder`.
 
-    Engines run in working folders of their own; the manifest's is where its author looked.
+    Engines run in other working directories; a relative path is meant relative to the manifest.
     """
     engine = deployment.spec.engine
     if engine.emulated is None or not latency.is_file(engine.emulated.latency):
@@ -101,24 +101,24 @@ def located(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
 
 
 def _why_smallest(deployment: LLMDeployment, *, reads_files: bool) -> str:
-    """Why nothing was planned."""
+    """Why nothing was planned and the default placement is used."""
     default = "default placement (1 prefill + 1 decode)"
     if deployment.spec.workload is None:
         return f"{default}: no spec.workload to plan from and no spec.placement.manual"
     unknown = checks.unknown_model(deployment, reads_files=reads_files)
     if unknown is None:
-        missing = "no cluster file that names the machines"
+        missing = "no cluster file with the machines"
         return f"{default}: {missing} and no spec.placement.manual"
     return (
         f"{default}, one GPU each: nothing is planned, as the planner does not know the model "
         f"{deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not known "
         "either. To plan it: `cleave plan` with a folder that holds its config.json as spec.model, "
-        "and its placement in spec.placement.manual; or state instances there by hand"
+        "and its placement in spec.placement.manual; or set instances there"
     )
 
 
 def _must_be_measured(engine: Engine) -> None:
-    """An unknown latency profile is said here, not by each engine that fails to start."""
+    """Raise PlanError for an unknown latency profile, before an engine fails to start with it."""
     if engine.type is not EngineType.EMULATED:
         return
     try:

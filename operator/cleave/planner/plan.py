@@ -1,6 +1,7 @@
-"""What the planner answers: ranked plans, their predictions, and the verdict in words.
+"""The result of planning: ranked plans, their predictions, and the verdict in words.
 
-Made by the search, read by the command line, the report, `cleave up` and the operator. Values only.
+Built by `cleave.planner.search`; read by the command line, the report, `cleave up` and the
+operator. Value classes only.
 """
 
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from cleave.api.role import Parallelism, Role
 from cleave.perf.trust import Trust
 
 EMULATED_GPU = "emulated GPU"
-"""The kind of GPU of an emulated instance, which needs none."""
+"""Name of the GPU type of an emulated instance, which needs no GPU."""
 
 
 class Verdict(StrEnum):
-    """The answer in a word."""
+    """Whether to disaggregate, to colocate, or that no plan meets the SLO."""
 
     DISAGGREGATE = "Disaggregate"
     COLOCATE = "Colocate"
@@ -29,23 +30,24 @@ class PlannedPool:
     replicas: int
     parallelism: Parallelism = Parallelism()  # noqa: RUF009 - a frozen value
     gpu: str | None = None
-    """Kind of GPU; None: whatever the nodes have."""
+    """GPU type; None: any GPU of the nodes."""
     batching: str | None = None
-    """Name of the simulator's Batching that the prediction assumes; None: not predicted."""
+    """Name of the simulator's `Batching` that the prediction assumes; None: not predicted."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     per_cell: int | None = None
-    """Instances in a cell, whose equal pipeline stages share a node; None: they may be anywhere."""
+    """Instances per cell (a group whose equal pipeline stages share a node); None: no cells,
+    instances may run anywhere."""
 
     @property
     def gpus(self) -> int:
-        """GPUs (on CPU nodes: cores) of the whole pool."""
+        """GPUs (on CPU nodes: cores) of all instances of the pool."""
         return self.replicas * self.parallelism.gpus
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one latency over all requests, in milliseconds."""
+    """Percentiles of one latency over all requests, in milliseconds."""
 
     p50: float
     p90: float
@@ -54,41 +56,41 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of one plan."""
+    """What the simulator predicts for one plan."""
 
     goodput: float
-    """Highest rate (req/s) of all its GPUs at which the SLO holds."""
+    """Highest rate (req/s) that all GPUs together serve within the SLO."""
     goodput_interval: tuple[float, float]
     """95 % confidence interval of `goodput`, from simulations with other seeds."""
     attainment: float
-    """Share of requests that meet both targets at the rate that was asked for."""
+    """Share of requests that meet both targets at the requested rate."""
     ttft_ms: Percentiles
-    """At the rate that was asked for, as all that follow."""
+    """At the requested rate, like all following fields."""
     tpot_ms: Percentiles
     cost_per_hour: float
     power_watts: float
-    """Provisioned, all GPUs."""
+    """Provisioned power of all GPUs."""
     trust: Trust
-    """How far the latency model behind it can be trusted."""
+    """How reliable the latency model behind the prediction is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to serve the deployment."""
+    """One set of pools that serves the deployment."""
 
     pools: tuple[PlannedPool, ...]
     """At most one per role, in the order prefill, decode, mixed."""
     prediction: Prediction
     algorithm: str
-    """How it was found: `Algorithm 1`, `Algorithm 2`, `colocated`."""
+    """The algorithm that found the plan: `Algorithm 1`, `Algorithm 2`, `colocated`."""
     score: float
-    """The objective: goodput per GPU, per price of an hour, or per watt."""
+    """Value of the objective: served rate per GPU, per price of an hour, or per watt."""
     is_gpu_chosen: bool = False
-    """Whether there were several kinds of GPU to choose from, so that labels name them."""
+    """Whether there were several GPU types to choose from, so that labels name them."""
     whole_below_tokens: int = 0
-    """Prompts up to so long may be computed where they are decoded; 0: none."""
+    """Prompts of up to this many tokens may be computed on the decode instance; 0: none."""
     ahead_from_tokens: int = 0
-    """Prompts from so many on gain by a transfer per layer; 0: none do."""
+    """Prompts of at least this many tokens gain by a layer-wise KV transfer; 0: none do."""
 
     @property
     def gpus(self) -> int:
@@ -97,50 +99,50 @@ class Plan:
 
     @property
     def goodput_per_gpu(self) -> float:
-        """Predicted goodput by GPU, in req/s."""
+        """Predicted goodput per GPU, in req/s."""
         return self.prediction.goodput / self.gpus
 
     @property
     def is_disaggregated(self) -> bool:
-        """Whether prefill has instances of its own."""
+        """Whether the plan has prefill instances."""
         return any(pool.role is Role.PREFILL for pool in self.pools)
 
 
 @dataclass(frozen=True, slots=True)
 class NearestSlo:
-    """The tightest SLO, scaled from the one asked for, that some plan can hold."""
+    """The tightest SLO, scaled from the requested one, that some plan meets."""
 
     scale: float
-    """Both targets times this."""
+    """Factor on both targets."""
     ttft_ms: float
     tpot_ms: float
     plan: str
-    """The plan that holds it, in words."""
+    """Description of the plan that meets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything the planner has to say about one deployment."""
+    """The complete result of planning one deployment."""
 
     verdict: Verdict
     selected: Plan | None
-    """None when infeasible."""
+    """None when no plan meets the SLO."""
     alternatives: tuple[Plan, ...]
-    """Best first, the selected one left out; the best colocated and the best disaggregated plan
-    are always in `selected` or here when they exist."""
+    """Best first, without the selected plan. The best colocated and the best disaggregated plan are
+    always in `selected` or here when they exist."""
     reason: str
-    """One sentence: why this plan, or why none."""
+    """One sentence: why this plan, or why there is none."""
     what_would_change: str
-    """One sentence: the runner-up, and what would make it the choice."""
+    """One sentence: the runner-up, and what would make it the selected plan."""
     nearest_slo: NearestSlo | None
-    """Only when infeasible."""
+    """Only when no plan meets the SLO."""
     warnings: tuple[str, ...]
-    """Diagnoses of the workload and of the latency model."""
+    """Warnings about the workload and the latency model."""
     num_candidates: int
     num_simulated_requests: int
     elapsed_s: float
 
     @property
     def best(self) -> Plan | None:
-        """The selected plan, else the best of the others; None: there are none."""
+        """The selected plan, else the first alternative; None: there is no plan."""
         return self.selected or next(iter(self.alternatives), None)

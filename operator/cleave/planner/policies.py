@@ -1,6 +1,6 @@
-"""How a deployment's engines batch, as the simulator and the workers take it.
+"""Converts a deployment's scheduling settings to the `Policies` of the simulator and the workers.
 
-Predictions know every output; engines, which reserve KV by what they guess, preempt a little more.
+Predictions know every output length; engines reserve KV by estimates and preempt a little more.
 """
 
 from cleave.api.engine import Engine
@@ -22,13 +22,13 @@ ADMISSIONS = {
 
 
 def policies(engine: Engine) -> Policies:
-    """Those that are stated, else vLLM's own."""
-    stated = engine.scheduling
-    if stated is None:
+    """The policies of spec.engine.scheduling, else vLLM's defaults."""
+    scheduling = engine.scheduling
+    if scheduling is None:
         return Policies(connector=engine.connector)
     return Policies(
         connector=engine.connector,
-        order=ORDERS[stated.order],
-        prefill_sched_batch=stated.sorted_prompts,
-        admission=ADMISSIONS[stated.admission],
+        order=ORDERS[scheduling.order],
+        prefill_sched_batch=scheduling.sorted_prompts,
+        admission=ADMISSIONS[scheduling.admission],
     )

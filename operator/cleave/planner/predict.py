@@ -1,7 +1,7 @@
-"""What a plan will do: goodput with its interval, and latencies at the rate that was asked for.
+"""Predicts a plan: goodput with its interval, and latencies at the requested rate.
 
 Called by the search for the plans that it lists. Trials are long here and repeated with other
-seeds; those of the search itself were only good enough to compare.
+seeds; those of the search itself are only good enough to compare.
 """
 
 import math
@@ -23,63 +23,64 @@ from cleave.simulator.trace import Trace
 _SEEDS = 5
 _FEW_SEEDS = 3
 _LONG = 50_000
-"""Trials of so many requests differ little from each other; few of them do."""
+"""Trials of this many requests vary little between seeds, so fewer seeds are enough."""
 _WORST = list(Basis)
 
 
 @dataclass(frozen=True, slots=True)
 class Finalist:
-    """A plan with all that was simulated of it."""
+    """A plan with the results of its simulation."""
 
     draft: Draft
     plan: Plan
     is_monotone: bool
     """False: attainment did not fall with the rate everywhere."""
     outcome: Outcome
-    """One cell at its share of the asked rate."""
+    """Outcome of one cell at its share of the requested rate."""
     trace: Trace
-    """What it served."""
+    """The requests of `outcome`."""
     span: Span
-    """Of `outcome`."""
+    """The counted part of `outcome`."""
 
     def holds(self, attainment: float) -> bool:
-        """Whether the goal is met at the asked rate."""
+        """Whether the attainment target is met at the requested rate."""
         return self.plan.prediction.attainment >= attainment
 
 
 def predict(
-    problem: Problem, trials: Trials, draft: Draft, targets: Targets, algorithm: str
+    problem: Problem, trials: Trials, placement: Draft, targets: Targets, algorithm: str
 ) -> Finalist:
-    """Simulate `draft` at the asked rate and around its goodput."""
-    fleet, rate = cell_fleet(problem, draft), problem.rate / draft.copies
+    """Simulate `placement` at the requested rate and around its goodput."""
+    fleet, rate = cell_fleet(problem, placement), problem.rate / placement.copies
     span = trials.span(rate, targets)
     outcome = trials.serve(fleet, rate, span)
     seeds = _SEEDS if span.counted < _LONG else _FEW_SEEDS
-    found = goodput.confirm(trials, fleet, targets, Goodput(rate, 0.0), seeds)
-    served = found.rate * draft.copies
+    goodput_found = goodput.confirm(trials, fleet, targets, Goodput(rate, 0.0), seeds)
+    served = goodput_found.rate * placement.copies
     trace = trials.trace(span.total, rate)
     plan = Plan(
-        pools=planned_pools(draft),
-        prediction=_prediction(draft, outcome, span, targets, found),
+        pools=planned_pools(placement),
+        prediction=_prediction(placement, outcome, span, targets, goodput_found),
         algorithm=algorithm,
-        score=score(draft, served, problem.rate, problem.planning.objective),
+        score=score(placement, served, problem.rate, problem.planning.objective),
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
-        whole_below_tokens=short_prompts.find(problem, draft, outcome, trace),
-        ahead_from_tokens=ahead_from_tokens(problem, draft),
+        whole_below_tokens=short_prompts.find(problem, placement, outcome, trace),
+        ahead_from_tokens=ahead_from_tokens(problem, placement),
     )
-    return Finalist(draft, plan, found.is_monotone, outcome, trace, span)
+    return Finalist(placement, plan, goodput_found.is_monotone, outcome, trace, span)
 
 
-def score(draft: Draft, served: float, rate: float, objective: Objective) -> float:
-    """Requests per second that are served of those asked for, per GPU, price or watt.
+def score(placement: Draft, served: float, rate: float, objective: Objective) -> float:
+    """Served requests per second, at most the requested rate, per GPU, price or watt.
 
-    Goodput above the asked rate is worth nothing yet; what was asked for should take little.
+    Goodput above the requested rate has no value yet; a plan should serve that rate with few
+    resources.
     """
-    return min(served, rate) / draft.resources(objective)
+    return min(served, rate) / placement.resources(objective)
 
 
 def worst(trusts: list[Trust]) -> Trust:
-    """The one to trust least: it bounds what can be said of a plan that rests on all."""
+    """The least reliable one: it limits the prediction of a plan that depends on all."""
     return max(
         trusts,
         key=lambda each: (
@@ -90,25 +91,25 @@ def worst(trusts: list[Trust]) -> Trust:
 
 
 def percentiles(values: Times) -> Percentiles:
-    """Requests that never got there count as infinitely late."""
+    """P50, P90 and P99; nan (never reached) counts as infinite."""
     ended = np.where(np.isnan(values), np.inf, values)
     p50, p90, p99 = (float(np.quantile(ended, q, method="higher")) for q in (0.5, 0.9, 0.99))
     return Percentiles(p50, p90, p99)
 
 
 def _prediction(
-    draft: Draft, outcome: Outcome, span: Span, targets: Targets, found: Goodput
+    placement: Draft, outcome: Outcome, span: Span, targets: Targets, goodput_found: Goodput
 ) -> Prediction:
     ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
-    met = (ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms)
-    low, high = found.interval or (found.rate, found.rate)
+    is_met = (ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms)
+    low, high = goodput_found.interval or (goodput_found.rate, goodput_found.rate)
     return Prediction(
-        goodput=found.rate * draft.copies,
-        goodput_interval=(low * draft.copies, high * draft.copies),
-        attainment=float(np.mean(met)),
+        goodput=goodput_found.rate * placement.copies,
+        goodput_interval=(low * placement.copies, high * placement.copies),
+        attainment=float(np.mean(is_met)),
         ttft_ms=percentiles(ttft_ms),
         tpot_ms=percentiles(tpot_ms),
-        cost_per_hour=draft.cost_per_hour,
-        power_watts=draft.power_watts,
-        trust=worst([group.instance.candidate.estimate.trust for group in draft.groups]),
+        cost_per_hour=placement.cost_per_hour,
+        power_watts=placement.power_watts,
+        trust=worst([group.instance.candidate.estimate.trust for group in placement.groups]),
     )

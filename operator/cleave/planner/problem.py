@@ -1,7 +1,7 @@
-"""What is to be planned: a model, its traffic and targets, and the GPUs that there are.
+"""The input of the planner: a model, its traffic and targets, and the available GPUs.
 
-Made by hand (tests, benchmarks, notebooks) or by `cleave.planner.asking` from a deployment and a
-cluster. Values only; every part of the search takes a `Problem`.
+Built directly (tests, benchmarks, notebooks) or by `cleave.planner.asking` from a deployment and a
+cluster. Value classes only; every part of the search takes a `Problem`.
 """
 
 from dataclasses import dataclass
@@ -19,42 +19,42 @@ from cleave.traffic.workload import Demand
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Nodes that are alike."""
+    """A group of equal nodes."""
 
     gpu: str
-    """Kind of GPU, as the estimator knows it."""
+    """GPU type, as the estimator knows it."""
     num_nodes: int
     gpus_per_node: int
     max_gpus: int
-    """Most GPUs that a plan may take of these nodes."""
+    """Most GPUs of these nodes that a plan may use."""
     node_link: Link
-    """What KV takes between instances of one node: the GPUs' own link only where the instances'
-    processes can map each other's GPU memory; pods cannot, so theirs is the network's."""
+    """Link for KV between instances on one node. It is the GPUs' own link only where the instances'
+    processes can map each other's GPU memory; pods cannot, so for them it is the network."""
     network_link: Link
-    """What KV takes between instances of unlike nodes."""
+    """Link for KV between instances on different nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """How the engines batch. The defaults are those of the engines that Cleave runs."""
+    """How the engines batch. The defaults are those of the engines that Cleave starts."""
 
     prefill: Batching = Batching.VLLM
     decode: Batching = Batching.VLLM
     mixed: tuple[Batching, ...] = (Batching.VLLM,)
-    """Tried one by one; Vidur's search tries several (section 6)."""
+    """The search tries each of them; Vidur's search tries several (section 6)."""
     first_token_by_decode: bool = True
-    """False: as the DistServe paper counts."""
+    """Whether the decode instance produces the first token. False: as in the DistServe paper."""
     dispatch_ms: float = 0.0
-    """Client to instance, as in `simulator.fleet.Fleet`."""
+    """Latency from client to instance, as in `simulator.fleet.Fleet`."""
     kv_block_size: int = 16
     order: Order = Order.FCFS
-    """Of waiting prompts."""
+    """Order of waiting prompts."""
     prefill_sched_batch: int = 16
-    """The oldest prompts that SJF and LJF sort at a time."""
+    """Number of oldest prompts that SJF and LJF sort at a time."""
     admission: Admission = Admission.GREEDY
-    """Of requests that decode."""
+    """How decode instances admit requests."""
     connector: Connector = Connector.NIXL
-    """What limits which parallel sizes can be paired."""
+    """KV connector; it limits which parallel sizes can be paired."""
 
 
 PAPER = Policies(
@@ -62,36 +62,36 @@ PAPER = Policies(
     mixed=(Batching.PREFILL_FIRST,),
     first_token_by_decode=False,
 )
-"""What DistServe (OSDI'24) and the vLLM that it was compared with did."""
+"""Settings of DistServe (OSDI'24) and of the vLLM version that it was compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question to the planner."""
+    """One planning task: what to serve, within which SLO, on which nodes."""
 
     demand: Demand
     slo: Slo
     supplies: tuple[Supply, ...]
     shape: ModelShape
-    """The model; what its hand-offs weigh."""
+    """Dimensions of the model; they set the size of its KV transfers."""
     estimator: Estimator
     planning: Planning = Planning()  # noqa: RUF009 - a frozen value
     policies: Policies = Policies()
     max_nodes_per_instance: int = 4
-    """Algorithm 1's node limit N."""
+    """Node limit N of DistServe's Algorithm 1."""
     seed: int = 0
     notes: tuple[str, ...] = ()
-    """What whoever asks has to say of the workload or the model; passed on with the answer."""
+    """Warnings of the caller about the workload or the model; copied to the result."""
 
     @property
     def max_gpus(self) -> int:
-        """Most GPUs of the whole plan."""
-        there = sum(supply.max_gpus for supply in self.supplies)
+        """Most GPUs that the plan may use in total."""
+        available = sum(supply.max_gpus for supply in self.supplies)
         limit = self.planning.max_gpus
-        return there if limit is None else min(there, limit)
+        return available if limit is None else min(available, limit)
 
     def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
-        """Whether decode instances of this size can take KV from prefill instances of that one."""
+        """Whether decode instances of this size can pull KV from prefill instances of that size."""
         connector, heads = self.policies.connector, self.shape.split_kv_heads
         return connector.why_not(prefill, decode, heads) is None
 

@@ -1,12 +1,12 @@
-"""Which machines, and how many: clusters of prompt and token machines under one budget.
+"""Chooses machine types and counts: clusters of prompt and token machines within one budget.
 
-Splitwise, sections IV-D and VI: kinds of machines for prompt and token pools (AA, HH, HA, HHcap are
-pairs of two kinds, a power-capped one among them) and their numbers, for most throughput under
-equal power or cost, or least cost or power for a throughput; nine slowdowns have to hold. What is
-hard: every point of the plane is a simulation. More machines never serve worse, so the cheapest
-point that holds is found along the edge of the region that does, and rates are only sought where
-no bound and no single trial rules a split out. Unlike in Splitwise's own simulator, machines keep
-their role: there is no mixed pool that takes overflow.
+Splitwise, sections IV-D and VI: machine types for prompt and token pools (AA, HH, HA, HHcap are
+pairs of two types, a power-capped one among them) and their counts, for the highest throughput at
+equal power or cost, or the lowest cost or power at a throughput, within nine slowdown limits. What
+is hard: every point of the plane of counts is a simulation. More machines never serve worse, so the
+cheapest point that meets the limits is found along the edge of the feasible region, and rates are
+only searched where neither the bound nor one trial excludes a pair of counts. Unlike in Splitwise's
+own simulator, machines keep their role: there is no mixed pool that takes overflow.
 """
 
 import math
@@ -24,22 +24,23 @@ from cleave.simulator.fleet import Batching, Engine, Fleet, Pool, Transfer
 from cleave.traffic.workload import Demand
 
 PROMPT_BATCH_TOKENS = 2048
-"""Prompts are batched up to here (Splitwise, section IV-B); throughput falls beyond (fig. 6a)."""
+"""Token limit of prompt batches (Splitwise, section IV-B); throughput falls above it (fig. 6a)."""
 
 _TOLERANCE = 0.01
-"""Relative width of the last bracket of a rate."""
+"""Relative width of the bracket at which a search for the rate ends."""
 _TRIAL_S = 60.0
 _MIN_REQUESTS = 1000
 _SLACK = 1.05
-"""A sample's requests may be a little lighter than its mean lengths say."""
+"""Tolerance on bounds: a sample's requests may be a little lighter than its mean lengths
+suggest."""
 
 
 class ProvisioningError(ValueError):
-    """The question has no budget, no rate or no machines; one line."""
+    """The request has no budget, no rate or no machines; one line."""
 
 
 class Goal(StrEnum):
-    """What the best cluster has most or least of."""
+    """What is maximised or minimised."""
 
     THROUGHPUT = "Throughput"
     """Highest rate within a budget of power, cost or machines."""
@@ -51,14 +52,14 @@ class Goal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One kind: an instance of the model on all its GPUs."""
+    """A machine type: one instance of the model on all GPUs of a node."""
 
     name: str
     estimate: Estimate
-    """Its passes, memory, cost and power; a power cap is in them."""
+    """Step times, memory, cost and power, with a power cap included."""
 
     def engine(self, batching: Batching, max_num_batched_tokens: int) -> Engine:
-        """For the simulator."""
+        """The engine in the simulator's type."""
         return Engine(
             self.estimate.timing,
             self.estimate.kv_capacity_tokens,
@@ -69,18 +70,18 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Kinds of machines for both pools."""
+    """Machine types of both pools."""
 
     name: str
     prompt: Machine
     token: Machine | None
-    """None: all machines are mixed, Splitwise's baselines."""
+    """None: all machines are mixed, as in Splitwise's baselines."""
     transfer: Transfer = Transfer()  # noqa: RUF009 - a frozen value
 
     def fleet(self, num_prompt: int, num_token: int) -> Fleet:
-        """So many machines of each; the prompt machine makes the first token, as in Splitwise."""
+        """A fleet of these counts; the prompt machine produces the first token, as in Splitwise."""
         if self.token is None:
-            # Splitwise's mixed continuous batching: whole prompts join the decoding requests.
+            # Splitwise's mixed continuous batching: unchunked prompts join the decoding requests.
             mixed = self.prompt.engine(Batching.ORCA_PAGED, PROMPT_BATCH_TOKENS)
             return Fleet(mixed=(Pool(mixed, num_prompt),))
         prompt = self.prompt.engine(Batching.PREFILL_FIRST, PROMPT_BATCH_TOKENS)
@@ -93,33 +94,33 @@ class Pair:
         )
 
     def cost_per_hour(self, num_prompt: int, num_token: int) -> float:
-        """Of all machines."""
+        """Price of all machines."""
         token = self.token.estimate.cost_per_hour if self.token else 0.0
         return num_prompt * self.prompt.estimate.cost_per_hour + num_token * token
 
     def power_watts(self, num_prompt: int, num_token: int) -> float:
-        """Provisioned, all machines."""
+        """Provisioned power of all machines."""
         token = self.token.estimate.power_watts if self.token else 0.0
         return num_prompt * self.prompt.estimate.power_watts + num_token * token
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to provision for."""
+    """The input of a provisioning search."""
 
     demand: Demand
     pairs: tuple[Pair, ...]
     reference: Timing
-    """The machine whose uncontended latency is slowdown 1 (Splitwise: DGX-A100)."""
+    """Latency model of the machine whose unloaded latency is slowdown 1 (Splitwise: DGX-A100)."""
     goal: Goal
     rate: float | None = None
-    """Iso-throughput, in req/s: needed for the goals COST and POWER."""
+    """Iso-throughput, in req/s; required for COST and POWER."""
     max_cost_per_hour: float | None = None
     """Iso-cost."""
     max_power_watts: float | None = None
     """Iso-power."""
     max_machines: int = 128
-    """Of each kind."""
+    """Largest count of each type."""
     limits: Slowdowns = TABLE_VI
     seed: int = 0
 
@@ -129,45 +130,45 @@ class Design:
     """One cluster."""
 
     name: str
-    """Of its pair."""
+    """Name of its pair."""
     num_prompt: int
     """Mixed machines where there are no token machines."""
     num_token: int
     rate: float
-    """Highest rate that holds, or the one that was asked for."""
+    """Highest rate within the limits, or the requested one."""
     cost_per_hour: float
     power_watts: float
     slowdowns: Slowdowns
-    """At that rate."""
+    """At `rate`."""
 
     @property
     def machines(self) -> int:
-        """All of them: the space that the cluster takes."""
+        """Number of all machines: the space that the cluster needs."""
         return self.num_prompt + self.num_token
 
 
 def provision(
-    question: Question, progress: Callable[[int, int, str], None] | None = None
+    request: Question, progress: Callable[[int, int, str], None] | None = None
 ) -> tuple[Design, ...]:
     """The best cluster of each pair that has one, best first.
 
-    `progress` is told (done, total, what). Raises ProvisioningError.
+    `progress` is called with (pairs done, number of pairs, name). Raises ProvisioningError.
     """
-    _check(question)
-    found = []
-    for done, pair in enumerate(question.pairs):
+    _check(request)
+    designs = []
+    for done, pair in enumerate(request.pairs):
         if progress is not None:
-            progress(done, len(question.pairs), pair.name)
-        search = Search(question, pair)
-        found.append(
-            search.most_throughput() if question.goal is Goal.THROUGHPUT else search.least()
+            progress(done, len(request.pairs), pair.name)
+        search = Search(request, pair)
+        designs.append(
+            search.most_throughput() if request.goal is Goal.THROUGHPUT else search.least()
         )
-    return tuple(sorted((each for each in found if each), key=lambda each: _rank(question, each)))
+    return tuple(sorted((each for each in designs if each), key=lambda each: _rank(request, each)))
 
 
 @dataclass(slots=True)
 class Search:
-    """All simulations for one pair."""
+    """The search for one pair, with its simulations."""
 
     question: Question
     pair: Pair
@@ -179,16 +180,16 @@ class Search:
         self.trials = Trials(self.question.demand, self.question.seed)
 
     def least(self) -> Design | None:
-        """Cheapest cluster that holds the rate; None: none of at most `max_machines` does.
+        """Cheapest cluster that serves the rate; None: none with at most `max_machines` does.
 
         For each number of prompt machines the fewest token machines, as long as that may still be
-        cheaper: a trial per number, and a bisection where it is.
+        cheaper: one trial per number, and a bisection where it is.
         """
         rate = self.question.rate or 0.0
         first_prompt, first_token = self._fewest(rate)
-        most = self.question.max_machines
+        max_machines = self.question.max_machines
         best: tuple[int, int] | None = None
-        for prompts in range(first_prompt, most + 1):
+        for prompts in range(first_prompt, max_machines + 1):
             tokens = self._most_tokens(prompts, first_token, best)
             if tokens is None:
                 if best is not None:
@@ -200,10 +201,10 @@ class Search:
         return self._design(*best, rate) if best is not None else None
 
     def most_throughput(self) -> Design | None:
-        """Cluster within the budget that holds the highest rate; None: none holds any.
+        """Cluster within the budget that serves the highest rate; None: none serves any.
 
-        Splits are tried from the highest bound down; one that fails a little above the best rate so
-        far is given up after that trial.
+        Pairs of counts are tried from the highest bound down; one that fails slightly above the
+        best rate so far is rejected after that trial.
         """
         best: tuple[float, int, int] | None = None
         for bound, prompts, tokens in sorted(self.splits(), reverse=True):
@@ -218,17 +219,17 @@ class Search:
         return self._design(best[1], best[2], best[0]) if best is not None else None
 
     def holds(self, prompts: int, tokens: int, rate: float) -> bool:
-        """Whether all slowdowns stay within their limits."""
+        """Whether all slowdowns are within their limits."""
         if self.bound(prompts, tokens) * _SLACK < rate:
             return False
         return self.slowdowns(prompts, tokens, rate).within(self.question.limits)
 
     def bound(self, prompts: int, tokens: int) -> float:
-        """A rate that no simulation exceeds by more than the sample's luck."""
+        """Rate bound that a simulation exceeds only by the randomness of its sample."""
         return capacity.fleet_rate(self.pair.fleet(prompts, tokens), self.trials.lengths())
 
     def slowdowns(self, prompts: int, tokens: int, rate: float) -> Slowdowns:
-        """Of one simulated cluster."""
+        """Slowdowns of one simulated cluster."""
         self.num_trials += 1
         counted = max(_MIN_REQUESTS, math.ceil(rate * _TRIAL_S))
         span = Span(ramp=math.ceil(rate * self._life_s()), counted=counted)
@@ -236,19 +237,19 @@ class Search:
         return slowdown.measure(outcome, self._reference(span.total), span.window)
 
     def _life_s(self) -> float:
-        """Mean life of a request within the limits: how long a cluster takes to fill."""
+        """Mean lifetime of a request within the limits: the time in which a cluster fills."""
         reference = self._reference(_MIN_REQUESTS)
         return float(reference.e2e_ms.mean()) / 1000 * self.question.limits.e2e.p90
 
     def _reference(self, num: int) -> Alone:
-        known = self._alone.get(num)
-        if known is None:
-            known = slowdown.alone(self.question.reference, self.trials.trace(num, 1.0))
-            self._alone[num] = known
-        return known
+        unloaded = self._alone.get(num)
+        if unloaded is None:
+            unloaded = slowdown.alone(self.question.reference, self.trials.trace(num, 1.0))
+            self._alone[num] = unloaded
+        return unloaded
 
     def _fewest(self, rate: float) -> tuple[int, int]:
-        """Machines of each kind below which the passes alone take too long."""
+        """Machines of each type below which the rate bound is too low."""
         lengths = self.trials.lengths()
         fleet = self.pair.fleet(1, 1)
         if fleet.mixed:
@@ -263,16 +264,17 @@ class Search:
         return self.pair.cost_per_hour(prompts, tokens)
 
     def _most_tokens(self, prompts: int, fewest: int, best: tuple[int, int] | None) -> int | None:
-        """Token machines that are still within the budgets and cheaper than `best`; None: none."""
-        most = 0 if self.pair.token is None else self.question.max_machines
+        """Most token machines that are within the budgets and cheaper than `best`; None: none
+        are."""
+        max_tokens = 0 if self.pair.token is None else self.question.max_machines
         below = self._weight(*best) if best is not None else math.inf
-        for tokens in range(most, fewest - 1, -1):
+        for tokens in range(max_tokens, fewest - 1, -1):
             if self._weight(prompts, tokens) < below and self._affordable(prompts, tokens):
                 return tokens
         return None
 
     def _fewest_tokens(self, prompts: int, low: int, high: int, rate: float) -> int:
-        """Bisection; `high` holds."""
+        """Bisection; `high` meets the limits."""
         while low < high:
             middle = (low + high) // 2
             if self.holds(prompts, middle, rate):
@@ -288,20 +290,20 @@ class Search:
         )
 
     def splits(self) -> Iterator[tuple[float, int, int]]:
-        """(bound on the rate, prompt machines, token machines) that use the budget up."""
-        most = self.question.max_machines
+        """(rate bound, prompt machines, token machines) that use up the budget."""
+        max_machines = self.question.max_machines
         if self.pair.token is None:
-            mixed = (n for n in range(most, 0, -1) if self._affordable(n, 0))
+            mixed = (n for n in range(max_machines, 0, -1) if self._affordable(n, 0))
             yield from ((self.bound(n, 0), n, 0) for n in islice(mixed, 1))
             return
-        for prompts in range(1, most + 1):
+        for prompts in range(1, max_machines + 1):
             tokens = self._most_tokens(prompts, 1, None)
             if tokens is None:
                 return
             yield self.bound(prompts, tokens), prompts, tokens
 
     def highest(self, prompts: int, tokens: int, low: float, high: float) -> float:
-        """Bisection on the rate; `low` holds or is 0."""
+        """Bisection on the rate; `low` meets the limits or is 0."""
         while high - low > _TOLERANCE * high:
             middle = (low + high) / 2
             if self.holds(prompts, tokens, middle):
@@ -324,23 +326,23 @@ class Search:
         )
 
 
-def _rank(question: Question, design: Design) -> tuple[float, float]:
-    if question.goal is Goal.THROUGHPUT:
+def _rank(request: Question, design: Design) -> tuple[float, float]:
+    if request.goal is Goal.THROUGHPUT:
         return -design.rate, design.cost_per_hour
-    if question.goal is Goal.COST:
+    if request.goal is Goal.COST:
         return design.cost_per_hour, design.power_watts
     return design.power_watts, design.cost_per_hour
 
 
-def _check(question: Question) -> None:
-    if not question.pairs:
-        raise ProvisioningError("pairs: state at least one pair of machine kinds")
-    budgets = (question.max_cost_per_hour, question.max_power_watts)
-    if question.goal is Goal.THROUGHPUT and budgets == (None, None):
-        raise ProvisioningError("goal Throughput: state max_power_watts or max_cost_per_hour")
-    if question.goal is not Goal.THROUGHPUT and question.rate is None:
-        raise ProvisioningError(f"goal {question.goal}: state the rate to hold")
+def _check(request: Question) -> None:
+    if not request.pairs:
+        raise ProvisioningError("pairs: set at least one pair of machine types")
+    budgets = (request.max_cost_per_hour, request.max_power_watts)
+    if request.goal is Goal.THROUGHPUT and budgets == (None, None):
+        raise ProvisioningError("goal Throughput: set max_power_watts or max_cost_per_hour")
+    if request.goal is not Goal.THROUGHPUT and request.rate is None:
+        raise ProvisioningError(f"goal {request.goal}: set the rate to serve")
     for name in ("rate", "max_cost_per_hour", "max_power_watts", "max_machines"):
-        value = getattr(question, name)
+        value = getattr(request, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ProvisioningError(f"{name} {value:g}: must be above 0")

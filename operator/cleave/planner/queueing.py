@@ -1,8 +1,8 @@
-"""Mean TTFT of a prefill instance by formula: a check on the simulator where queues are simple.
+"""Mean TTFT of a prefill instance by formula: a check of the simulator for simple queues.
 
-DistServe, section 3.1, Eq. 1-3: Poisson arrivals, prompts of one length, first come first served
-and one at a time (M/D/1). Times in milliseconds, rates in requests per second. The search compares
-them with its simulations and says so when they disagree.
+DistServe, section 3.1, Eq. 1-3: Poisson arrivals, prompts of one length, served one at a time in
+order of arrival (M/D/1). Times in milliseconds, rates in requests per second. The search compares
+these formulas with its simulations and warns when they disagree.
 """
 
 import math
@@ -10,24 +10,24 @@ import math
 from cleave.simulator.trace import Trace
 
 _ALIKE = 0.02
-"""Coefficient of variation up to which prompts count as being of one length."""
+"""Largest coefficient of variation of prompt lengths that count as equal."""
 _POISSON = (0.9, 1.1)
-"""Coefficient of variation of gaps that count as Poisson's."""
+"""Range of the coefficient of variation of gaps that count as Poisson arrivals."""
 
 
 class QueueingError(ValueError):
-    """The queue never settles, or the formula does not apply."""
+    """The queue grows without bound, or the formula does not apply."""
 
 
 def mean_ttft_ms(rate: float, prefill_ms: float) -> float:
-    """Eq. 1: D + R D^2 / (2 (1 - R D)). Raises QueueingError from R D = 1 on."""
+    """Eq. 1: D + R D^2 / (2 (1 - R D)). Raises QueueingError if R D >= 1."""
     return prefill_ms + _wait_ms(rate, prefill_ms)
 
 
 def mean_ttft_inter_op_ms(rate: float, prefill_ms: float, stages: int = 2) -> float:
     """Eq. 2, D + R D^2 / (4 (2 - R D)); with s stages D + R D^2 / (2 s (s - R D)).
 
-    A request takes D through all stages; the queue moves at the pace of one, D / s.
+    A request takes D through all stages; the queue advances at the pace of one stage, D / s.
     """
     return prefill_ms + _wait_ms(rate, prefill_ms / stages)
 
@@ -42,8 +42,8 @@ def mean_ttft_intra_op_ms(rate: float, prefill_ms: float, speedup: float) -> flo
 def crossing_rate(prefill_ms: float, speedup: float) -> float:
     """Rate in req/s from which two-way inter-op beats two-way intra-op in mean TTFT.
 
-    Found by bisection on Eq. 2 and 3; infinite: intra-op is ahead as long as its queue settles.
-    Below a speed-up of 1, inter-op is ahead from the start.
+    Found by bisection on Eq. 2 and 3; infinite: intra-op is faster at every stable rate. Below a
+    speed-up of 1, inter-op is always faster.
     """
     if speedup <= 1:
         return 0.0
@@ -60,13 +60,13 @@ def crossing_rate(prefill_ms: float, speedup: float) -> float:
 
 
 def applies(trace: Trace) -> bool:
-    """Whether prompts are alike and arrivals look like Poisson's; few requests never do."""
+    """Whether prompts are of equal length and arrivals look Poisson; False below 100 requests."""
     if len(trace) < 100:
         return False
     prompts, gaps = trace.prompt_tokens, trace.arrival_ms[1:] - trace.arrival_ms[:-1]
-    least, most = _POISSON
+    low, high = _POISSON
     is_alike = float(prompts.std()) <= _ALIKE * float(prompts.mean())
-    return is_alike and least <= float(gaps.std()) / float(gaps.mean()) <= most
+    return is_alike and low <= float(gaps.std()) / float(gaps.mean()) <= high
 
 
 def _is_inter_op_ahead(rate: float, prefill_ms: float, speedup: float) -> bool:
@@ -82,6 +82,6 @@ def _wait_ms(rate: float, service_ms: float) -> float:
     if not 0 <= load < 1:
         raise QueueingError(
             f"rate {rate:g} req/s: {service_ms:g} ms each keep the instance busy {load:.0%} of the "
-            "time; the queue settles below 100 % only"
+            "time; the queue is stable only below 100 %"
         )
     return per_ms * service_ms**2 / (2 * (1 - load))

@@ -1,9 +1,10 @@
-"""Goodput of many drafts, best first, without simulating the hopeless ones in full.
+"""Ranks many placements by goodput per resource, pruning those that cannot be best.
 
 Used by both placement algorithms and by the colocated search. What is hard: there are hundreds of
-drafts and a goodput takes eight simulations. Drafts are tried in the order of their bounds; one
-whose bound is not above the best goodput per resource so far is skipped, and one that fails at
-that rate is given up after one simulation. What remains unrated is below the best in any case.
+placements, and one goodput takes eight simulations. They are tried in the order of their bounds:
+one whose bound is not above the best goodput per resource so far is skipped, and one that fails at
+that rate is rejected after one simulation. So every placement without a goodput is worse than the
+best.
 """
 
 import math
@@ -21,28 +22,28 @@ from cleave.simulator.run import prepare
 _EQUAL = 1e-9
 
 Weigh = Callable[[Draft], float]
-"""What a draft takes of what the objective counts."""
+"""Returns the resources of a placement in the unit of the objective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A draft and what it serves."""
+    """A placement with its goodput."""
 
     draft: Draft
     goodput: Goodput
-    """Of one cell."""
+    """Goodput of one cell."""
     per_resource: float
-    """Goodput by what the draft takes."""
+    """Goodput divided by the resources of the placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A draft that may be tried."""
+    """A placement that may be tried, with the fleet that simulates it."""
 
     draft: Draft
     fleet: Fleet
     bound: float
-    """No goodput of it is higher."""
+    """Upper bound of its goodput."""
 
 
 def best(
@@ -52,11 +53,11 @@ def best(
     weigh: Weigh,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """The one with most goodput per resource; None: none meets the targets at any rate.
+    """The placement with most goodput per resource; None: none meets the targets at any rate.
 
-    `tick` is called once per entry. Of equals, the one that takes less.
+    `tick` is called once per entry. Among equals, the smaller placement wins.
     """
-    found: Rated | None = None
+    winner: Rated | None = None
     ordered = sorted(
         ((each.bound / weigh(each.draft), -weigh(each.draft), each) for each in tried),
         key=lambda item: item[:2],
@@ -64,14 +65,14 @@ def best(
     )
     for bound, _, entry in ordered:
         tick()
-        to_beat = found.per_resource if found else 0.0
-        if bound <= to_beat:
+        best_ratio = winner.per_resource if winner else 0.0
+        if bound <= best_ratio:
             continue
         weight = weigh(entry.draft)
-        rated = goodput.find(trials, entry.fleet, targets, at_least=to_beat * weight)
-        if rated.rate / weight > to_beat:
-            found = Rated(entry.draft, rated, rated.rate / weight)
-    return found
+        rated = goodput.find(trials, entry.fleet, targets, at_least=best_ratio * weight)
+        if rated.rate / weight > best_ratio:
+            winner = Rated(entry.draft, rated, rated.rate / weight)
+    return winner
 
 
 def fewest(
@@ -82,13 +83,14 @@ def fewest(
     rate: float,
     tick: Callable[[], None] = lambda: None,
 ) -> Rated | None:
-    """The one of which n = ceil(rate / goodput) copies take least; as its goodput, rate / n.
+    """The placement of which n = ceil(rate / goodput) copies need least resources; its goodput is
+    set to rate / n.
 
     At low rates that is not the one with most goodput per resource, which may be far too large.
-    None: none meets the targets. Cheaper than `best`: a draft only has to hold the rate of as many
-    copies as would take less than the best so far.
+    None: none meets the targets. Cheaper than `best`: a placement only has to serve its share of
+    the rate with so few copies that they need less than the best so far.
     """
-    found: Rated | None = None
+    winner: Rated | None = None
     ordered = sorted(
         ((math.ceil(rate / each.bound) * weigh(each.draft), each) for each in tried),
         key=lambda item: (item[0], weigh(item[1].draft)),
@@ -96,30 +98,30 @@ def fewest(
     for optimistic, entry in ordered:
         tick()
         weight = weigh(entry.draft)
-        limit = _taken(found, weigh, rate)
+        limit = _taken(winner, weigh, rate)
         if optimistic >= limit * (1 - _EQUAL):
             continue
-        most = math.ceil(limit / weight) - 1 if math.isfinite(limit) else None
-        copies = _copies(trials, entry, targets, rate, most)
+        max_copies = math.ceil(limit / weight) - 1 if math.isfinite(limit) else None
+        copies = _copies(trials, entry, targets, rate, max_copies)
         if copies is not None:
             shared = Goodput(rate / copies, targets.attainment)
-            found = Rated(entry.draft, shared, shared.rate / weight)
-    return found
+            winner = Rated(entry.draft, shared, shared.rate / weight)
+    return winner
 
 
-def _taken(found: Rated | None, weigh: Weigh, rate: float) -> float:
-    if found is None:
+def _taken(winner: Rated | None, weigh: Weigh, rate: float) -> float:
+    if winner is None:
         return math.inf
-    return round(rate / found.goodput.rate) * weigh(found.draft)
+    return round(rate / winner.goodput.rate) * weigh(winner.draft)
 
 
 def _copies(
-    trials: Trials, entry: Entry, targets: Targets, rate: float, most: int | None
+    trials: Trials, entry: Entry, targets: Targets, rate: float, max_copies: int | None
 ) -> int | None:
-    """Fewest copies, at most `most`, that hold the rate together; None: so many do not."""
+    """Fewest copies, at most `max_copies`, that together serve the rate; None: that many do not."""
     if not goodput.could_hold(trials, entry.fleet, targets):
         return None
-    if most is None:
+    if max_copies is None:
         served = goodput.find(trials, entry.fleet, targets).rate
         return math.ceil(rate / served) if served else None
     prepared = prepare(entry.fleet)
@@ -129,7 +131,7 @@ def _copies(
         span = trials.span(share, targets)
         return trials.shares(prepared, share, targets, span).both >= targets.attainment
 
-    low, high = math.ceil(rate / entry.bound) - 1, most
+    low, high = math.ceil(rate / entry.bound) - 1, max_copies
     if not holds(high):
         return None
     while high - low > 1:
@@ -141,10 +143,12 @@ def _copies(
 def entries(
     problem: Problem,
     trials: Trials,
-    drafts: Iterable[Draft],
+    placements: Iterable[Draft],
     lay_out: Callable[[Problem, Draft], Fleet] = cell_fleet,
 ) -> list[Entry]:
-    """Drafts with the bounds that the passes of their phases set."""
+    """Placements with the rate bounds of their fleets."""
     lengths = trials.lengths()
-    fleets = [(draft, lay_out(problem, draft)) for draft in drafts]
-    return [Entry(draft, fleet, capacity.fleet_rate(fleet, lengths)) for draft, fleet in fleets]
+    fleets = [(placement, lay_out(problem, placement)) for placement in placements]
+    return [
+        Entry(placement, fleet, capacity.fleet_rate(fleet, lengths)) for placement, fleet in fleets
+    ]

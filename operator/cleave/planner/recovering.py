@@ -1,6 +1,7 @@
-"""What the loss of a decoding instance of a plan costs, and whether checkpoints of KV would pay.
+"""The cost of losing a decode instance of a plan, and whether KV checkpoints would pay.
 
-For `cleave plan --explain`; `perf.recovery` weighs. What is planned for has no losses in it.
+For `cleave plan --explain`; the comparison itself is in `perf.recovery`. Plans do not provide for
+losses.
 """
 
 from cleave.api.role import Role
@@ -14,9 +15,10 @@ from cleave.planner.problem import Problem
 
 
 def weigh_checkpoints(problem: Problem, plan: Plan) -> Weighing | None:
-    """At the rate that is planned for; None: the GPUs are in no catalogue, as emulated ones."""
-    draft = to_draft(problem, plan.pools, plan.algorithm)
-    decoding = _group(draft, Role.DECODE)
+    """Compare recovery at the planned rate; None: the GPUs are in no catalogue, such as emulated
+    ones."""
+    placement = to_draft(problem, plan.pools, plan.algorithm)
+    decoding = _group(placement, Role.DECODE)
     try:
         gpu = find(decoding.instance.candidate.supply.gpu)
     except UnknownGpuError:
@@ -29,11 +31,11 @@ def weigh_checkpoints(problem: Problem, plan: Plan) -> Weighing | None:
         block_tokens=problem.policies.kv_block_size,
         memory_gb_per_s=gpu.memory_gbps,
     )
-    return weigh(_computing(draft), _residents(problem, plan, draft, decoding), keeping)
+    return weigh(_computing(placement), _residents(problem, plan, placement, decoding), keeping)
 
 
-def _residents(problem: Problem, plan: Plan, draft: Draft, decoding: Group) -> Residents:
-    begun_per_s = problem.rate / (decoding.replicas * draft.copies)
+def _residents(problem: Problem, plan: Plan, placement: Draft, decoding: Group) -> Residents:
+    begun_per_s = problem.rate / (decoding.replicas * placement.copies)
     output = problem.demand.mean_output_tokens
     stream_s = output * plan.prediction.tpot_ms.p50 / 1e3
     return Residents(
@@ -44,15 +46,15 @@ def _residents(problem: Problem, plan: Plan, draft: Draft, decoding: Group) -> R
     )
 
 
-def _computing(draft: Draft) -> Computing:
-    """Prefill instances, or the mixed ones that are left."""
-    group = _group(draft, Role.PREFILL)
-    instances = group.replicas * draft.copies
-    left = instances if group.role is Role.PREFILL else max(instances - 1, 1)
-    return Computing(group.instance.engine.timing, group.instance.candidate.gpus, left)
+def _computing(placement: Draft) -> Computing:
+    """The prefill instances, or the mixed ones that remain."""
+    group = _group(placement, Role.PREFILL)
+    instances = group.replicas * placement.copies
+    remaining = instances if group.role is Role.PREFILL else max(instances - 1, 1)
+    return Computing(group.instance.engine.timing, group.instance.candidate.gpus, remaining)
 
 
-def _group(draft: Draft, role: Role) -> Group:
-    """Of this role, or the mixed one."""
-    groups = {group.role: group for group in draft.groups}
+def _group(placement: Draft, role: Role) -> Group:
+    """The group of this role, or the mixed one."""
+    groups = {group.role: group for group in placement.groups}
     return groups.get(role) or groups[Role.MIXED]

@@ -1,9 +1,9 @@
-"""What runs, simulated for as long as it was seen, and counted as gateways count. For the guard.
+"""Simulates the running plan over the observed time, and counts requests as gateways do.
 
-What is hard: after a change of traffic a fleet is in between for a while, and then a steady
-simulation shows other latencies than can have been seen yet. So it begins, as far as is known,
-where the traffic began: with a fleet that has just filled, and with the requests that ended in
-time alone.
+Called by the model check. What is hard: for a while after a change of traffic the fleet is in
+transition, and a steady-state simulation shows other latencies than can have been observed yet. The
+simulation therefore begins where the traffic began, as far as that is known: with a fleet that has
+just filled, and it counts only requests that ended within the observed time.
 """
 
 from dataclasses import dataclass, replace
@@ -26,98 +26,103 @@ from cleave.simulator.outcome import Outcome, Times
 from cleave.simulator.run import prepare
 
 _ENOUGH = 3_000
-"""Requests, of several simulations where one has too few."""
+"""Requests of all simulations together; a short window is simulated several times."""
 _MOST_TIMES = 8
 _MOST = 100_000
-"""Of one simulation: with more at a time, a shorter one tells as much."""
+"""Most requests of one simulation; with more, a shorter time gives the same accuracy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What serves now."""
+    """The pools that serve now."""
 
     pools: tuple[PlannedPool, ...]
     algorithm: str = ""
-    """How it was found, as in its plan."""
+    """The algorithm that found the plan, as in `Plan.algorithm`."""
     flipping: Terms | None = None
-    """What its pool manager goes by; None: there is none."""
+    """Thresholds of role flipping; None: roles are not flipped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown:
-    """The requests that would have ended in the window."""
+    """The simulated requests that ended within the window."""
 
     ttft_ms: Times
     tpot_ms: Times
-    """Of those with more than one token."""
+    """Of requests with more than one output token."""
     attainment: float
     is_overloaded: bool
-    """The median one waits past its target: how long depends on since when."""
+    """Whether the median request waits longer than its TTFT target; latencies then depend on how
+    long the overload has lasted."""
     is_lending: bool
-    """Pools lend each other instances: latencies depend on which are lent just then."""
+    """Whether instances flipped roles; latencies then depend on which were flipped at the time."""
 
     @classmethod
     def of(cls, rows: NDArray[np.float64], slo: Slo, is_lending: bool) -> Self:
-        """`rows`: TTFT, TPOT, waiting, tokens, one column for each request."""
+        """From an array of four rows (TTFT, TPOT, waiting time, output tokens), one column per
+        request."""
         ttft_ms, tpot_ms, waited_ms, tokens = rows
         if not len(ttft_ms):
             return cls(ttft_ms, tpot_ms, 0.0, True, is_lending)
-        met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
+        is_met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
         middle_ms = float(np.median(ttft_ms))
         is_overloaded = middle_ms > slo.ttft_ms and float(np.median(waited_ms)) > middle_ms / 2
-        attainment = float(np.mean(met))
+        attainment = float(np.mean(is_met))
         return cls(ttft_ms, tpot_ms[tokens > 1], attainment, is_overloaded, is_lending)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Shows what runs with passes of any length."""
+    """Simulates the running plan with corrected step times."""
 
     problem: Problem
-    """With the traffic that was seen."""
+    """The problem with the observed traffic."""
     running: Running
     length_s: float
-    """Of the window."""
+    """Length of the window."""
 
     def show(self, correction: Correction) -> Shown:
-        """What gateways would have counted. Raises PlanError."""
+        """Simulate what gateways would have counted in the window. Raises PlanError."""
         problem = self.corrected(correction)
-        draft = draft_of(problem, self.running)
-        rate, fleet = problem.rate / draft.copies, prepare(to_fleet(problem, self.running, draft))
+        placement = draft_of(problem, self.running)
+        rate, fleet = (
+            problem.rate / placement.copies,
+            prepare(to_fleet(problem, self.running, placement)),
+        )
         length_s = min(self.length_s, _MOST / rate)
         counted = max(round(rate * length_s), 1)
-        found, num_flips = [], 0
+        rows, num_flips = [], 0
         for seed in range(min(-(-_ENOUGH // counted), _MOST_TIMES)):
             trials = Trials(problem.demand, seed)
             ramp = trials.span(rate, Targets.of(problem.slo)).ramp
             outcome = trials.serve(fleet, rate, Span(ramp, counted))
             num_flips += outcome.num_flips
-            found.append(_count(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
-        return Shown.of(np.concatenate(found, axis=1), problem.slo, num_flips > 0)
+            rows.append(_count(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
+        return Shown.of(np.concatenate(rows, axis=1), problem.slo, num_flips > 0)
 
     def corrected(self, correction: Correction) -> Problem:
-        """The problem with passes of other length."""
+        """The problem with step times multiplied by the factors of `correction`."""
         estimator = corrected.correct(self.problem.estimator, correction)
         return replace(self.problem, estimator=estimator)
 
 
-def find_attainment(problem: Problem, running: Running) -> float:
-    """Of what runs, once the problem's traffic has come for long. Raises PlanError."""
-    draft = draft_of(problem, running)
-    rate, targets = problem.rate / draft.copies, Targets.of(problem.slo)
+def find_attainment(problem: Problem, running_plan: Running) -> float:
+    """Long-run attainment of `running_plan` under the problem's traffic. Raises PlanError."""
+    placement = draft_of(problem, running_plan)
+    rate, targets = problem.rate / placement.copies, Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
     span = trials.span(rate, targets)
-    return trials.shares(to_fleet(problem, running, draft), rate, targets, span).both
+    return trials.shares(to_fleet(problem, running_plan, placement), rate, targets, span).both
 
 
-def draft_of(problem: Problem, running: Running) -> Draft:
-    """The pools as the search has them. Raises PlanError."""
-    return to_draft(problem, running.pools, running.algorithm)
+def draft_of(problem: Problem, running_plan: Running) -> Draft:
+    """The pools in the search's type. Raises PlanError."""
+    return to_draft(problem, running_plan.pools, running_plan.algorithm)
 
 
-def to_fleet(problem: Problem, running: Running, draft: Draft) -> Fleet:
-    """One cell of `draft` as the simulator takes it."""
-    return replace(cell_fleet(problem, draft), flipping=running.flipping)
+def to_fleet(problem: Problem, running_plan: Running, placement: Draft) -> Fleet:
+    """One cell of `placement` as a simulator fleet, with role flipping."""
+    return replace(cell_fleet(problem, placement), flipping=running_plan.flipping)
 
 
 def _count(outcome: Outcome, start_ms: float, length_ms: float) -> NDArray[np.float64]:

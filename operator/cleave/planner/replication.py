@@ -1,11 +1,11 @@
-"""How many instances of each role serve a rate: the fewest whose simulation, as a whole, holds it.
+"""The fewest instances of each role whose simulation, as one fleet, serves a rate.
 
-DistServe replicates each phase by its own goodput (section 4.1). Many queues behind one dispatcher
-serve more than as many queues apart, and one phase delays the other; from the replicas that the
-phases suggest, instances are therefore added, taken away and exchanged as long as the fleet holds
-the rate with less. What is hard: cost. Above CELL_GPUS alike cells are fitted
-first, each simulated at its share of the rate; only what their counts were rounded up by is then
-taken away in simulations of all instances.
+DistServe replicates each phase by its own goodput (section 4.1). Many instances behind one
+dispatcher serve more than the same instances with separate queues, and one phase delays the other.
+Starting with the paper's replicas, instances are therefore added, removed and exchanged as long as
+the fleet serves the rate with less. What is hard: cost. Above CELL_GPUS equal cells are fitted
+first, each simulated at its share of the rate; only the instances that rounding added are then
+removed in simulations of the complete fleet.
 """
 
 import math
@@ -19,45 +19,46 @@ from cleave.planner.problem import Problem
 from cleave.planner.trials import CONFIRMED, Targets, Trials
 
 CELL_GPUS = 32
-"""Larger plans are simulated in cells of about this size."""
+"""Larger plans are simulated in cells of about this many GPUs."""
 _MOST_MOVES = 64
 
 
 def fit(
-    problem: Problem, trials: Trials, draft: Draft, load: Load, spare: Group | None = None
+    problem: Problem, trials: Trials, placement: Draft, load: Load, mixed_group: Group | None = None
 ) -> Draft | None:
-    """The smallest plan near `draft` that holds the load; None: the nodes have no room for one.
+    """The smallest plan close to `placement` that meets the load; None: the nodes have no room for
+    one.
 
-    `spare` is a mixed instance that may stand in for a prefill and a decode instance.
+    `mixed_group` is a mixed instance that may replace one prefill and one decode instance.
     """
-    if draft.is_in_node:
-        return _fitted(Fitting(problem, trials, load), draft, spare)
-    start = celled(draft)
-    cell = _fitted(Fitting(problem, trials, load), start, spare)
+    if placement.is_in_node:
+        return _fitted(Fitting(problem, trials, load), placement, mixed_group)
+    start = celled(placement)
+    cell = _fitted(Fitting(problem, trials, load), start, mixed_group)
     if start.copies == 1:
         return cell
-    # Alike cells round every count up; the fleet as a whole says which of them it needs. Its trials
-    # are long in any case, and what short ones save `hold` would have to give back.
-    whole = Fitting(problem, trials.at(CONFIRMED), load)
-    return _fitted(whole, merged(cell) if cell else draft, spare)
+    # Equal cells round every count up, so try to remove instances of the complete fleet. Its trials
+    # are long in any case, and `hold` would have to restore what short ones removed.
+    fitter = Fitting(problem, trials.at(CONFIRMED), load)
+    return _fitted(fitter, merged(cell) if cell else placement, mixed_group)
 
 
-def hold(problem: Problem, trials: Trials, draft: Draft, load: Load) -> Draft | None:
-    """`draft`, with as many more instances as `trials` ask for; None: no room."""
+def hold(problem: Problem, trials: Trials, placement: Draft, load: Load) -> Draft | None:
+    """`placement` with the instances added that `trials` show to be missing; None: no room."""
     fitting = Fitting(problem, trials, load)
-    if fitting.holds(draft):
-        return draft
-    grown = fitting.grown(draft)
+    if fitting.holds(placement):
+        return placement
+    grown = fitting.grown(placement)
     return fitting.shrunk(grown) if grown else None
 
 
 def copies(problem: Problem, cell: Draft, served: float, rate: float) -> Draft | None:
-    """Whole cells for a rate: n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
+    """Complete cells for a rate, n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
 
     `served` is the goodput of one cell.
     """
-    wanted = cell.copied(math.ceil(rate / served * (1 - 1e-9)))
-    return wanted if packing.fits(problem, wanted) else None
+    replicated = cell.copied(math.ceil(rate / served * (1 - 1e-9)))
+    return replicated if packing.fits(problem, replicated) else None
 
 
 def fill(
@@ -67,10 +68,11 @@ def fill(
     goodputs: Sequence[float],
     targets: Targets,
 ) -> Draft | None:
-    """The plan that serves most on all GPUs there are, where they are too few for the rate.
+    """The plan that serves the highest rate on all GPUs, where they are too few for the requested
+    one.
 
-    In cells, filled in the ratio of what one instance of each group serves (`goodputs`), then
-    exchanged while that serves more. None: not even one of each fits.
+    It consists of cells, filled in the ratio of what one instance of each group serves
+    (`goodputs`), then improved by exchanging roles. None: not even one instance of each group fits.
     """
     cell = filled(problem, groups, goodputs)
     if cell is None:
@@ -81,60 +83,62 @@ def fill(
 
 def filled(problem: Problem, groups: Sequence[Group], goodputs: Sequence[float]) -> Draft | None:
     """The same without a simulation."""
-    one = Draft(tuple(Group(group.role, group.instance, 1) for group in groups))
-    if not packing.fits(problem, one):
+    unit = Draft(tuple(Group(group.role, group.instance, 1) for group in groups))
+    if not packing.fits(problem, unit):
         return None
-    most = problem.max_gpus // math.ceil(problem.max_gpus / CELL_GPUS)
-    cell = _filled(problem, one, goodputs, max(most, one.gpus))
+    max_gpus = problem.max_gpus // math.ceil(problem.max_gpus / CELL_GPUS)
+    cell = _filled(problem, unit, goodputs, max(max_gpus, unit.gpus))
     return cell.copied(packing.most_copies(problem, cell))
 
 
-def merged(draft: Draft) -> Draft:
-    """Its cells as one of all their instances, behind one dispatcher."""
-    groups = (Group(g.role, g.instance, g.replicas * draft.copies) for g in draft.groups)
+def merged(placement: Draft) -> Draft:
+    """All cells merged into one, behind one dispatcher."""
+    groups = (Group(g.role, g.instance, g.replicas * placement.copies) for g in placement.groups)
     return Draft(tuple(groups))
 
 
-def celled(draft: Draft) -> Draft:
-    """A large plan as cells of about CELL_GPUS, rounded up; a small one is one cell."""
-    cells = max(1, round(draft.gpus / CELL_GPUS))
-    groups = (Group(g.role, g.instance, math.ceil(g.replicas / cells)) for g in draft.groups)
-    return Draft(tuple(groups), cells, draft.is_in_node)
+def celled(placement: Draft) -> Draft:
+    """Divide a large plan into cells of about CELL_GPUS, rounded up; a small one stays one cell."""
+    cells = max(1, round(placement.gpus / CELL_GPUS))
+    groups = (Group(g.role, g.instance, math.ceil(g.replicas / cells)) for g in placement.groups)
+    return Draft(tuple(groups), cells, placement.is_in_node)
 
 
-def _fitted(fitting: Fitting, start: Draft, spare: Group | None) -> Draft | None:
+def _fitted(fitting: Fitting, start: Draft, mixed_group: Group | None) -> Draft | None:
     grown = fitting.grown(start)
-    return fitting.shrunk(grown, spare) if grown else None
+    return fitting.shrunk(grown, mixed_group) if grown else None
 
 
-def _filled(problem: Problem, one: Draft, goodputs: Sequence[float], most: int) -> Draft:
-    draft = one
+def _filled(problem: Problem, unit: Draft, goodputs: Sequence[float], max_gpus: int) -> Draft:
+    placement = unit
     while True:
-        served = [group.replicas * each for group, each in zip(draft.groups, goodputs, strict=True)]
+        served = [
+            group.replicas * each for group, each in zip(placement.groups, goodputs, strict=True)
+        ]
         weakest = sorted(range(len(served)), key=served.__getitem__)
-        grown = (draft.changed({draft.groups[place].role: 1}) for place in weakest)
-        able = (each for each in grown if each.gpus <= most and packing.fits(problem, each))
-        larger = next(able, None)
+        grown = (placement.changed({placement.groups[index].role: 1}) for index in weakest)
+        feasible = (each for each in grown if each.gpus <= max_gpus and packing.fits(problem, each))
+        larger = next(feasible, None)
         if larger is None:
-            return draft
-        draft = larger
+            return placement
+        placement = larger
 
 
-def _climbed(problem: Problem, trials: Trials, draft: Draft, targets: Targets) -> Draft:
+def _climbed(problem: Problem, trials: Trials, placement: Draft, targets: Targets) -> Draft:
     """Exchange prefill and decode instances while the cell serves more."""
-    served = goodput.find(trials, cell_fleet(problem, draft), targets).rate
+    served = goodput.find(trials, cell_fleet(problem, placement), targets).rate
     for _ in range(_MOST_MOVES):
         for more, less in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-            if draft.replicas(less) < 2:
+            if placement.replicas(less) < 2:
                 continue
-            exchanged = draft.changed({more: 1, less: -1})
-            if exchanged.gpus > draft.gpus or not packing.fits(problem, exchanged):
+            exchanged = placement.changed({more: 1, less: -1})
+            if exchanged.gpus > placement.gpus or not packing.fits(problem, exchanged):
                 continue
             fleet = cell_fleet(problem, exchanged)
-            found = goodput.find(trials, fleet, targets, at_least=served).rate
-            if found > served:
-                draft, served = exchanged, found
+            rate = goodput.find(trials, fleet, targets, at_least=served).rate
+            if rate > served:
+                placement, served = exchanged, rate
                 break
         else:
-            return draft
-    return draft
+            return placement
+    return placement

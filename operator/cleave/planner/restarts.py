@@ -1,9 +1,9 @@
-"""Which instances a change of plans starts anew; and the same plan with as few as may be. Pure.
+"""Counts the instances that a change of plan restarts, and reduces their number. Pure.
 
-Called by replanning. Engines get their limits of a pass when they start, so a plan with other
-limits replaces instances that would serve as well with those they have. What is hard: limits that
-are best by themselves are seldom much better, and the search, which knows of no instances that
-run, picks among near equals by chance.
+Called by replanning. Engines get their step limits at start, so a plan with other limits replaces
+instances that would serve as well with their current ones. What is hard: the best limits are seldom
+much better, and the search, which does not know the running instances, picks among near equals by
+chance.
 """
 
 import itertools
@@ -17,49 +17,51 @@ from cleave.planner.plan import EMULATED_GPU, PlannedPool
 Pools = tuple[PlannedPool, ...]
 
 
-def count_begun(now: Sequence[PlannedPool], then: Sequence[PlannedPool]) -> int:
-    """Instances of `then` that have to be made anew: some of `now` only change pools."""
-    had, wanted = count_kinds(now), count_kinds(then)
-    missing, spare = wanted - had, had - wanted
-    if any(pool.per_cell for pool in (*now, *then)):
-        # Cells are tied to nodes, so nobody moves between their pools.
+def count_begun(current: Sequence[PlannedPool], proposed: Sequence[PlannedPool]) -> int:
+    """Instances of `proposed` that have to be started; some of `current` only change their role."""
+    current_kinds, proposed_kinds = count_kinds(current), count_kinds(proposed)
+    missing, surplus = proposed_kinds - current_kinds, current_kinds - proposed_kinds
+    if any(pool.per_cell for pool in (*current, *proposed)):
+        # Cells are bound to nodes, so instances do not move between their pools.
         return sum(missing.values())
-    return sum((_forget_role(missing) - _forget_role(spare)).values())
+    return sum((_forget_role(missing) - _forget_role(surplus)).values())
 
 
 def count_kinds(pools: Sequence[PlannedPool]) -> Counter[tuple[object, ...]]:
-    """Instances by all that makes one need other pods than another."""
-    found: Counter[tuple[object, ...]] = Counter()
+    """Number of instances by all properties that need different pods."""
+    kinds: Counter[tuple[object, ...]] = Counter()
     for pool in pools:
-        found[pool.role, *_hardware(pool), _limits(pool)] += pool.replicas
-    return found
+        kinds[pool.role, *_hardware(pool), _limits(pool)] += pool.replicas
+    return kinds
 
 
-def spare(now: Pools, then: Pools, serves: Callable[[Pools, int], bool]) -> Pools:
-    """`then` with limits of `now` in as many pools as spares most starts.
+def spare(current: Pools, proposed: Pools, serves: Callable[[Pools, int], bool]) -> Pools:
+    """`proposed`, with limits of `current` in as many pools as avoids most restarts.
 
-    `serves`: whether such pools will do, and how many starts they spare.
+    `serves(pools, avoided)`: whether such pools serve well enough, given the restarts avoided.
     """
-    most = count_begun(now, then)
-    variants = sorted(_list_variants(now, then), key=lambda pools: count_begun(now, pools))
+    max_starts = count_begun(current, proposed)
+    variants = sorted(
+        _list_variants(current, proposed), key=lambda pools: count_begun(current, pools)
+    )
     for pools in variants:
-        spared = most - count_begun(now, pools)
+        spared = max_starts - count_begun(current, pools)
         if spared > 0 and serves(pools, spared):
             return pools
-    return then
+    return proposed
 
 
-def _list_variants(now: Pools, then: Pools) -> Iterator[Pools]:
-    """Each pool with its own limits, or with those of running instances that might be its own."""
+def _list_variants(current: Pools, proposed: Pools) -> Iterator[Pools]:
+    """Each pool with its own limits, or with those of existing instances on the same hardware."""
     options = [
-        [pool, *(_limited(pool, each) for each in now if _hardware(each) == _hardware(pool))]
-        for pool in then
+        [pool, *(_limited(pool, each) for each in current if _hardware(each) == _hardware(pool))]
+        for pool in proposed
     ]
     return (tuple(pools) for pools in itertools.product(*options))
 
 
-def _limited(pool: PlannedPool, running: PlannedPool) -> PlannedPool:
-    seqs, tokens = _limits(running)
+def _limited(pool: PlannedPool, existing: PlannedPool) -> PlannedPool:
+    seqs, tokens = _limits(existing)
     return replace(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
 
@@ -73,7 +75,7 @@ def _limits(pool: PlannedPool) -> tuple[int | None, int | None]:
 
 
 def _forget_role(instances: Counter[tuple[object, ...]]) -> Counter[tuple[object, ...]]:
-    """Prefill and decode instances that differ in nothing else are one kind."""
+    """Merge prefill and decode instances that differ in nothing else."""
     kinds: Counter[tuple[object, ...]] = Counter()
     for (role, *rest), count in instances.items():
         kinds[role if role is Role.MIXED else None, *rest] += count

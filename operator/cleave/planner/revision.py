@@ -1,10 +1,10 @@
-"""Whether another plan takes the place of what runs. The door of replanning. Pure.
+"""Decides whether another plan replaces the running one. The entry point of replanning. Pure.
 
 Called by the operator, in the planner's process, after the traffic has changed or the model was
-corrected, and by the benchmark that plays whole days. DistServe, section 4.3, replans when the
-pattern shifts; what a change costs, and that a model may be wrong, is left open there. What is
-hard: to act seldom and rightly. A plan is acted upon only if the model is right about what runs,
-if it is better by more than a little, if what it wins is more than what the change costs, and not
+corrected, and by the benchmark that simulates whole days. DistServe, section 4.3, replans when the
+pattern shifts; it does not treat the cost of a change, nor errors of the model. What is hard: to
+change plans seldom and rightly. A plan is applied only if the model is right about the running
+plan, if it is better by more than a minimum, if its gain exceeds the cost of the change, and not
 soon after the last change.
 """
 
@@ -29,24 +29,24 @@ from cleave.traffic.refit import find_margin, to_demand
 from cleave.traffic.window import Window, list_settled
 
 _SPARE = 0.05
-"""Traffic that a plan which takes less must stand beyond what may come by chance: it may rest on a
-model that is a little fast."""
+"""Additional traffic that a plan with fewer resources must serve, beyond the statistical margin:
+the model may be a little fast."""
 _ROOM = 0.25
-"""Of what the goal leaves, that a plan must have to spare where it takes less: else the next gust
-of traffic would bring the former one back."""
+"""A plan with fewer resources must exceed the attainment target by this share of the distance to 1;
+else the next burst would bring the former plan back."""
 
 
 class Verdict(StrEnum):
-    """What becomes of what runs."""
+    """What happens to the running plan."""
 
     KEEP = "Keep"
-    """It stays."""
+    """The running plan stays."""
     CORRECT = "Correct"
-    """It stays, as the model is wrong about it; the model is corrected first."""
+    """The running plan stays, because the model is wrong about it; the model is corrected first."""
     PROPOSE = "Propose"
-    """Another plan is better, and is only told."""
+    """Another plan is better; it is only reported."""
     APPLY = "Apply"
-    """Another plan is better, and takes its place."""
+    """Another plan is better and replaces the running one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,234 +54,254 @@ class Terms:
     """How readily plans are changed."""
 
     is_advisory: bool = False
-    """Plans are told, not applied."""
+    """Whether plans are reported but not applied."""
     min_gain: float = 0.1
     """Smallest relative gain that is worth a change."""
     threshold: float = THRESHOLD
-    """Prediction error beyond which nothing is acted upon."""
+    """Prediction error above which no plan is changed."""
     horizon_s: float = 3600.0
-    """For how long the traffic is taken to stay as it is: the time to win back a change's cost."""
+    """Assumed duration of the present traffic, in which a change has to pay for its cost."""
     settle_s: float = SETTLE_S
-    """So long after a change latencies are of before and after it."""
+    """For this long after a change, latencies still contain requests from before it."""
     start_s: float = 120.0
-    """From making an instance to its first request."""
+    """From the creation of an instance to its first request."""
     cooldown_s: float = 600.0
-    """Between two changes; and less is taken only where traffic was seen for so long."""
+    """Shortest time between two changes, and of observed traffic before scaling down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Pools that were in force."""
+    """Pools of a plan that was replaced."""
 
     pools: tuple[PlannedPool, ...]
     at_s: float
-    """Until when."""
+    """When it was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What some pools do at the traffic that was seen, by the corrected model."""
+    """Predicted attainment of some pools under the observed traffic, by the corrected model."""
 
     pools: tuple[PlannedPool, ...]
     attainment: float
     resources: float
-    """What the objective counts: GPUs, price of an hour, or watts."""
+    """In the unit of the objective: GPUs, price of an hour, or watts."""
     seen: float = 1.0
-    """Attainment that was seen; 1 where nothing was, as of a plan that does not run."""
+    """Observed attainment; 1 where nothing was observed, such as for a plan that does not run."""
 
     @property
     def worst(self) -> float:
-        """What it is taken to attain."""
+        """The lower of predicted and observed attainment."""
         return min(self.attainment, self.seen)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to be done, and why."""
+    """What to do with the running plan, and why."""
 
     verdict: Verdict
     reason: str
-    """One sentence."""
+    """One sentence for status."""
     gain: float = 0.0
-    """Relative: more requests in time, or, where both plans hold the targets, less taken."""
+    """Relative gain: requests in time, or, where both plans meet the targets, resources saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """One look at what runs."""
+    """Result of one review of the running plan."""
 
     decision: Decision
     judgement: Judgement
     answer: Answer | None = None
-    """The planner's; None: it was not asked, as its model is wrong."""
+    """The planner's result; None: not planned, because the model is wrong."""
     proposed: Plan | None = None
-    """What was weighed against what runs."""
+    """The plan that was compared with the running one."""
 
 
 def revise(
     problem: Problem,
-    running: Running,
+    running_plan: Running,
     windows: Sequence[Window],
     correction: Correction = NONE,
-    terms: Terms = Terms(),
-    left: Sequence[Left] = (),
+    settings: Terms = Terms(),
+    replaced_plans: Sequence[Left] = (),
 ) -> Revision:
-    """Judge the model by what runs, plan anew if it is right, and decide.
+    """Assess the model by the running plan, replan if the model is right, and decide.
 
-    The traffic of `problem` gives way to that of `windows`, in which nothing but `running` served;
-    its model is the one without a correction. `left`: plans that were in force before. Raises
-    RefitError when too few requests came, and PlanError.
+    The traffic of `problem` is replaced by that of `windows`, during which only `running_plan`
+    served; its model is the uncorrected one. 1. Assess and correct the model; stop if it is wrong.
+    2. Plan for the observed traffic plus a margin. 3. Reuse limits of running instances where that
+    avoids restarts. 4. Compare both plans. Raises RefitError when too few requests came, and
+    PlanError.
     """
     demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
-    asked = replace(problem, demand=demand)
-    judgement = judge(asked, running, windows, correction, terms.threshold, terms.settle_s)
+    observed_problem = replace(problem, demand=demand)
+    judgement = judge(
+        observed_problem, running_plan, windows, correction, settings.threshold, settings.settle_s
+    )
     if not judgement.holds:
         return Revision(Decision(Verdict.CORRECT, judgement.reason), judgement)
     estimator = corrected.correct(problem.estimator, judgement.correction)
-    at_mean = replace(problem, demand=demand, estimator=estimator)
-    # What runs gets the benefit of the doubt about the traffic, but for what was seen to fail.
-    now = replace(_look_at(at_mean, running), seen=_find_seen(windows, terms.settle_s))
-    margin = find_margin(windows) + (_SPARE if now.worst >= problem.slo.attainment else 0.0)
-    at_most = replace(at_mean, demand=demand.at(demand.rate * (1 + margin)))
-    answer = search.plan(at_most)
-    best = answer.best
+    mean_problem = replace(problem, demand=demand, estimator=estimator)
+    # Rate the current plan at the mean traffic, without the margin, but by its observed misses too.
+    current = replace(
+        _look_at(mean_problem, running_plan), seen=_find_seen(windows, settings.settle_s)
+    )
+    margin = find_margin(windows) + (_SPARE if current.worst >= problem.slo.attainment else 0.0)
+    peak_problem = replace(mean_problem, demand=demand.at(demand.rate * (1 + margin)))
+    result = search.plan(peak_problem)
+    best = result.best
     if best is None:
-        return Revision(Decision(Verdict.KEEP, answer.reason), judgement, answer)
-    best = _spare_restarts(at_most, running.pools, best, terms)
-    then = _look_at(at_most, replace(running, pools=best.pools, algorithm=best.algorithm))
+        return Revision(Decision(Verdict.KEEP, result.reason), judgement, result)
+    best = _spare_restarts(peak_problem, running_plan.pools, best, settings)
+    proposed = _look_at(
+        peak_problem, replace(running_plan, pools=best.pools, algorithm=best.algorithm)
+    )
     seen_s = sum(each.length_s for each in windows)
-    decision = decide(at_mean, now, then, terms, windows[-1].end_s, left, seen_s)
-    return Revision(decision, judgement, answer, best)
+    decision = decide(
+        mean_problem, current, proposed, settings, windows[-1].end_s, replaced_plans, seen_s
+    )
+    return Revision(decision, judgement, result, best)
 
 
 def decide(
     problem: Problem,
-    now: Outlook,
-    then: Outlook,
-    terms: Terms,
+    current: Outlook,
+    proposed: Outlook,
+    settings: Terms,
     at_s: float,
-    left: Sequence[Left] = (),
+    replaced_plans: Sequence[Left] = (),
     seen_s: float = math.inf,
 ) -> Decision:
-    """Whether `then` takes the place of `now`; `seen_s`: how long traffic was seen for that."""
-    if count_kinds(now.pools) == count_kinds(then.pools):
-        return Decision(Verdict.KEEP, "the plan that runs is still the best")
-    goal = problem.slo.attainment
-    gain = _find_gain(now, then, goal)
+    """Whether `proposed` replaces `current`; `seen_s` is for how long traffic was observed."""
+    if count_kinds(current.pools) == count_kinds(proposed.pools):
+        return Decision(Verdict.KEEP, "the current plan is still the best")
+    target = problem.slo.attainment
+    gain = _find_gain(current, proposed, target)
     keep = (
-        _why_wait(now, goal, terms, at_s, left)
-        or _why_too_little(problem, now, then, terms, gain)
-        or (_why_not_less(then, terms, at_s, left, seen_s) if now.worst >= goal else None)
+        _why_wait(current, target, settings, at_s, replaced_plans)
+        or _why_too_little(problem, current, proposed, settings, gain)
+        or (
+            _why_not_less(proposed, settings, at_s, replaced_plans, seen_s)
+            if current.worst >= target
+            else None
+        )
     )
     if keep is not None:
         return Decision(Verdict.KEEP, keep, gain)
-    verdict = Verdict.PROPOSE if terms.is_advisory else Verdict.APPLY
-    return Decision(verdict, _tell(now, then, goal), gain)
+    verdict = Verdict.PROPOSE if settings.is_advisory else Verdict.APPLY
+    return Decision(verdict, _tell(current, proposed, target), gain)
 
 
 def _spare_restarts(
-    problem: Problem, now: tuple[PlannedPool, ...], best: Plan, terms: Terms
+    problem: Problem, current: tuple[PlannedPool, ...], best: Plan, settings: Terms
 ) -> Plan:
     """`best`, or the same with limits of running instances where that serves as well.
 
-    Who starts anew does not serve meanwhile, which better limits have to win back.
+    An instance that restarts does not serve meanwhile; better limits have to make up for that.
     """
 
-    def attain(pools: tuple[PlannedPool, ...]) -> float:
+    def predict_pools(pools: tuple[PlannedPool, ...]) -> float:
         return find_attainment(problem, Running(pools, best.algorithm))
 
-    goal, at_best = problem.slo.attainment, attain(best.pools)
-    least = min(at_best, goal + _ROOM * (1 - goal))
+    target, at_best = problem.slo.attainment, predict_pools(best.pools)
+    min_attainment = min(at_best, target + _ROOM * (1 - target))
 
-    def serves(pools: tuple[PlannedPool, ...], spared: int) -> bool:
-        lost = spared / _count(pools) * terms.start_s / terms.horizon_s
-        return attain(pools) >= max(least, at_best - lost)
+    def serves(pools: tuple[PlannedPool, ...], avoided: int) -> bool:
+        lost = avoided / _count(pools) * settings.start_s / settings.horizon_s
+        return predict_pools(pools) >= max(min_attainment, at_best - lost)
 
-    pools = spare(now, best.pools, serves)
+    pools = spare(current, best.pools, serves)
     if pools == best.pools:
         return best
-    draft = to_draft(problem, pools, best.algorithm)
+    placement = to_draft(problem, pools, best.algorithm)
     trials, targets = Trials(problem.demand, problem.seed).at(CONFIRMED), Targets.of(problem.slo)
-    return predict(problem, trials, draft, targets, best.algorithm).plan
+    return predict(problem, trials, placement, targets, best.algorithm).plan
 
 
-def _look_at(problem: Problem, running: Running) -> Outlook:
-    resources = draft_of(problem, running).resources(problem.planning.objective)
-    return Outlook(running.pools, find_attainment(problem, running), resources)
+def _look_at(problem: Problem, running_plan: Running) -> Outlook:
+    resources = draft_of(problem, running_plan).resources(problem.planning.objective)
+    return Outlook(running_plan.pools, find_attainment(problem, running_plan), resources)
 
 
 def _find_seen(windows: Sequence[Window], settle_s: float) -> float:
-    """Attainment while no backlog drained; 1 where too little was seen to doubt it."""
+    """Attainment outside of draining backlogs; 1 where too few responses were measured."""
     settled = list_settled(windows, settle_s)
-    judged = sum(each.judged for each in settled)
-    return sum(each.attained for each in settled) / judged if judged >= FEWEST else 1.0
+    measured = sum(each.judged for each in settled)
+    return sum(each.attained for each in settled) / measured if measured >= FEWEST else 1.0
 
 
-def _find_gain(now: Outlook, then: Outlook, goal: float) -> float:
-    if now.worst >= goal and then.attainment >= goal:
-        return now.resources / then.resources - 1
-    return then.attainment / now.worst - 1 if now.worst else math.inf
+def _find_gain(current: Outlook, proposed: Outlook, target: float) -> float:
+    if current.worst >= target and proposed.attainment >= target:
+        return current.resources / proposed.resources - 1
+    return proposed.attainment / current.worst - 1 if current.worst else math.inf
 
 
 def _why_wait(
-    now: Outlook, goal: float, terms: Terms, at_s: float, left: Sequence[Left]
+    current: Outlook, target: float, settings: Terms, at_s: float, replaced_plans: Sequence[Left]
 ) -> str | None:
-    """Not twice in a short time, unless what runs fails badly."""
-    since_s = at_s - max((each.at_s for each in left), default=-math.inf)
-    if since_s >= terms.cooldown_s or now.worst < goal / 2:
+    """Why no change so soon after the last one; None where the running plan misses badly."""
+    since_s = at_s - max((each.at_s for each in replaced_plans), default=-math.inf)
+    if since_s >= settings.cooldown_s or current.worst < target / 2:
         return None
-    return f"the plan was changed {since_s:.0f} s ago; it stays for {terms.cooldown_s:.0f} s"
+    return f"the plan was changed {since_s:.0f} s ago; it stays for {settings.cooldown_s:.0f} s"
 
 
 def _why_not_less(
-    then: Outlook, terms: Terms, at_s: float, left: Sequence[Left], seen_s: float
+    proposed: Outlook, settings: Terms, at_s: float, replaced_plans: Sequence[Left], seen_s: float
 ) -> str | None:
-    """What is missing costs requests, what is too much costs little: less is taken with care."""
-    if seen_s < terms.cooldown_s:
-        return (
-            f"traffic was seen for {seen_s:.0f} s; {terms.cooldown_s:.0f} s are asked to take less"
-        )
-    for each in left:
+    """Why not to scale down; strict, as missing instances cost more than superfluous ones."""
+    if seen_s < settings.cooldown_s:
+        required = f"{settings.cooldown_s:.0f} s are required to scale down"
+        return f"traffic was observed for {seen_s:.0f} s; {required}"
+    for each in replaced_plans:
         age_s = at_s - each.at_s
-        if age_s < 2 * terms.cooldown_s and count_kinds(each.pools) == count_kinds(then.pools):
-            return f"{_label(then.pools)} was left {age_s:.0f} s ago; traffic may swing back"
+        if age_s < 2 * settings.cooldown_s and count_kinds(each.pools) == count_kinds(
+            proposed.pools
+        ):
+            return (
+                f"{_label(proposed.pools)} was replaced {age_s:.0f} s ago; traffic may swing back"
+            )
     return None
 
 
 def _why_too_little(
-    problem: Problem, now: Outlook, then: Outlook, terms: Terms, gain: float
+    problem: Problem, current: Outlook, proposed: Outlook, settings: Terms, gain: float
 ) -> str | None:
-    goal, begun = problem.slo.attainment, count_begun(now.pools, then.pools)
-    if now.worst >= goal and then.attainment < goal + _ROOM * (1 - goal):
-        return f"what runs holds the targets; {_label(then.pools)} hardly would"
-    if now.worst >= goal:
-        if gain < terms.min_gain:
-            return f"what runs holds the targets; {_label(then.pools)} takes hardly less"
-        spent = begun / _count(then.pools) * then.resources * terms.start_s
-        if (now.resources - then.resources) * terms.horizon_s <= spent:
-            return f"starting {begun} instances takes more than {_label(then.pools)} saves"
+    target, starts = problem.slo.attainment, count_begun(current.pools, proposed.pools)
+    label, meets = _label(proposed.pools), "the current plan meets the targets"
+    if current.worst >= target and proposed.attainment < target + _ROOM * (1 - target):
+        return f"{meets}; {label} would have too little margin"
+    if current.worst >= target:
+        if gain < settings.min_gain:
+            return f"{meets}; {label} needs only slightly less"
+        start_cost = starts / _count(proposed.pools) * proposed.resources * settings.start_s
+        if (current.resources - proposed.resources) * settings.horizon_s <= start_cost:
+            return f"starting {starts} instances costs more than {label} saves"
         return None
-    if now.attainment >= goal and then.resources <= now.resources:
-        # The model knows not why; it would be as wrong about another plan of that size.
-        return f"what runs misses more than predicted; {_label(then.pools)} takes no more than it"
-    if gain < terms.min_gain and then.attainment < goal:
-        return f"{_label(then.pools)} would serve {max(gain, 0):.0%} more in time; too little"
-    won = (then.attainment - now.worst) * problem.rate * terms.horizon_s
-    # Those that end before others have begun do not serve meanwhile.
-    replaced = min(begun, count_begun(then.pools, now.pools))
-    share = replaced / _count(now.pools)
-    cost = share * now.worst * problem.rate * terms.start_s
+    if current.attainment >= target and proposed.resources <= current.resources:
+        # The model does not explain it; it would be as wrong about another plan of that size.
+        return f"the current plan misses more than predicted; {label} needs no more resources"
+    if gain < settings.min_gain and proposed.attainment < target:
+        return f"{label} would serve {max(gain, 0):.0%} more in time; too little"
+    won = (proposed.attainment - current.worst) * problem.rate * settings.horizon_s
+    # Instances that stop before their replacements have started do not serve meanwhile.
+    replaced = min(starts, count_begun(proposed.pools, current.pools))
+    share = replaced / _count(current.pools)
+    cost = share * current.worst * problem.rate * settings.start_s
     if won <= cost:
         return f"the change would cost {cost:.0f} requests and win {max(won, 0):.0f}"
     return None
 
 
-def _tell(now: Outlook, then: Outlook, goal: float) -> str:
-    attained = f"{_label(then.pools)} has {percent(then.attainment)} of the requests in time"
-    if now.worst < goal:
-        return f"{attained} where {_label(now.pools)} has {percent(now.worst)}"
-    taken = then.resources / now.resources
-    return f"{attained} for {percent(taken)} of what {_label(now.pools)} takes"
+def _tell(current: Outlook, proposed: Outlook, target: float) -> str:
+    attained = (
+        f"{_label(proposed.pools)} has {percent(proposed.attainment)} of the requests in time"
+    )
+    if current.worst < target:
+        return f"{attained} where {_label(current.pools)} has {percent(current.worst)}"
+    taken = proposed.resources / current.resources
+    return f"{attained} for {percent(taken)} of what {_label(current.pools)} takes"
 
 
 def _label(pools: Iterable[PlannedPool]) -> str:

@@ -1,8 +1,8 @@
-"""`plan`: from a question to ranked plans, a verdict and what it rests on. The planner's door.
+"""`plan`, the entry point of the planner: ranked plans and a verdict for one `Problem`.
 
-Called by the command line, `cleave up`, the operator, notebooks and benchmarks. First every
-algorithm finds drafts that hold the rate in short trials, then the best of them are predicted in
-long ones, ranked and put into words.
+Called by the command line, `cleave up`, the operator, notebooks and benchmarks. 1. List the
+instances on which the model fits. 2. Every algorithm lists placements that serve the rate in short
+trials. 3. Predict the best of them in long trials. 4. Rank them and explain the result.
 """
 
 import math
@@ -25,44 +25,44 @@ from cleave.planner.verdict import Ranking
 from cleave.planner.words import plan_label
 
 Progress = Callable[[int, int, str], None]
-"""Done, of how many, and what is going on."""
+"""Called with steps done, total steps and a text for the current step."""
 
 _MOST_SPLIT = 3
-"""Disaggregated plans that are predicted."""
+"""Number of disaggregated placements that are predicted in long trials."""
 
 
 @dataclass(slots=True)
 class _Meter:
-    """Counts steps; how many there will be is a guess that is never overrun."""
+    """Reports progress; the total is an estimate that `done` never reaches."""
 
     progress: Progress | None
     total: int
     done: int = 0
 
     def tick(self, text: str) -> None:
-        """One step more."""
+        """Report one more step."""
         self.done = min(self.done + 1, self.total - 1)
         if self.progress:
             self.progress(self.done, self.total, text)
 
 
 def plan(problem: Problem, progress: Progress | None = None) -> Answer:
-    """Ranked plans for `problem`.
+    """Search ranked plans for `problem`.
 
-    Raises PlanError when the model fits on no instance that the GPUs allow, or the objective
-    counts what is not known.
+    Raises PlanError when the model fits on no instance that the GPUs allow, or when the price or
+    power that the objective needs is unknown.
     """
     started = time.perf_counter()
-    found = _candidates(problem)
+    feasible = _candidates(problem)
     targets = Targets.of(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    meter = _Meter(progress, total=8 * len(found) + 20)
-    choice = affinity.choose(problem, trials, found)
-    drafts = finding.drafts(problem, trials, found, targets, choice.affinity, meter.tick)
-    finalists = _predicted(problem, trials, drafts, targets, meter)
+    meter = _Meter(progress, total=8 * len(feasible) + 20)
+    choice = affinity.choose(problem, trials, feasible)
+    options = finding.drafts(problem, trials, feasible, targets, choice.affinity, meter.tick)
+    finalists = _predicted(problem, trials, options, targets, meter)
     ranking = verdict.rank(problem, finalists, targets)
-    said = (
-        _infeasible(problem, trials, found, targets, ranking, meter)
+    explanation = (
+        _infeasible(problem, trials, feasible, targets, ranking, meter)
         if ranking.verdict is Verdict.INFEASIBLE
         else _chosen(problem, trials, ranking, targets, choice.reason)
     )
@@ -71,11 +71,11 @@ def plan(problem: Problem, progress: Progress | None = None) -> Answer:
         verdict=ranking.verdict,
         selected=None if ranking.verdict is Verdict.INFEASIBLE else plans[0],
         alternatives=tuple(plans if ranking.verdict is Verdict.INFEASIBLE else plans[1:]),
-        reason=said.reason,
-        what_would_change=said.what_would_change,
-        nearest_slo=said.nearest_slo,
+        reason=explanation.reason,
+        what_would_change=explanation.what_would_change,
+        nearest_slo=explanation.nearest_slo,
         warnings=_warnings(problem, finalists),
-        num_candidates=len(found),
+        num_candidates=len(feasible),
         num_simulated_requests=trials.tally.requests,
         elapsed_s=time.perf_counter() - started,
     )
@@ -89,23 +89,23 @@ class _Said:
 
 
 def _candidates(problem: Problem) -> tuple[Candidate, ...]:
-    found = candidates(problem)
-    if not found:
+    feasible = candidates(problem)
+    if not feasible:
         raise PlanError([f"spec.model: {_why_none(problem)}"])
     objective = problem.planning.objective
-    unknown = {each.supply.gpu for each in found if not each.resources(objective) > 0}
+    unknown = {each.supply.gpu for each in feasible if not each.resources(objective) > 0}
     if unknown:
         missing = "price" if objective is Objective.COST else "power"
         fault = (
             f"spec.planning.objective: {objective.value} needs the {missing} of "
-            f"{', '.join(sorted(unknown))}; state it, or choose GoodputPerGPU"
+            f"{', '.join(sorted(unknown))}; set it, or choose GoodputPerGPU"
         )
         raise PlanError([fault])
-    return found
+    return feasible
 
 
 def _why_none(problem: Problem) -> str:
-    """The miss of the largest instance that could be split at all: the nearest one."""
+    """Why the largest possible instance does not run the model: it comes closest to fitting."""
     reasons = [
         reason
         for supply in problem.supplies
@@ -113,22 +113,28 @@ def _why_none(problem: Problem) -> str:
         if (reason := problem.estimator.why_not(supply.gpu, *size)) is not None
     ]
     fits_not = (reason for reason in reasons if "does not fit" in reason)
-    return next(fits_not, next(iter(reasons), "there are no GPUs for it"))
+    return next(fits_not, next(iter(reasons), "there are no GPUs"))
 
 
 def _predicted(
-    problem: Problem, trials: Trials, drafts: Sequence[Found], targets: Targets, meter: _Meter
+    problem: Problem, trials: Trials, options: Sequence[Found], targets: Targets, meter: _Meter
 ) -> list[Finalist]:
-    """The most promising drafts; the best of each kind is among them."""
+    """Predict the most promising placements, the best of each kind among them."""
     objective = problem.planning.objective
-    ordered = sorted(drafts, key=lambda each: (not each.is_enough, each.draft.resources(objective)))
-    split = [each for each in ordered if each.draft.is_disaggregated]
-    if split:
-        most = finding.WORTH_SHOWING * split[0].draft.resources(objective)
-        split = [each for each in split[:_MOST_SPLIT] if each.draft.resources(objective) <= most]
-    whole = [each for each in ordered if not each.draft.is_disaggregated][:1]
+    ordered = sorted(
+        options, key=lambda each: (not each.is_enough, each.draft.resources(objective))
+    )
+    disaggregated = [each for each in ordered if each.draft.is_disaggregated]
+    if disaggregated:
+        max_resources = finding.WORTH_SHOWING * disaggregated[0].draft.resources(objective)
+        disaggregated = [
+            each
+            for each in disaggregated[:_MOST_SPLIT]
+            if each.draft.resources(objective) <= max_resources
+        ]
+    colocated = [each for each in ordered if not each.draft.is_disaggregated][:1]
     finalists = []
-    for each in (*split, *whole):
+    for each in (*disaggregated, *colocated):
         meter.tick("predictions")
         long = trials.at(CONFIRMED)
         finalists.append(predict(problem, long, each.draft, targets, each.algorithm))
@@ -150,7 +156,7 @@ def _chosen(
 def _switch_tpot_ms(
     problem: Problem, trials: Trials, ranking: Ranking, targets: Targets
 ) -> float | None:
-    """TPOT target at which colocated instances do with what the selected plan takes."""
+    """TPOT target at which colocated instances need no more resources than the selected plan."""
     other = verdict.rival(ranking)
     if other is None:
         return None
@@ -160,22 +166,22 @@ def _switch_tpot_ms(
     replicas = int(ranking.ordered[0].draft.resources(objective) / each)
     if replicas == 0:
         return None
-    draft = Draft((Group(group.role, group.instance, replicas),))
+    placement = Draft((Group(group.role, group.instance, replicas),))
     span = trials.span(problem.rate, targets)
-    outcome = trials.serve(cell_fleet(problem, draft), problem.rate, span)
+    outcome = trials.serve(cell_fleet(problem, placement), problem.rate, span)
     return verdict.least_tpot_ms(outcome, span, targets)
 
 
 def _infeasible(
     problem: Problem,
     trials: Trials,
-    found: Sequence[Candidate],
+    feasible: Sequence[Candidate],
     targets: Targets,
     ranking: Ranking,
     meter: _Meter,
 ) -> _Said:
     meter.tick("the nearest SLO")
-    nearest = nearest_slo(problem, trials, found, targets)
+    nearest = nearest_slo(problem, trials, feasible, targets)
     return _Said(
         verdict.infeasible(problem, ranking, nearest, targets),
         verdict.what_would_help(problem, ranking, nearest),
@@ -196,7 +202,7 @@ def _doubts(finalist: Finalist) -> Iterator[str]:
     if not finalist.is_monotone:
         yield (
             f"{name}: attainment does not fall steadily with the rate; its goodput is the lowest "
-            "rate from which on it is missed"
+            "rate above which the target is missed"
         )
     if finalist.draft.copies > 1:
         yield (

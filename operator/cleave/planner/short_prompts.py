@@ -1,7 +1,7 @@
-"""Up to which length prompts had better be computed where they are decoded. For every split plan.
+"""The prompt length up to which a decode instance should compute prompts itself.
 
-Called when a plan is predicted; gateways get the number. What is hard: how full a decode instance
-usually is decides it, so the batch comes from the plan's own simulation.
+Called when a disaggregated plan is predicted; gateways get the number. What is hard: it depends on
+how full a decode instance usually is, so the batch size is taken from the plan's own simulation.
 """
 
 import numpy as np
@@ -14,12 +14,12 @@ from cleave.simulator.outcome import Outcome
 from cleave.simulator.trace import Trace
 
 
-def find(problem: Problem, draft: Draft, outcome: Outcome, trace: Trace) -> int:
-    """Tokens, rounded down to a power of two so that little changes change nothing; 0: none.
+def find(problem: Problem, placement: Draft, outcome: Outcome, trace: Trace) -> int:
+    """Tokens, rounded down to a power of two so that small changes do not change it; 0: none.
 
-    `outcome`: of one cell of `draft` serving `trace`.
+    `outcome` is that of one cell of `placement` serving `trace`.
     """
-    engines = {group.role: group.instance.engine for group in draft.groups}
+    engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:
         return 0
     mean = outcome.instances.mean_batch[outcome.instances.decode_passes > 0]
@@ -27,8 +27,8 @@ def find(problem: Problem, draft: Draft, outcome: Outcome, trace: Trace) -> int:
         return 0
     batch = max(round(float(np.mean(mean))), 1)
     context = float(np.mean(trace.prompt_tokens + trace.output_tokens / 2))
-    moved = transfer(problem, draft)
-    found = find_whole_below_tokens(
+    moved = transfer(problem, placement)
+    tokens = find_whole_below_tokens(
         engines[Role.PREFILL].timing,
         engines[Role.DECODE].timing,
         moved.latency_ms,
@@ -37,4 +37,4 @@ def find(problem: Problem, draft: Draft, outcome: Outcome, trace: Trace) -> int:
         round(batch * context),
         problem.slo.tpot_ms,
     )
-    return 1 << found.bit_length() >> 1
+    return 1 << tokens.bit_length() >> 1

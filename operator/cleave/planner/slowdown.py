@@ -1,7 +1,7 @@
-"""Latency targets as slowdowns: how much longer than alone on a reference machine.
+"""Latency targets as slowdowns: latency relative to an unloaded reference machine.
 
 Splitwise, section V-B and table VI: nine targets (P50, P90, P99 of TTFT, time between tokens and
-end to end), which hold for any mix of lengths where one target in milliseconds fits none. Used by
+end to end). They suit any mix of lengths, where no single target in milliseconds does. Used by
 `provisioning`.
 """
 
@@ -20,7 +20,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Slowdowns:
-    """Latency by that of the same request alone on the reference machine: 1 is as fast."""
+    """Latency divided by that of the same request on the unloaded reference machine; 1: equal."""
 
     ttft: Percentiles
     tpot: Percentiles
@@ -28,7 +28,7 @@ class Slowdowns:
     e2e: Percentiles
 
     def within(self, limits: "Slowdowns") -> bool:
-        """Whether all nine hold."""
+        """Whether all nine are at most their limits."""
         return all(
             each <= limit
             for mine, theirs in zip(self._all, limits._all, strict=True)
@@ -54,7 +54,7 @@ TABLE_VI = Slowdowns(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alone:
-    """Each request with the reference machine to itself, in ms."""
+    """Latencies of each request on an otherwise idle reference machine, in ms."""
 
     ttft_ms: Values
     tpot_ms: Values
@@ -62,11 +62,11 @@ class Alone:
 
 
 def alone(reference: Timing, trace: Trace) -> Alone:
-    """One prompt pass, then decode passes of one request."""
-    prompts, place = np.unique(trace.prompt_tokens, return_inverse=True)
-    ttft_ms = np.array([reference.prefill_ms([prompt]) for prompt in prompts.tolist()])[place]
+    """One prefill step, then decode steps of one request."""
+    prompts, index = np.unique(trace.prompt_tokens, return_inverse=True)
+    ttft_ms = np.array([reference.prefill_ms([prompt]) for prompt in prompts.tolist()])[index]
     gaps = trace.output_tokens - 1
-    # The passes lie on a straight line over the context, so that their mean is the middle one.
+    # Step time is linear in the context, so the mean step is the one in the middle.
     first = reference.decode_pass_ms(1, 0)
     context_ms = reference.decode_pass_ms(1, 1) - first
     tpot_ms = first + context_ms * (trace.prompt_tokens + (gaps + 1) / 2)
@@ -74,7 +74,7 @@ def alone(reference: Timing, trace: Trace) -> Alone:
 
 
 def measure(outcome: Outcome, reference: Alone, window: slice = slice(None)) -> Slowdowns:
-    """Of the requests in `window`; one that never ended is infinitely slow."""
+    """Slowdowns of the requests in `window`; an unfinished one is infinitely slow."""
     e2e_ms = outcome.end_ms - outcome.arrival_ms
     several = outcome.output_tokens[window] > 1
     return Slowdowns(
@@ -88,5 +88,5 @@ def _percentiles(ratios: Values) -> Percentiles:
     if not len(ratios):
         return Percentiles(0.0, 0.0, 0.0)
     ended = np.where(np.isnan(ratios), np.inf, ratios)
-    # No interpolation: between a finite and an infinite one there is nothing.
+    # No interpolation, which is undefined between a finite and an infinite value.
     return Percentiles(*np.percentile(ended, [50, 90, 99], method="higher").tolist())

@@ -1,4 +1,4 @@
-"""Plans in the resource's own words: for status, and for `cleave plan -o json|yaml`. Pure."""
+"""Converts plans to the types of the API: for status, and for `cleave plan -o json|yaml`. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def option(plan: Plan) -> PlanOption:
 
 
 def instances(pools: Iterable[PlannedPool]) -> list[ManualPool]:
-    """Pools as they are written under spec.placement.manual."""
+    """Pools in the form of spec.placement.manual."""
     return [
         ManualPool(
             role=pool.role,
@@ -48,47 +48,45 @@ def instances(pools: Iterable[PlannedPool]) -> list[ManualPool]:
 
 def predicted(plan: Plan) -> Predicted:
     """The prediction of a plan."""
-    seen: Prediction = plan.prediction
+    prediction: Prediction = plan.prediction
     return Predicted(
-        goodput=_rounded(seen.goodput),
-        goodput_low=_rounded(seen.goodput_interval[0]),
-        goodput_high=_rounded(seen.goodput_interval[1]),
+        goodput=_rounded(prediction.goodput),
+        goodput_low=_rounded(prediction.goodput_interval[0]),
+        goodput_high=_rounded(prediction.goodput_interval[1]),
         goodput_per_gpu=_rounded(plan.goodput_per_gpu),
-        attainment=seen.attainment,
-        ttft_ms=_percentiles(seen.ttft_ms),
-        tpot_ms=_percentiles(seen.tpot_ms),
-        cost_per_hour=seen.cost_per_hour,
-        power_watts=seen.power_watts,
-        trust=trust_sentence(seen.trust),
+        attainment=prediction.attainment,
+        ttft_ms=_percentiles(prediction.ttft_ms),
+        tpot_ms=_percentiles(prediction.tpot_ms),
+        cost_per_hour=prediction.cost_per_hour,
+        power_watts=prediction.power_watts,
+        trust=trust_sentence(prediction.trust),
     )
 
 
-def document(answer: Answer, most_alternatives: int) -> Document:
-    """All that the planner said, ready for JSON."""
+def document(result: Answer, max_alternatives: int) -> Document:
+    """The complete result, ready for JSON."""
     return {
-        "verdict": str(answer.verdict),
-        "reason": answer.reason,
-        "whatWouldChange": answer.what_would_change,
-        "nearestSlo": answer.nearest_slo and _nearest(answer.nearest_slo),
-        "selected": answer.selected and _written(option(answer.selected)),
-        "alternatives": [
-            _written(option(plan)) for plan in answer.alternatives[:most_alternatives]
-        ],
-        "warnings": list(answer.warnings),
+        "verdict": str(result.verdict),
+        "reason": result.reason,
+        "whatWouldChange": result.what_would_change,
+        "nearestSlo": result.nearest_slo and _nearest(result.nearest_slo),
+        "selected": result.selected and _written(option(result.selected)),
+        "alternatives": [_written(option(plan)) for plan in result.alternatives[:max_alternatives]],
+        "warnings": list(result.warnings),
         "search": {
-            "candidates": answer.num_candidates,
-            "simulatedRequests": answer.num_simulated_requests,
-            "elapsedSeconds": round(answer.elapsed_s, 3),
+            "candidates": result.num_candidates,
+            "simulatedRequests": result.num_simulated_requests,
+            "elapsedSeconds": round(result.elapsed_s, 3),
         },
     }
 
 
 def placement(plan: Plan) -> Document:
-    """The block under `spec.placement` that states a plan by hand."""
-    # Emulated instances run anywhere; nobody can ask a node for their kind.
+    """The block under `spec.placement` that sets a plan's pools manually."""
+    # Emulated instances run on any node; no node offers their GPU type.
     pools = (replace(pool, gpu=_real(pool.gpu)) for pool in plan.pools)
-    stated = (each.model_dump(mode="json", exclude_none=True) for each in instances(pools))
-    return {"manual": list(stated)}
+    manual_pools = (each.model_dump(mode="json", exclude_none=True) for each in instances(pools))
+    return {"manual": list(manual_pools)}
 
 
 def _real(gpu: str | None) -> str | None:
@@ -119,5 +117,5 @@ def _finite(value: float) -> float | None:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more of them would only look exact."""
+    """Four significant digits: more would suggest a precision that predictions do not have."""
     return float(f"{value:.4g}")

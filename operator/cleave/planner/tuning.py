@@ -1,4 +1,4 @@
-"""Other limits of a pass for the instances of a draft: batch size and tokens, coarse to fine.
+"""Variants of a placement with other step limits (batch size and tokens), coarse to fine.
 
 Vidur, section 7.3, tries batch sizes and chunk sizes for every parallelism; here they are tried for
 the best parallelism only. DistServe's prefill instances keep L_m (section 4.3).
@@ -14,25 +14,27 @@ from cleave.planner.rating import Rated
 from cleave.simulator.fleet import Batching
 
 NUM_SEQS = (64, 128, 256, 512, 1024)
-"""Requests in one pass and pipeline stage."""
+"""Requests per step and pipeline stage."""
 NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
-"""Tokens of one pass: Sarathi's chunk, vLLM's budget."""
+"""Tokens per step: Sarathi's chunk size, vLLM's token budget."""
 
 Choose = Callable[[list[Draft]], Rated | None]
 
 
 def refined(coarse: Rated | None, choose: Choose) -> Rated | None:
-    """`choose` again, among the first choice and its variants."""
+    """Run `choose` again, on the first choice and its variants."""
     if coarse is None:
         return None
     return choose([coarse.draft, *variants(coarse.draft)]) or coarse
 
 
-def variants(draft: Draft) -> list[Draft]:
-    """The draft with one group's limits changed, others left."""
+def variants(placement: Draft) -> list[Draft]:
+    """The placement with the limits of one group changed, one variant per change."""
     return [
-        replace(draft, groups=tuple(changed if each is group else each for each in draft.groups))
-        for group in draft.groups
+        replace(
+            placement, groups=tuple(changed if each is group else each for each in placement.groups)
+        )
+        for group in placement.groups
         for changed in (replace(group, instance=instance) for instance in _limits(group))
         if changed != group
     ]
@@ -50,4 +52,8 @@ def _limits(group: Group) -> list[Instance]:
         case Role.DECODE:
             return [instance.limited(each, instance.max_num_batched_tokens) for each in seqs]
         case Role.MIXED:
-            return [instance.limited(one, other) for one in seqs for other in NUM_BATCHED_TOKENS]
+            return [
+                instance.limited(num_seqs, num_tokens)
+                for num_seqs in seqs
+                for num_tokens in NUM_BATCHED_TOKENS
+            ]

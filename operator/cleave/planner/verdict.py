@@ -1,8 +1,8 @@
-"""From predicted plans to a verdict in words: disaggregate, do not, or it cannot be done.
+"""Ranks predicted plans and explains the verdict: disaggregate, colocate or infeasible.
 
-Pure but for the numbers of the finalists' own simulations. What is hard: not to claim a gain that
-another sample of requests would undo. Where two plans take the same and their confidence intervals
-overlap, the simpler one is chosen and the sentence says so.
+Pure; it only reads the simulations of the predicted plans. What is hard: not to claim a gain that
+another sample of requests would undo. Where two plans need the same resources and their confidence
+intervals overlap, the simpler one is selected and the sentence says so.
 """
 
 import math
@@ -25,15 +25,15 @@ _EQUAL = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Finalists, best first, and what they come to."""
+    """Predicted plans, best first, and the verdict."""
 
     verdict: Verdict
     ordered: tuple[Finalist, ...]
-    """The selected one first, unless infeasible."""
+    """The selected plan first, unless infeasible."""
 
 
 def rank(problem: Problem, finalists: Sequence[Finalist], targets: Targets) -> Ranking:
-    """Those that hold the rate first; then by score, then by goodput per resource."""
+    """Sort plans that serve the rate first; then by score, then by goodput per resource."""
     objective = problem.planning.objective
 
     def key(each: Finalist) -> tuple[bool, float, float]:
@@ -41,18 +41,18 @@ def rank(problem: Problem, finalists: Sequence[Finalist], targets: Targets) -> R
         return each.holds(targets.attainment), each.plan.score, per_resource
 
     ordered = sorted(finalists, key=key, reverse=True)
-    able = [each for each in ordered if _is_allowed(problem, each)]
-    if not able or not able[0].holds(targets.attainment):
+    allowed = [each for each in ordered if _is_allowed(problem, each)]
+    if not allowed or not allowed[0].holds(targets.attainment):
         return Ranking(Verdict.INFEASIBLE, tuple(ordered))
-    selected = _simplest(able, targets, objective)
+    selected = _simplest(allowed, targets, objective)
     others = [each for each in ordered if each is not selected]
-    is_split = selected.draft.is_disaggregated
-    verdict = Verdict.DISAGGREGATE if is_split else Verdict.COLOCATE
+    is_disaggregated = selected.draft.is_disaggregated
+    verdict = Verdict.DISAGGREGATE if is_disaggregated else Verdict.COLOCATE
     return Ranking(verdict, (selected, *others))
 
 
 def rival(ranking: Ranking) -> Finalist | None:
-    """The best of the other kind than the first."""
+    """The best plan of the other kind (disaggregated or colocated) than the first."""
     first = ranking.ordered[0].draft.is_disaggregated
     others = (each for each in ranking.ordered if each.draft.is_disaggregated != first)
     return next(others, None)
@@ -62,30 +62,30 @@ def reason(problem: Problem, ranking: Ranking, targets: Targets, why_affinity: s
     """One sentence: why the selected plan."""
     selected, other = ranking.ordered[0], rival(ranking)
     plan = selected.plan
-    holds = (
+    summary = (
         f"{plan_label(plan)} holds {number(problem.rate)} req/s with {_gpus(plan.gpus)} "
         f"({percent(plan.prediction.attainment)} of requests in time)"
     )
-    asked = problem.planning.disaggregation
-    if asked is not Disaggregation.AUTO:
-        return f"{holds}; disaggregation: {asked.value} was asked for"
+    requested = problem.planning.disaggregation
+    if requested is not Disaggregation.AUTO:
+        return f"{summary}; disaggregation: {requested.value} was requested"
     compared = _compared(problem, selected, other, targets)
     if ranking.verdict is Verdict.COLOCATE:
-        return f"do not disaggregate: {holds}; {compared}"
-    return f"{holds}; {compared}; {why_affinity}"
+        return f"do not disaggregate: {summary}; {compared}"
+    return f"{summary}; {compared}; {why_affinity}"
 
 
 def infeasible(
     problem: Problem, ranking: Ranking | None, nearest: NearestSlo | None, targets: Targets
 ) -> str:
-    """One sentence: why there is no plan, and what would hold."""
-    asked = (
+    """One sentence: why there is no plan, and what SLO is feasible."""
+    target = (
         f"TTFT {milliseconds(targets.ttft_ms)} and TPOT {milliseconds(targets.tpot_ms)} for "
         f"{percent(targets.attainment)} of {number(problem.rate)} req/s"
     )
     would = (
         f"nearest SLO that holds is TTFT {milliseconds(nearest.ttft_ms)} and TPOT "
-        f"{milliseconds(nearest.tpot_ms)} ({number(nearest.scale)} times the one asked for), with "
+        f"{milliseconds(nearest.tpot_ms)} ({number(nearest.scale)} times the requested one), with "
         f"{nearest.plan}"
         if nearest
         else f"no multiple of this SLO was found that {_gpus(problem.max_gpus)} hold at this rate"
@@ -95,38 +95,38 @@ def infeasible(
         would = f"{would}; {names} targets are in milliseconds: are these seconds?"
     best = _most(ranking)
     if best is None or best.plan.prediction.goodput <= 0:
-        return f"infeasible: no plan meets {asked} at any rate; {would}"
+        return f"infeasible: no plan meets {target} at any rate; {would}"
     served = best.plan.prediction.goodput
     return (
-        f"infeasible: {asked} is more than {_gpus(problem.max_gpus)} serve; "
+        f"infeasible: {target} is more than {_gpus(problem.max_gpus)} serve; "
         f"{plan_label(best.plan)} serves {number(served)} req/s within it; {would}"
     )
 
 
 def what_would_help(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
-    """One sentence: what would make an infeasible question feasible."""
-    ways = [f"an SLO {number(nearest.scale)} times as long"] if nearest else []
+    """One sentence: what would make an infeasible deployment feasible."""
+    remedies = [f"an SLO {number(nearest.scale)} times as long"] if nearest else []
     best = _most(ranking)
     if best is not None and best.plan.prediction.goodput > 0:
         needed = math.ceil(best.plan.gpus * problem.rate / best.plan.prediction.goodput)
-        ways.append(f"about {_gpus(needed)} in the proportion of the best plan")
-        ways.append(f"a rate of {number(best.plan.prediction.goodput)} req/s")
-    if not ways:
-        # Neither this SLO at any rate nor any SLO at this rate was found to hold.
+        remedies.append(f"about {_gpus(needed)} in the proportion of the best plan")
+        remedies.append(f"a rate of {number(best.plan.prediction.goodput)} req/s")
+    if not remedies:
+        # Neither this SLO at any rate nor any SLO at this rate was found feasible.
         return (
             "faster GPUs, or a longer SLO together with a lower rate or more GPUs, would make it "
             "feasible"
         )
-    return f"{' or '.join(ways)} would make it feasible"
+    return f"{' or '.join(remedies)} would make it feasible"
 
 
 def what_would_change(
     problem: Problem, ranking: Ranking, targets: Targets, switch_tpot_ms: float | None
 ) -> str:
-    """One sentence: the runner-up, and what would make it the choice.
+    """One sentence: the runner-up, and what would make it the selected plan.
 
-    `switch_tpot_ms`: TPOT target from which the best colocated plan does with what the selected
-    disaggregated one takes; None: not asked.
+    `switch_tpot_ms`: TPOT target from which the best colocated plan needs no more than the selected
+    disaggregated one; None: not computed.
     """
     if len(ranking.ordered) < 2:
         return "there is no other plan that meets this SLO"
@@ -137,15 +137,15 @@ def what_would_change(
     if ranking.verdict is Verdict.COLOCATE:
         return f"{runner_up}; {_until(ranking.ordered[0], targets)}"
     if switch_tpot_ms is None or math.isinf(switch_tpot_ms):
-        return f"{runner_up}; no TPOT target makes it do with as little, as TTFT is missed"
+        return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
     return (
-        f"{runner_up}; from a TPOT target of {milliseconds(switch_tpot_ms)} on it would do with "
-        "as little"
+        f"{runner_up}; from a TPOT target of {milliseconds(switch_tpot_ms)} on it needs no more "
+        "resources"
     )
 
 
 def least_tpot_ms(outcome: Outcome, span: Span, targets: Targets) -> float:
-    """Smallest TPOT target that these requests hold, TTFT as asked; infinite: none."""
+    """Smallest TPOT target that these requests meet with the given TTFT target; infinite: none."""
     in_time = outcome.ttft_ms[span.window] <= targets.ttft_ms
     tpot_ms = np.where(in_time, outcome.tpot_ms[span.window], np.inf)
     ended = np.where(np.isnan(tpot_ms), np.inf, tpot_ms)
@@ -162,12 +162,12 @@ def _is_allowed(problem: Problem, finalist: Finalist) -> bool:
             return True
 
 
-def _simplest(able: Sequence[Finalist], targets: Targets, objective: Objective) -> Finalist:
-    """The first, or a colocated plan that takes no more and is not surely worse."""
-    first = able[0]
+def _simplest(allowed: Sequence[Finalist], targets: Targets, objective: Objective) -> Finalist:
+    """The first, or a colocated plan that needs no more and is not significantly worse."""
+    first = allowed[0]
     if not first.draft.is_disaggregated:
         return first
-    for other in able[1:]:
+    for other in allowed[1:]:
         takes_no_more = other.draft.resources(objective) <= first.draft.resources(objective)
         if (
             not other.draft.is_disaggregated
@@ -179,9 +179,9 @@ def _simplest(able: Sequence[Finalist], targets: Targets, objective: Objective) 
     return first
 
 
-def _is_surely_better(one: Finalist, other: Finalist) -> bool:
-    """Whether the confidence intervals of goodput lie apart."""
-    return one.plan.prediction.goodput_interval[0] > other.plan.prediction.goodput_interval[1]
+def _is_surely_better(finalist: Finalist, other: Finalist) -> bool:
+    """Whether the confidence intervals of goodput do not overlap."""
+    return finalist.plan.prediction.goodput_interval[0] > other.plan.prediction.goodput_interval[1]
 
 
 def _compared(
@@ -204,12 +204,12 @@ def _compared(
     if _is_surely_better(selected, other):
         gain = selected.plan.prediction.goodput / other.plan.prediction.goodput - 1
         return (
-            f"the best {kind} plan takes as much and serves less: this one's goodput is "
+            f"the best {kind} plan needs as much and serves less: this one's goodput is "
             f"{percent(gain)} higher"
         )
     return (
-        f"the best {kind} plan takes as much and is not surely better: goodput {_interval(other)} "
-        f"against {_interval(selected)} (95 % confidence)"
+        f"the best {kind} plan needs as much and is not significantly better: goodput "
+        f"{_interval(other)} against {_interval(selected)} (95 % confidence)"
     )
 
 
@@ -238,7 +238,7 @@ def _gpus(count: int) -> str:
 
 
 def _until(selected: Finalist, targets: Targets) -> str:
-    """When a colocated plan stops being enough."""
+    """The TPOT target and the rate at which a colocated plan stops being enough."""
     tpot_ms = least_tpot_ms(selected.outcome, selected.span, targets)
     goodput = selected.plan.prediction.goodput
     return (

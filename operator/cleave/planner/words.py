@@ -1,4 +1,4 @@
-"""Plans and figures in words: the same on the page, in the terminal and in status. Pure."""
+"""Formats plans and figures as text, the same in the report, the terminal and in status. Pure."""
 
 import math
 
@@ -23,7 +23,7 @@ def pool_label(pool: PlannedPool) -> str:
 
 
 def plan_label(plan: Plan) -> str:
-    """`2P tp4 + 1D tp2`; kinds of GPU are named where there were several to choose from."""
+    """`2P tp4 + 1D tp2`; GPU types are named where there were several to choose from."""
     kinds = {pool.gpu for pool in plan.pools}
     if len(kinds) == 1:
         (kind,) = kinds
@@ -48,13 +48,13 @@ def pool_sentence(pool: PlannedPool) -> str:
     return f"{pool.replicas} {pool.role} {instances} on {size.gpus} x {device}{detail}"
 
 
-def reason_alone(answer: Answer) -> str:
-    """The reason where the verdict stands beside it, and need not be said twice."""
-    return answer.reason.removeprefix(f"{VERDICTS[answer.verdict]}: ")
+def reason_alone(result: Answer) -> str:
+    """The reason without the verdict, for places that show the verdict separately."""
+    return result.reason.removeprefix(f"{VERDICTS[result.verdict]}: ")
 
 
 def number(value: float) -> str:
-    """Three figures that count, without an exponent: `0.0123`, `1.23`, `123`, `12,300`."""
+    """Three significant digits without an exponent: `0.0123`, `1.23`, `123`, `12,300`."""
     if not math.isfinite(value):
         return "-"
     if value == 0:
@@ -64,7 +64,7 @@ def number(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """`400 ms`, `1.25 s`; `never` for what does not end."""
+    """`400 ms`, `1.25 s`; `never` for an infinite time."""
     if not math.isfinite(value):
         return "never"
     return f"{value / 1000:.2f} s" if value >= 1000 else f"{number(value)} ms"
@@ -90,4 +90,4 @@ def _error(trust: Trust) -> str:
         return f"{percent(trust.error)} off on average"
     if trust.basis is Basis.FITTED:
         return "published, residuals not stated"
-    return "never compared with measured passes"
+    return "never compared with measured steps"

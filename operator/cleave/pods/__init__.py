@@ -1,1 +1,1 @@
-"""Pod manifests from pools: pure functions."""
+"""Kubernetes manifests of deployments and pools: pure functions."""

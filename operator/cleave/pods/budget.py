@@ -1,9 +1,10 @@
-"""Disruption budgets: how many pods whoever drains nodes may take at a time. Pure.
+"""PodDisruptionBudgets: how many pods a node drain may evict at a time. Pure.
 
-Called by the controller. What is hard: Kubernetes counts pods, and an instance that is spread over
-nodes has several. A budget never forbids to take the last instance: its node could not be drained.
-It states how many pods stay, not how many may go: for that Kubernetes would ask the pool's scale,
-which it cannot find in the first seconds after the CRDs came, and does not try again.
+Called by the controller. What is hard: Kubernetes counts pods, and an instance that spans nodes has
+several. A budget always allows to evict the last instance, as its node could not be drained
+otherwise. It states how many pods stay, not how many may go: for that Kubernetes would read the
+pool's scale subresource, which it cannot find in the first seconds after the CRDs were created, and
+it does not retry.
 """
 
 from cleave.api.deployment import LLMDeployment
@@ -12,7 +13,7 @@ from cleave.pods.labels import DEPLOYMENT, GATEWAY, POOL, Manifest, component_la
 
 
 def disruption_budget(pool: InstancePool) -> Manifest:
-    """One instance of the pool at a time."""
+    """The budget of a pool: one instance at a time."""
     spec = pool.spec
     allowed: Manifest = {"minAvailable": max(0, spec.replicas - 1) * spec.nodes}
     labels = {DEPLOYMENT: spec.deployment, POOL: pool.name}
@@ -20,7 +21,7 @@ def disruption_budget(pool: InstancePool) -> Manifest:
 
 
 def gateway_budget(deployment: LLMDeployment) -> Manifest:
-    """One gateway pod at a time."""
+    """The budget of the gateway: one pod at a time."""
     labels = component_labels(deployment.name, GATEWAY)
     name = gateway_name(deployment.name)
     return _budget(name, deployment.namespace, labels, {"maxUnavailable": 1})
@@ -34,7 +35,7 @@ def _budget(name: str, namespace: str, labels: dict[str, str], allowed: Manifest
         "spec": {
             **allowed,
             "selector": {"matchLabels": labels},
-            # A pod that is not ready serves nobody; keeping it would only block the node's drain.
+            # A pod that is not ready serves no requests; it must not block the node's drain.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }

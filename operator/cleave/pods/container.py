@@ -1,4 +1,4 @@
-"""What worker and gateway containers have in common: hardening, addresses, images. Pure."""
+"""What worker and gateway containers have in common: security, addresses and images. Pure."""
 
 from cleave import distribution
 from cleave.pods.labels import Manifest, account_name
@@ -9,17 +9,17 @@ UID = 1000
 HOME = "/home/cleave"
 
 LISTEN_ON = "$(POD_IP),127.0.0.1"
-"""`--host` of gateways: the pod's address, and the one that `kubectl port-forward` dials in the
-pod, also where pods have IPv6 addresses."""
+"""`--host` of gateways: the pod's address, and the one that `kubectl port-forward` connects to
+inside the pod, also where pods have IPv6 addresses."""
 
 
 def pod_defaults(deployment: str) -> Manifest:
-    """Fields of every pod's spec: never root, and a service account that may look for agents."""
+    """Fields of every pod spec: not root, and a service account that may discover agents."""
     return {
         "restartPolicy": "Always",
         "serviceAccountName": account_name(deployment),
         "automountServiceAccountToken": True,
-        # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM would obey.
+        # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM reads.
         "enableServiceLinks": False,
         # The kernel drops SIGTERM for a PID 1 without a handler, which Python has only once it has
         # imported everything: a pod deleted before that would stay for all its grace.
@@ -35,7 +35,7 @@ def pod_defaults(deployment: str) -> Manifest:
 
 
 def container_security(*more: str) -> Manifest:
-    """Security context of a container: nothing to write to, and no rights but those named."""
+    """Security context of a container: read-only, with the named capabilities only."""
     capabilities: Manifest = {"drop": ["ALL"]}
     if more:
         capabilities["add"] = list(more)
@@ -47,12 +47,12 @@ def container_security(*more: str) -> Manifest:
 
 
 def image(kind: str, prefix: str = "") -> str:
-    """Cleave's own image of a kind, at this version; `prefix` says where it is pulled from."""
+    """Name of Cleave's own image of a kind, at this version; `prefix`: registry and path."""
     return f"{prefix}cleave-{kind}:{distribution.version()}"
 
 
 def addresses(agents: str) -> list[Manifest]:
-    """Environment variables that tell a pod who it is and where the agents are."""
+    """Environment variables with the pod's name and address and where to discover agents."""
     return [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "CLEAVE_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -61,5 +61,5 @@ def addresses(agents: str) -> list[Manifest]:
 
 
 def scratch(name: str, path: str, **volume: object) -> tuple[Manifest, Manifest]:
-    """An empty directory (volume, mount): the root file system is read-only."""
+    """An empty directory (volume, mount), as the root file system is read-only."""
     return {"name": name, "emptyDir": volume}, {"name": name, "mountPath": path}

@@ -1,7 +1,7 @@
-"""What makes a deployment's agents findable: a headless Service, and the right to read it. Pure.
+"""Objects for the discovery of a deployment's agents: Service, service account, permission. Pure.
 
-Called by the controller, for a deployment or for a pool that was made by hand. Gateways and agents
-watch the Service's EndpointSlices with a service account that may do nothing else.
+Called by the controller, for a deployment or a manually created pool. Gateways and agents watch the
+Service's EndpointSlices with a service account that has no other permission.
 """
 
 from cleave.api.deployment import LLMDeployment
@@ -20,7 +20,7 @@ Owner = LLMDeployment | InstancePool
 
 
 def workers_service(owner: Owner) -> Manifest:
-    """The headless Service over all workers of a deployment, also those that are not ready."""
+    """The headless Service over all workers of a deployment, including those not ready."""
     deployment = deployment_of(owner)
     return {
         "apiVersion": "v1",
@@ -33,7 +33,7 @@ def workers_service(owner: Owner) -> Manifest:
         "spec": {
             "type": "ClusterIP",
             "clusterIP": "None",
-            # A worker looks for peers, and is asked how it is, before it is ready.
+            # Workers discover peers, and are asked for their health, before they are ready.
             "publishNotReadyAddresses": True,
             "selector": component_labels(deployment, WORKER),
             "ports": [
@@ -60,7 +60,7 @@ def service_account(owner: Owner) -> Manifest:
 
 
 def role_binding(owner: Owner, cluster_role: str) -> Manifest:
-    """Lets that account read the EndpointSlices of its namespace, which `cluster_role` grants."""
+    """Bind that account to `cluster_role`, which allows to read EndpointSlices."""
     name = account_name(deployment_of(owner))
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -76,7 +76,7 @@ def role_binding(owner: Owner, cluster_role: str) -> Manifest:
 
 
 def deployment_of(owner: Owner) -> str:
-    """Name of the deployment whose agents are meant."""
+    """Name of the deployment of this owner."""
     return owner.spec.deployment if isinstance(owner, InstancePool) else owner.name
 
 

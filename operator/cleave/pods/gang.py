@@ -1,9 +1,9 @@
-"""Instances that are spread over nodes: a leader, which has the agent, and its followers. Pure.
+"""Instances that span several nodes: a leader pod, which has the agent, and further pods. Pure.
 
 Called by the controller for pools with `nodes` above one. vLLM runs them without Ray: every pod
-starts its share of the ranks, and they meet at the leader's address. What is hard: an instance is
-all or nothing. Where LeaderWorkerSet is installed, it makes and replaces the group as a whole;
-otherwise the followers are the leader's own objects, so that they go when it goes.
+starts its share of the ranks, which connect to the leader's address. What is hard: an instance
+needs all its pods. Where LeaderWorkerSet is installed, it creates and replaces the group; otherwise
+the further pods are owned by the leader's pod, and are deleted with it.
 """
 
 from cleave.api.pool import InstancePool
@@ -30,7 +30,7 @@ from cleave.pods.worker import (
 )
 
 LEADER_ENV = "CLEAVE_LEADER"
-"""Environment variable of followers: host name of the pod that they belong to."""
+"""Environment variable of the further pods: host name of the leader's pod."""
 
 _LWS_LEADER = "$(LWS_LEADER_ADDRESS)"
 _LWS_RANK = "$(LWS_WORKER_INDEX)"
@@ -43,16 +43,16 @@ def follower_pods(
     device: Device = "gpu",
     image_prefix: str = "",
 ) -> list[Manifest]:
-    """The other pods of the instance that `leader` is (a worker's pod), by rank from 1.
+    """The further pods of the instance of the pod `leader`, by rank from 1.
 
-    They belong to it once it has a uid: Kubernetes deletes them after it.
+    With the leader's uid they are owned by it: Kubernetes deletes them after it.
     """
     meta = leader["metadata"]
     host = f"{meta['name']}.{workers_name(pool.spec.deployment)}.{pool.namespace}.svc"
-    pods = []
+    node_pods = []
     for rank in range(1, pool.spec.nodes):
         labels = _labels(pool, meta["name"], meta["labels"].get(CELL), rank)
-        pods.append(
+        node_pods.append(
             {
                 "apiVersion": "v1",
                 "kind": "Pod",
@@ -64,12 +64,12 @@ def follower_pods(
                 },
                 "spec": {
                     **_follower_spec(pool, labels, device, image_prefix, str(rank), host),
-                    # It cannot join an engine that runs: the instance is replaced as a whole.
+                    # A restarted pod cannot join a running engine: the whole instance is replaced.
                     "restartPolicy": "Never",
                 },
             }
         )
-    return pods
+    return node_pods
 
 
 def leader_worker_set(
@@ -80,13 +80,13 @@ def leader_worker_set(
     cell: int | None = None,
     image_prefix: str = "",
 ) -> Manifest:
-    """One instance as a LeaderWorkerSet of one group; its leader's pod is `name`-0."""
+    """One instance as a LeaderWorkerSet with one group; its leader's pod is `name`-0."""
     leader = worker_pod(pool, f"{name}-0", device=device, cell=cell, image_prefix=image_prefix)
     labels = leader["metadata"]["labels"]
-    # The set gives its pods host names of its own.
+    # LeaderWorkerSet sets the host names of its pods itself.
     spec = {k: v for k, v in leader["spec"].items() if k not in ("hostname", "subdomain")}
-    of_cell = None if cell is None else str(cell)
-    following = _labels(pool, f"{name}-0", of_cell, rank=1)
+    cell_label = None if cell is None else str(cell)
+    node_labels = _labels(pool, f"{name}-0", cell_label, rank=1)
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
@@ -103,9 +103,9 @@ def leader_worker_set(
                 "restartPolicy": "RecreateGroupOnPodRestart",
                 "leaderTemplate": {"metadata": {"labels": labels}, "spec": spec},
                 "workerTemplate": {
-                    "metadata": {"labels": following},
+                    "metadata": {"labels": node_labels},
                     "spec": _follower_spec(
-                        pool, following, device, image_prefix, _LWS_RANK, _LWS_LEADER
+                        pool, node_labels, device, image_prefix, _LWS_RANK, _LWS_LEADER
                     ),
                 },
             },
@@ -114,22 +114,23 @@ def leader_worker_set(
 
 
 def is_set_possible(pool: InstancePool) -> bool:
-    """Whether a LeaderWorkerSet can say where the pods of the pool's instances have to be.
+    """Whether a LeaderWorkerSet can express where the pods of the pool's instances run.
 
-    Its followers are alike, so those of different stages cannot be sent to different cells.
+    Its worker pods share one template, so pods of different stages cannot be placed in different
+    cells.
     """
     spec = pool.spec
     return spec.colocation is None or segment(pool, 0, rank=0) == segment(pool, 0, rank=1)
 
 
 def command(pool: InstancePool, rank: str) -> list[str]:
-    """Command line of a follower; what stands behind `--` goes to its share of the engine."""
+    """Command line of a further pod; arguments after `--` go to its share of the engine."""
     spec = pool.spec
-    line = ["python", "-m", "cleave_worker.agent.follower"]
-    line += ["--leader", f"$({LEADER_ENV}):{AGENT_PORT}", *engine_flags(spec)]
+    args = ["python", "-m", "cleave_worker.agent.follower"]
+    args += ["--leader", f"$({LEADER_ENV}):{AGENT_PORT}", *engine_flags(spec)]
     shared = multi_node_args(spec, rank, f"$({LEADER_ENV})")
-    line += ["--host", "$(POD_IP)", "--drain-timeout", str(spec.template.drain_timeout_s)]
-    return [*line, "--", *shared, *engine_args(spec)]
+    args += ["--host", "$(POD_IP)", "--drain-timeout", str(spec.template.drain_timeout_s)]
+    return [*args, "--", *shared, *engine_args(spec)]
 
 
 def _follower_spec(

@@ -1,4 +1,4 @@
-"""The gateway: a pod on one machine, a Deployment with its Service in a cluster. Pure.
+"""The gateway: a pod on one machine, or a Deployment with its Service in a cluster. Pure.
 
 Called by `cleave.local` and the controller.
 """
@@ -28,9 +28,9 @@ from cleave.pods.labels import (
 )
 
 LEAVE_S = 5
-"""After SIGTERM gateways serve on for so long, until every node has heard that they go."""
+"""After SIGTERM gateways accept requests for so many seconds, until all nodes route elsewhere."""
 GRACE_SLACK_S = LEAVE_S + 10
-"""Between the drain and the kill."""
+"""Seconds between the end of the drain and SIGKILL."""
 
 _INTERNAL = "internal"
 _PICKER = "picker"
@@ -47,7 +47,7 @@ def gateway_pod(
     internal_port: int = INTERNAL_PORT,
     plan: SelectedPlan | None = None,
 ) -> Manifest:
-    """Pod of a deployment's gateway, listening on host:port; `plan`: the one in force."""
+    """Pod of a deployment's gateway that listens on host:port; `plan`: the one in force."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -61,7 +61,7 @@ def gateway_pod(
 
 
 def gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> Manifest:
-    """The gateway in a cluster: alike pods, replaced one by one, on different nodes if possible."""
+    """The gateway in a cluster: identical pods, on different nodes where possible."""
     labels = component_labels(deployment.name, GATEWAY)
     return {
         "apiVersion": "apps/v1",
@@ -90,7 +90,7 @@ def gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> 
 
 
 def gateway_service(deployment: LLMDeployment) -> Manifest:
-    """The Service that clients use: the deployment's name, port 80, or 443 with a certificate."""
+    """The Service for clients: the deployment's name, port 80, or 443 with a certificate."""
     labels = component_labels(deployment.name, GATEWAY)
     scheme, port = _scheme(deployment), 443 if deployment.spec.gateway.tls_secret else 80
     return {
@@ -118,7 +118,7 @@ def url(deployment: LLMDeployment) -> str:
 
 
 def _scheme(deployment: LLMDeployment) -> str:
-    """What clients speak, and the name of the port."""
+    """URL scheme for clients, which is also the name of the port."""
     return "https" if deployment.spec.gateway.tls_secret else "http"
 
 
@@ -132,12 +132,12 @@ def _pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
 
 
 def _volumes(deployment: LLMDeployment) -> list[Manifest]:
-    """Files that the deployment names."""
-    stated, routing = deployment.spec.gateway, deployment.spec.routing
+    """Volumes with the files that the deployment refers to."""
+    gateway, routing = deployment.spec.gateway, deployment.spec.routing
     secrets = {
-        _KEYS: stated.keys_secret,
-        _TLS: stated.tls_secret,
-        _PICKER_TLS: stated.endpoint_picker_tls_secret if stated.endpoint_picker else None,
+        _KEYS: gateway.keys_secret,
+        _TLS: gateway.tls_secret,
+        _PICKER_TLS: gateway.endpoint_picker_tls_secret if gateway.endpoint_picker else None,
     }
     volumes: list[Manifest] = [
         {"name": name, "secret": {"secretName": secret, "optional": False}}
@@ -149,31 +149,36 @@ def _volumes(deployment: LLMDeployment) -> list[Manifest]:
     return volumes
 
 
-def _picker_service_ports(stated: Gateway) -> list[Manifest]:
-    if not stated.endpoint_picker:
+def _picker_service_ports(gateway: Gateway) -> list[Manifest]:
+    if not gateway.endpoint_picker:
         return []
-    spoken = "kubernetes.io/h2c" if stated.endpoint_picker_plain else "http2"
-    port = {"port": PICKER_PORT, "targetPort": _PICKER, "protocol": "TCP", "appProtocol": spoken}
+    app_protocol = "kubernetes.io/h2c" if gateway.endpoint_picker_plain else "http2"
+    port = {
+        "port": PICKER_PORT,
+        "targetPort": _PICKER,
+        "protocol": "TCP",
+        "appProtocol": app_protocol,
+    }
     return [{"name": _PICKER, **port}]
 
 
 def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
-    """The container behind a Service: it leaves politely."""
+    """The container in a cluster: with a shutdown delay and a liveness probe."""
     plan = deployment.status.plan if deployment.status else None
-    alone = _container(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix)
-    more = ["--leave-delay", str(LEAVE_S)]
+    container = _container(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix)
+    flags = ["--leave-delay", str(LEAVE_S)]
     if deployment.spec.scaling.idle_s is not None:
-        more += ["--wake-timeout", str(deployment.spec.scaling.wake_timeout_s)]
-    ports = list(alone["ports"])
+        flags += ["--wake-timeout", str(deployment.spec.scaling.wake_timeout_s)]
+    ports = list(container["ports"])
     if deployment.spec.gateway.endpoint_picker:
-        more += ["--endpoint-picker-port", str(PICKER_PORT)]
-        more += _picker_tls_flags(deployment.spec.gateway)
+        flags += ["--endpoint-picker-port", str(PICKER_PORT)]
+        flags += _picker_tls_flags(deployment.spec.gateway)
         ports.append({"name": _PICKER, "containerPort": PICKER_PORT})
     return {
-        **alone,
-        "command": [*alone["command"], *more],
+        **container,
+        "command": [*container["command"], *flags],
         "ports": ports,
-        # /health depends on workers; and no load makes this page late.
+        # /health depends on workers; /livez is answered in time under any load.
         "livenessProbe": {
             "httpGet": {"path": "/livez", "port": INTERNAL_PORT},
             "initialDelaySeconds": 30,
@@ -192,11 +197,14 @@ def _container(
     plan: SelectedPlan | None,
     image_prefix: str = "",
 ) -> Manifest:
-    """`internal_port`: for whoever runs the deployment, who is asked for no key there."""
-    stated, routing, slo = deployment.spec.gateway, deployment.spec.routing, deployment.spec.slo
-    whole_below = plan.whole_below_tokens if plan else None
+    """The container without what only a cluster needs.
+
+    `internal_port` serves the operator, without API keys.
+    """
+    gateway, routing, slo = deployment.spec.gateway, deployment.spec.routing, deployment.spec.slo
+    short_prompt_tokens = plan.whole_below_tokens if plan else None
     is_auto = deployment.spec.engine.transfer is Transfer.AUTO
-    ahead_from = plan.ahead_from_tokens if plan and is_auto else None
+    overlap_min_tokens = plan.ahead_from_tokens if plan and is_auto else None
     mounts = [
         {"name": each["name"], "mountPath": f"{_FILES}/{each['name']}", "readOnly": True}
         for each in _volumes(deployment)
@@ -204,45 +212,45 @@ def _container(
     lengths = f"{_FILES}/{_LENGTHS}/lengths.json"
     return {
         "name": "gateway",
-        "image": stated.image or image("gateway", image_prefix),
+        "image": gateway.image or image("gateway", image_prefix),
         "command": [
             *("python", "-m", "cleave.gateway.main"),
             *("--host", host, "--port", str(port), "--internal-port", str(internal_port)),
             *("--agents", "$(CLEAVE_AGENTS)"),
-            *(("--processes", str(stated.processes)) if stated.processes > 1 else ()),
+            *(("--processes", str(gateway.processes)) if gateway.processes > 1 else ()),
             *("--fallback", str(routing.fallback)),
             *("--policy", str(routing.policy)),
             *(("--session-header", routing.session_header) if routing.session_header else ()),
             *(("--lengths", lengths) if routing.lengths_config_map else ()),
-            *(("--whole-below", str(whole_below)) if whole_below else ()),
-            *(("--ahead-from", str(ahead_from)) if ahead_from else ()),
+            *(("--whole-below", str(short_prompt_tokens)) if short_prompt_tokens else ()),
+            *(("--ahead-from", str(overlap_min_tokens)) if overlap_min_tokens else ()),
             *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
             *("--late", str(routing.late)),
             *("--queue-limit", str(routing.queue_limit)),
             *_pool_flags(deployment.spec.pools),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
-            *(("--api-keys", f"{_FILES}/{_KEYS}/keys") if stated.keys_secret else ()),
-            *(_tls_flags("--tls", _TLS) if stated.tls_secret else ()),
-            *_observe_flags(stated),
+            *(("--api-keys", f"{_FILES}/{_KEYS}/keys") if gateway.keys_secret else ()),
+            *(_tls_flags("--tls", _TLS) if gateway.tls_secret else ()),
+            *_observe_flags(gateway),
         ],
         "env": addresses(agents_source(deployment.name, deployment.namespace)),
         "ports": [
             {"name": _scheme(deployment), "containerPort": port},
             {"name": _INTERNAL, "containerPort": internal_port},
         ],
-        # A process is one event loop: more than a core each is never used.
+        # A process is one event loop and never uses more than one core.
         "resources": {
             "requests": {
-                "cpu": f"{500 * stated.processes}m",
-                "memory": f"{128 * stated.processes}Mi",
+                "cpu": f"{500 * gateway.processes}m",
+                "memory": f"{128 * gateway.processes}Mi",
             },
-            "limits": {"memory": f"{stated.processes}Gi"},
+            "limits": {"memory": f"{gateway.processes}Gi"},
         },
         "readinessProbe": {
             "httpGet": {
                 "path": "/health",
                 "port": port,
-                **({"scheme": "HTTPS"} if stated.tls_secret else {}),
+                **({"scheme": "HTTPS"} if gateway.tls_secret else {}),
             },
             "periodSeconds": 2,
             "timeoutSeconds": 2,
@@ -258,22 +266,22 @@ def _pool_flags(pools: Pools) -> tuple[str, ...]:
 
 
 def _tls_flags(option: str, volume: str) -> tuple[str, ...]:
-    """As secrets of type kubernetes.io/tls name their entries."""
+    """Entries are named as in secrets of type kubernetes.io/tls."""
     folder = f"{_FILES}/{volume}"
     return f"{option}-cert", f"{folder}/tls.crt", f"{option}-key", f"{folder}/tls.key"
 
 
-def _picker_tls_flags(stated: Gateway) -> tuple[str, ...]:
-    if stated.endpoint_picker_plain:
+def _picker_tls_flags(gateway: Gateway) -> tuple[str, ...]:
+    if gateway.endpoint_picker_plain:
         return ("--endpoint-picker-plain",)
-    if stated.endpoint_picker_tls_secret:
+    if gateway.endpoint_picker_tls_secret:
         return _tls_flags("--endpoint-picker", _PICKER_TLS)
     return ()
 
 
-def _observe_flags(stated: Gateway) -> list[str]:
-    flags = ["--access-log"] if stated.access_log else []
-    if stated.tracing is not None:
-        flags += ["--otlp-endpoint", stated.tracing.endpoint]
-        flags += ["--trace-share", f"{stated.tracing.share:g}"]
+def _observe_flags(gateway: Gateway) -> list[str]:
+    flags = ["--access-log"] if gateway.access_log else []
+    if gateway.tracing is not None:
+        flags += ["--otlp-endpoint", gateway.tracing.endpoint]
+        flags += ["--trace-share", f"{gateway.tracing.share:g}"]
     return flags

@@ -1,9 +1,9 @@
-"""Who may speak to workers: the pods of their own deployment, and the operator's namespace. Pure.
+"""NetworkPolicy for workers: admits their deployment's pods and the operator's namespace. Pure.
 
-Called by the controller where it is told to. Engines ask nobody for a key: the gateway does, and
-whoever reaches an engine past it is not asked. Ports of KV are chosen at each start, hence all.
-The operator speaks to agents only; its pods are known by their namespace. What is hard: Kubernetes
-lets the node itself in always, which probes and port-forwarding need.
+Called by the controller where `--isolate-workers` is set. Engines check no API key: the gateway
+does, and a client that reaches an engine directly would bypass it. KV ports are chosen at each
+start, hence all ports. The operator connects to agents only, and is identified by its namespace.
+What is hard: Kubernetes always admits the node itself, which probes and port-forwarding need.
 """
 
 from cleave.pods.discovery import Owner, deployment_of
@@ -18,11 +18,11 @@ from cleave.pods.labels import (
 )
 
 _NAMESPACE = "kubernetes.io/metadata.name"
-"""Label that Kubernetes gives every namespace."""
+"""Label that Kubernetes sets on every namespace."""
 
 
 def workers_policy(owner: Owner, operator_namespace: str) -> Manifest:
-    """The NetworkPolicy over the workers of a deployment, followers included."""
+    """The NetworkPolicy for all workers of a deployment."""
     deployment = deployment_of(owner)
     operator = {
         "from": [{"namespaceSelector": {"matchLabels": {_NAMESPACE: operator_namespace}}}],

@@ -1,39 +1,40 @@
-"""Names and labels that bind pools, pods and Services together."""
+"""Names and labels that connect pools, pods and Services."""
 
 from typing import Any
 
 from cleave.api.pool import InstancePool
 
 Manifest = dict[str, Any]
-"""A Kubernetes object as it is written in YAML."""
+"""A Kubernetes object as decoded from YAML."""
 
 DEPLOYMENT = "cleave.dev/deployment"
 POOL = "cleave.dev/pool"
 ROLE = "cleave.dev/role"
 COMPONENT = "cleave.dev/component"
 REVISION = "cleave.dev/revision"
-"""Instances of unlike revisions never work together."""
+"""Instances of different revisions never work together."""
 INSTANCE = "cleave.dev/instance"
-"""Name of the instance that a pod is, or is a part of."""
+"""Name of the instance that a pod is or is a part of."""
 CELL = "cleave.dev/cell"
-"""Number of the cell whose instances share nodes (DistServe's Algorithm 2)."""
+"""Number of the cell: a co-location group, whose instances share nodes (DistServe's Algorithm
+2)."""
 SEGMENT = "cleave.dev/segment"
-"""What must lie in one node or NVLink domain: a cell, or the same stages of its instances."""
+"""What must share a node or NVLink domain: a cell, or the same stages of its instances."""
 
 WORKER = "worker"
-"""Component of the pods that have an agent: one per instance."""
+"""Component of the pods with an agent: one per instance."""
 FOLLOWER = "follower"
-"""Component of the further pods of an instance that is spread over nodes."""
+"""Component of the further pods of an instance that spans several nodes."""
 GATEWAY = "gateway"
 
 AGENT_PORT = 9000
 ENGINE_PORT = 9001
-"""Of an instance's engine: the OpenAI API, and metrics."""
+"""Port of an instance's engine: OpenAI API and metrics."""
 PICKER_PORT = 9002
-"""Of gateways: the endpoint picker, at the port that the Inference Extension uses everywhere."""
+"""Port of a gateway's endpoint picker, the usual one of the Inference Extension."""
 GATEWAY_PORT = 8080
 INTERNAL_PORT = 8081
-"""Of gateways in a cluster: what they know of the fleet, without keys, and metrics."""
+"""Port of a gateway for the operator: state of the fleet without API keys, and metrics."""
 
 
 def pool_name(deployment: str, role: str) -> str:
@@ -52,7 +53,7 @@ def gateway_name(deployment: str) -> str:
 
 
 def account_name(deployment: str) -> str:
-    """Name of the service account of a deployment's pods, and of what binds its role."""
+    """Name of the service account of a deployment's pods, and of its RoleBinding."""
     return f"{deployment}-discovery"
 
 
@@ -69,10 +70,10 @@ def worker_labels(pool: InstancePool, instance: str, component: str = WORKER) ->
 
 
 def component_labels(deployment: str, component: str) -> dict[str, str]:
-    """Labels of a whole component; also its selector."""
+    """Labels of all pods of a component; also its selector."""
     return {DEPLOYMENT: deployment, COMPONENT: component}
 
 
 def agents_source(deployment: str, namespace: str) -> str:
-    """Where a deployment's agents are found (`cleave.rpc.discovery`)."""
+    """Where to discover a deployment's agents, in the form that `cleave.rpc.discovery` reads."""
     return f"endpoints:{namespace}/{workers_name(deployment)}:{AGENT_PORT}"

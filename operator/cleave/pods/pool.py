@@ -1,4 +1,4 @@
-"""Pools from a placement: one InstancePool per role; the placement as status tells it.
+"""Builds InstancePools from a placement: one per role; and the placement for the status.
 
 Pure; called by `cleave.local` and the controller.
 """
@@ -29,20 +29,23 @@ def pools(
     placement: Placement,
     machines: Machines = Machines(),  # noqa: B008 - a frozen value
 ) -> list[InstancePool]:
-    """The pools that a placement asks for, in its order; `machines` are those of the cluster."""
-    stamp = revision(deployment)
-    return [_pool(deployment, planned, placement, machines, stamp) for planned in placement.pools]
+    """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
+    revision_hash = revision(deployment)
+    return [
+        _pool(deployment, planned, placement, machines, revision_hash)
+        for planned in placement.pools
+    ]
 
 
 def revision(deployment: LLMDeployment) -> str:
-    """Identifies what prefill and decode instances must share: model and engine.
+    """Hash what prefill and decode instances must share: model and engine.
 
-    Parallelism is left out: instances of unlike parallelism may hand KV to each other. So is where
-    the model's files are kept. Cleave's version is in, by way of the default image: it decides the
-    version of vLLM.
+    Parallelism is left out, as instances of different parallelism can exchange KV, and so is where
+    the model's files are kept. Cleave's version is included through the default image, as it
+    decides the version of vLLM.
     """
     spec = deployment.spec
-    # Defaults are left out, so that a field which a later version adds changes no revision.
+    # Without defaults, so that a field which a later version adds changes no revision.
     parts = (
         spec.model.model_dump_json(exclude_defaults=True, exclude={"cache"}),
         spec.engine.model_dump_json(exclude_defaults=True),
@@ -55,26 +58,26 @@ def revision(deployment: LLMDeployment) -> str:
 def selected_plan(
     deployment: LLMDeployment, placement: Placement, growth: PlanGrowth | None = None
 ) -> SelectedPlan:
-    """The placement in force, for `status.plan`."""
-    answer = placement.answer
-    chosen = answer.selected if answer else None
+    """Return the placement in force, for `status.plan`."""
+    result = placement.answer
+    selected = result.selected if result else None
     return SelectedPlan(
         revision=revision(deployment),
         reason=placement.reason,
         gpus=placement.gpus,
         pools=instances(placement.pools),
-        algorithm=chosen.algorithm if chosen else "",
-        verdict=str(answer.verdict) if answer else None,
-        whole_below_tokens=(chosen.whole_below_tokens or None) if chosen else None,
-        ahead_from_tokens=(chosen.ahead_from_tokens or None) if chosen else None,
-        predicted=predicted(chosen) if chosen else None,
+        algorithm=selected.algorithm if selected else "",
+        verdict=str(result.verdict) if result else None,
+        whole_below_tokens=(selected.whole_below_tokens or None) if selected else None,
+        ahead_from_tokens=(selected.ahead_from_tokens or None) if selected else None,
+        predicted=predicted(selected) if selected else None,
         growth=growth,
-        alternatives=[option(plan) for plan in answer.alternatives[:3]] if answer else [],
+        alternatives=[option(plan) for plan in result.alternatives[:3]] if result else [],
     )
 
 
 def _with_limits(engine: Engine, planned: PlannedPool, all_pools: Iterable[PlannedPool]) -> Engine:
-    """The engine with the limits of a pass that the plan assumes; stated arguments come first."""
+    """Add the batch limits that the plan assumes, unless the user's arguments set them."""
     if engine.scheduling:
         engine, planned = _with_all_limits(engine, engine.scheduling, planned, all_pools)
     limits = (
@@ -93,7 +96,7 @@ def _with_limits(engine: Engine, planned: PlannedPool, all_pools: Iterable[Plann
 def _with_all_limits(
     engine: Engine, scheduling: Scheduling, planned: PlannedPool, all_pools: Iterable[PlannedPool]
 ) -> tuple[Engine, PlannedPool]:
-    """The engine told each role's limits, and started so that it can follow all of them."""
+    """Give the engine the limits of each role, and start it with the largest ones."""
     by_role = {pool.role: pool for pool in all_pools}
     limits = [_limits(scheduling.limits_of(role), by_role.get(role)) for role in Role]
     own = next(each for each in limits if each.role == planned.role)
@@ -104,20 +107,20 @@ def _with_all_limits(
         engine.model_copy(update={"scheduling": scheduling.model_copy(update={"limits": limits})}),
         replace(
             planned,
-            # Without a limit of its own the role is served by what the engine does.
+            # A role without a limit of its own uses the engine's default.
             max_num_seqs=own.max_num_seqs and seqs,
             max_num_batched_tokens=own.max_num_batched_tokens and tokens,
         ),
     )
 
 
-def _limits(stated: RoleLimits, planned: PlannedPool | None) -> RoleLimits:
+def _limits(limits: RoleLimits, planned: PlannedPool | None) -> RoleLimits:
     if planned is None:
-        return stated
+        return limits
     return RoleLimits(
-        role=stated.role,
-        max_num_seqs=stated.max_num_seqs or planned.max_num_seqs,
-        max_num_batched_tokens=stated.max_num_batched_tokens or planned.max_num_batched_tokens,
+        role=limits.role,
+        max_num_seqs=limits.max_num_seqs or planned.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens or planned.max_num_batched_tokens,
     )
 
 
@@ -126,7 +129,7 @@ def _pool(
     planned: PlannedPool,
     placement: Placement,
     machines: Machines,
-    stamp: str,
+    revision_hash: str,
 ) -> InstancePool:
     spec = deployment.spec
     is_emulated = spec.engine.type is EngineType.EMULATED
@@ -141,7 +144,7 @@ def _pool(
             role=planned.role,
             replicas=planned.replicas,
             parallelism=planned.parallelism,
-            # Emulated engines need no GPU: none is too large for a node, no node is ever full.
+            # Emulated engines need no GPU, so each fits on any node.
             nodes=1 if is_emulated else num_nodes(planned, placement.pools, machines),
             colocation=_colocation(
                 planned,
@@ -149,7 +152,7 @@ def _pool(
                 machines.domain,
             ),
             gpu=None if is_emulated else planned.gpu,
-            revision=stamp,
+            revision=revision_hash,
             model=spec.model,
             engine=_with_limits(spec.engine, planned, placement.pools),
             template=spec.template,
@@ -160,7 +163,7 @@ def _pool(
 
 
 def _colocation(planned: PlannedPool, cells: int | None, domain: str) -> Colocation | None:
-    """Which instances share a domain; `cells` of the plan's cells fit one (None: not known)."""
+    """Which instances share a domain; `cells`: cells that fit one (None: not known)."""
     if planned.per_cell is None:
         return None
     return Colocation(

@@ -1,7 +1,8 @@
-"""Cores, memory and devices of a worker container. Pure; called by the worker's pod builder.
+"""CPU, memory and devices of a worker container. Pure; called by the worker's pod builder.
 
-What is hard: Kubernetes gives a container cores of its own (static CPU manager) only when its CPU
-request is a whole number and equal to its limit, so defaults and overrides are merged per resource.
+What is hard: Kubernetes gives a container exclusive cores (static CPU manager policy) only when its
+CPU request is a whole number and equal to its limit, so defaults and overrides are merged per
+resource.
 """
 
 from typing import Literal
@@ -11,27 +12,28 @@ from cleave.api.pool import InstancePoolSpec
 from cleave.pods.labels import Manifest
 
 Device = Literal["gpu", "cpu"]
-"""What computes tokens on the nodes."""
+"""What the nodes compute on."""
 
 GPU = "nvidia.com/gpu"
 GPU_PRODUCT = "nvidia.com/gpu.product"
 _RDMA = "rdma/"
 
 _VLLM_PROCESSES = 2
-"""vLLM's API server and engine core; each GPU's worker process also wants a core."""
+"""vLLM's API server and engine core; each GPU's worker process needs a core as well."""
 _BASE_GIB = 8
 _GIB_PER_GPU = 8
-"""Of host memory, for vLLM's processes, pinned buffers and shared memory; weights pass through."""
+"""Host memory for vLLM's processes, pinned buffers and shared memory, through which weights are
+loaded."""
 
 
 def resources(spec: InstancePoolSpec, device: Device) -> Manifest:
-    """The container's `resources`: defaults for engine and device, then the pool's overrides."""
+    """The container's `resources`: defaults for engine and device, with the pool's overrides."""
     return _merged(_defaults(spec, device), spec.template.resources)
 
 
-def has_rdma(asked: Resources) -> bool:
-    """Whether a device is asked for that reads and writes memory by itself (`rdma/ib`, ...)."""
-    return any(name.startswith(_RDMA) for name in (*asked.limits, *asked.requests))
+def has_rdma(requested: Resources) -> bool:
+    """Whether an RDMA device (`rdma/ib`, ...) is requested."""
+    return any(name.startswith(_RDMA) for name in (*requested.limits, *requested.requests))
 
 
 def _defaults(spec: InstancePoolSpec, device: Device) -> Resources:
@@ -40,12 +42,12 @@ def _defaults(spec: InstancePoolSpec, device: Device) -> Resources:
         return Resources(requests={"cpu": "20m", "memory": "128Mi"}, limits={"memory": "512Mi"})
     if device == "cpu":
         return Resources(limits={"cpu": str(size), "memory": f"{6 * size}Gi"})
-    here = size // spec.nodes
+    gpus_per_node = size // spec.nodes
     return Resources(
         limits={
-            GPU: str(here),
-            "cpu": str(_VLLM_PROCESSES + here),
-            "memory": f"{_BASE_GIB + _GIB_PER_GPU * here}Gi",
+            GPU: str(gpus_per_node),
+            "cpu": str(_VLLM_PROCESSES + gpus_per_node),
+            "memory": f"{_BASE_GIB + _GIB_PER_GPU * gpus_per_node}Gi",
         }
     )
 
@@ -54,5 +56,5 @@ def _merged(defaults: Resources, overrides: Resources) -> Manifest:
     named = overrides.requests.keys() | overrides.limits.keys()
     limits = {k: v for k, v in defaults.limits.items() if k not in named} | overrides.limits
     requests = {k: v for k, v in defaults.requests.items() if k not in named} | overrides.requests
-    # As the API server does: a limit without a request is the request too.
+    # As in the API server, a limit without a request is also the request.
     return {"requests": limits | requests, "limits": limits}

@@ -1,8 +1,9 @@
-"""Which nodes a worker may, must and had better run on. Pure; called by the pods' builders.
+"""Scheduling fields of worker pods: node selector, affinity, tolerations. Pure.
 
-Instances of a cell (DistServe's Algorithm 2) must share a node or NVLink clique with the same
-stages of the others, so that their KV does not leave it. Others (Algorithm 1) had better be on
-nodes that reach each other fast, and not all on one that may be lost.
+Called by the pod builders. Instances of a cell (DistServe's Algorithm 2) must share a node or
+NVLink clique with the same stages of the others, so that their KV does not leave it. Other
+instances (Algorithm 1) should be on nodes with a fast network between them, and not all on one
+node.
 """
 
 from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
@@ -25,7 +26,7 @@ _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def scheduling(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
-    """Fields of the spec of a pod with `labels`."""
+    """Scheduling fields for the spec of a pod with `labels`."""
     template = pool.spec.template
     fields: Manifest = {}
     if selector := {**_gpu_selector(pool, device), **template.node_selector}:
@@ -45,13 +46,13 @@ def scheduling(pool: InstancePool, labels: dict[str, str], device: Device) -> Ma
 
 
 def segment(pool: InstancePool, cell: int, rank: int) -> str:
-    """Name of what must share a domain: a cell's pods that hold the same stages.
+    """Name of what must share a domain: the pods of a cell that hold the same stages.
 
-    Other revisions have cells of their own: during a roll-out they find no room beside the old.
+    Each revision has cells of its own: during a rollout they find no room beside the old ones.
     """
     spec = pool.spec
     domain = (spec.colocation or Colocation(per_cell=1)).topology_key
-    # Within a clique all nodes of a cell reach each other; otherwise every rank has its own node.
+    # Within a clique all nodes of a cell share NVLink; otherwise every rank has its own node.
     stages = f"-{rank}" if spec.nodes > 1 and domain == spread.HOSTNAME else ""
     return f"{spec.revision}-{cell}{stages}"
 
@@ -69,26 +70,26 @@ def _affinity(pool: InstancePool, labels: dict[str, str]) -> Manifest:
 
 
 def _in_cell(spec: InstancePoolSpec, labels: dict[str, str]) -> Manifest:
-    """With the others of the cell; where they are yet to come, in a domain without other cells.
+    """Affinity to the pods of the cell; the first one takes a domain without other cells.
 
-    The scheduler takes pods one by one: two cells begun in one domain could both lack room there.
-    Other revisions may share it, or a roll-out would need as many domains again.
+    The scheduler places pods one by one: two cells started in one domain could both lack room
+    there. Cells of other revisions may share it, or a rollout would need twice the domains.
     """
-    stated = spec.colocation or Colocation(per_cell=1)
+    colocation = spec.colocation or Colocation(per_cell=1)
     own = {DEPLOYMENT: spec.deployment, SEGMENT: labels[SEGMENT]}
-    others = spread.away({**own, REVISION: spec.revision}, SEGMENT, stated.topology_key)
+    other_cells = spread.away({**own, REVISION: spec.revision}, SEGMENT, colocation.topology_key)
     return {
-        "podAffinity": {_REQUIRED: spread.together(own, stated.topology_key)},
+        "podAffinity": {_REQUIRED: spread.together(own, colocation.topology_key)},
         "podAntiAffinity": (
-            {_REQUIRED: [others]}
-            if stated.exclusive
-            else {_PREFERRED: [{"weight": 100, "podAffinityTerm": others}]}
+            {_REQUIRED: [other_cells]}
+            if colocation.exclusive
+            else {_PREFERRED: [{"weight": 100, "podAffinityTerm": other_cells}]}
         ),
     }
 
 
 def _gpu_selector(pool: InstancePool, device: Device) -> dict[str, str]:
-    """The label of nodes with the pool's kind of GPU, as NVIDIA's feature discovery writes it."""
+    """The node label of the pool's kind of GPU, as NVIDIA's feature discovery writes it."""
     if pool.spec.gpu is None or device != "gpu":
         return {}
     return {GPU_PRODUCT: spread.product(pool.spec.gpu)}

@@ -1,8 +1,8 @@
-"""How instances spread over nodes: how many nodes one takes, and which ones share nodes. Pure.
+"""How instances are placed on nodes: nodes per instance, and affinity terms. Pure.
 
-Called by the pools' builder and by whoever makes pods of a pool. What is hard: vLLM gives each node
-the same number of consecutive ranks, stage by stage; an instance in a cell (DistServe's Algorithm
-2) has to be cut where the others of its cell are cut, so that equal stages stay together.
+Called by the pool and pod builders. What is hard: vLLM gives each node the same number of
+consecutive ranks, stage by stage; an instance in a cell (DistServe's Algorithm 2) has to be split
+at the same stages as the others of its cell, so that equal stages share a node.
 """
 
 from collections import Counter
@@ -19,23 +19,23 @@ HOSTNAME = "kubernetes.io/hostname"
 CLIQUE = "nvidia.com/gpu.clique"
 """Label of nodes whose GPUs share NVLink, as NVIDIA's feature discovery writes it."""
 INFINIBAND = "cleave.dev/infiniband-domain"
-"""Label of nodes that reach each other over one InfiniBand fabric; whoever runs them writes it."""
+"""Label of nodes in one InfiniBand fabric; the cluster's administrators set it."""
 SPINE = "network.topology.nvidia.com/spine"
-"""The same as NVIDIA's topograph writes it."""
+"""The same, as NVIDIA's topograph writes it."""
 ZONE = "topology.kubernetes.io/zone"
 
 _NEAR = ((INFINIBAND, 100), (SPINE, 60), (ZONE, 20))
-"""Labels of nodes that KV travels fast between, and how much each counts to the scheduler."""
+"""Node labels of fast networks between nodes, with their weights for the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What pools have to know of the nodes; nothing known: every instance fits a node."""
+    """GPUs of the nodes, as far as pools depend on them; empty: every instance fits a node."""
 
     gpus_per_node: Mapping[str, int] = field(default_factory=dict)
-    """By kind of GPU, as nodes are labelled; the largest node of a kind."""
+    """By the label of the kind of GPU: GPUs of its largest node."""
     domain: str = HOSTNAME
-    """Label of nodes that names what GPUs share fast links: a node, or an NVLink clique."""
+    """Node label whose value names what shares fast links: a node, or an NVLink clique."""
 
     def room(self, gpu: str | None) -> int | None:
         """GPUs of the largest node of a kind (None: of any kind); None: not known."""
@@ -45,7 +45,7 @@ class Machines:
 
 
 def product(gpu: str) -> str:
-    """How nodes with this kind of GPU are labelled."""
+    """The node label's value for this kind of GPU."""
     try:
         return find(gpu).product
     except UnknownGpuError:
@@ -53,7 +53,7 @@ def product(gpu: str) -> str:
 
 
 def num_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: Machines) -> int:
-    """Nodes that one instance of `pool` is spread over, as a part of `pools`."""
+    """Nodes that one instance of `pool`, as a part of `pools`, spans."""
     room = machines.room(pool.gpu)
     if room is None:
         return 1
@@ -63,10 +63,10 @@ def num_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: Machine
 
 
 def cells_per_node(pools: Sequence[PlannedPool], machines: Machines) -> int | None:
-    """How many cells of a plan a node has room for; None: not known, or no matter.
+    """Cells of a plan that fit on a node; None: not known, or not relevant.
 
-    The scheduler takes pods one by one, so cells that could share a node could all be begun there
-    and none completed. Taken together they fill the node, and nobody else is to begin there.
+    The scheduler places pods one by one, so several cells could all start on a node and none fit
+    completely. As one group they fill the node, and no other cell starts there.
     """
     cell = [pool for pool in pools if pool.per_cell]
     room = machines.room(cell[0].gpu) if cell else None
@@ -78,29 +78,29 @@ def cells_per_node(pools: Sequence[PlannedPool], machines: Machines) -> int | No
 
 
 def free_cells(taken: Sequence[int], per_cell: int, wanted: int) -> list[int]:
-    """Cells for `wanted` new instances of a pool; `taken` has the cell of each that is there."""
-    used, found = Counter(taken), list[int]()
+    """Assign cells to `wanted` new instances of a pool; `taken`: the cells of the others."""
+    used, cells = Counter(taken), list[int]()
     for cell in count():
-        if len(found) == wanted:
+        if len(cells) == wanted:
             break
-        found += [cell] * min(wanted - len(found), max(0, per_cell - used[cell]))
-    return found
+        cells += [cell] * min(wanted - len(cells), max(0, per_cell - used[cell]))
+    return cells
 
 
 def near(labels: Mapping[str, str]) -> list[Manifest]:
-    """Preferred terms of a pod affinity: where KV travels fast to pods with `labels`."""
+    """Preferred pod affinity terms: a fast network to pods with `labels`."""
     return [_preferred(weight, key, labels) for key, weight in _NEAR]
 
 
 def together(labels: Mapping[str, str], domain: str) -> list[Manifest]:
-    """Required terms of a pod affinity: in the same domain as pods with `labels`."""
+    """Required pod affinity terms: the same domain as pods with `labels`."""
     return [{"labelSelector": {"matchLabels": dict(labels)}, "topologyKey": domain}]
 
 
 def away(labels: Mapping[str, str], key: str, domain: str) -> Manifest:
-    """A term of a pod anti-affinity: not with pods that have another value of `key`.
+    """A pod anti-affinity term: no pods in the domain with another value of `key`.
 
-    `labels` are the pod's own; of the others, those count that share all the rest.
+    `labels` are the pod's own; it applies to pods that share all the other labels.
     """
     rest = {name: value for name, value in labels.items() if name != key}
     other = [
@@ -112,12 +112,12 @@ def away(labels: Mapping[str, str], key: str, domain: str) -> Manifest:
 
 
 def linked(labels: Mapping[str, str]) -> list[Manifest]:
-    """Preferred terms for the pods of one instance: within one NVLink clique, or one fabric."""
+    """Preferred terms for the pods of one instance: the same NVLink clique or fabric."""
     return [_preferred(100, CLIQUE, labels), *near(labels)]
 
 
 def apart(labels: Mapping[str, str]) -> list[Manifest]:
-    """Topology spread, as far as it goes: a lost node takes few of the pods with `labels`."""
+    """Topology spread constraint, best effort: few pods with `labels` per node."""
     return [
         {
             "maxSkew": 1,
@@ -129,7 +129,7 @@ def apart(labels: Mapping[str, str]) -> list[Manifest]:
 
 
 def _stage(pools: Sequence[PlannedPool]) -> int:
-    """GPUs of one pipeline stage of all instances of a cell."""
+    """GPUs of one pipeline stage, over all instances of a cell."""
     return sum(each.per_cell * each.parallelism.tensor for each in pools if each.per_cell)
 
 
@@ -138,12 +138,12 @@ def _preferred(weight: int, key: str, labels: Mapping[str, str]) -> Manifest:
 
 
 def _fewest(stages: int, per_node: int) -> int:
-    """The fewest nodes that take equally many of the stages, at most `per_node` each."""
+    """The fewest nodes with equally many stages, at most `per_node` each."""
     return next(n for n in range(1, stages + 1) if stages % n == 0 and stages // n <= per_node)
 
 
 def _parts(size: Parallelism, room: int) -> int:
-    """The fewest nodes with equally many ranks, at most `room` each, that cut no stage unevenly."""
+    """The fewest nodes with equally many ranks, at most `room` each, without split stages."""
     for nodes in range(1, size.gpus + 1):
         share, rest = divmod(size.gpus, nodes)
         is_even = rest == 0 and (share % size.tensor == 0 or size.tensor % share == 0)

@@ -1,7 +1,7 @@
-"""Where a worker's files are: scratch space, and the model's own. Pure.
+"""Volumes of a worker: scratch space, and the model's files. Pure.
 
-What is hard: a model is told by a repository or by a folder, and kept in a folder of the node, in a
-volume or in an image; of each pair one thing follows, which path the engine loads.
+What is hard: a model is given as a repository or as a folder, and kept on the node, in a volume or
+in an image; each combination determines the path that the engine loads.
 """
 
 from cleave.api.model import Model
@@ -9,9 +9,9 @@ from cleave.pods.container import HOME, scratch
 from cleave.pods.labels import Manifest
 
 HUB = "/var/cache/cleave"
-"""Where a volume with a Hugging Face cache is mounted."""
+"""Mount path of a volume with a Hugging Face cache."""
 IMAGE = "/model"
-"""Where an image with a model's files is mounted, unless its source names the folder."""
+"""Mount path of an image with a model's files, unless the source names a folder."""
 
 Mounted = tuple[Manifest, Manifest]
 """A volume and its mount."""
@@ -22,7 +22,7 @@ def storage(model: Model) -> tuple[list[Manifest], list[Manifest]]:
     pairs = [
         scratch("tmp", "/tmp"),  # noqa: S108 - a mount inside the container
         scratch("home", HOME),
-        # Processes of one engine talk through shared memory; the default of 64 MiB is too small.
+        # An engine's processes share memory; the default of 64 MiB is too small.
         scratch("shm", "/dev/shm", medium="Memory"),  # noqa: S108
         *_files(model),
     ]
@@ -38,7 +38,7 @@ def loaded_path(model: Model) -> str:
 
 
 def hub_cache(model: Model) -> str | None:
-    """Folder that keeps what is downloaded (HF_HOME); None: the container's own, lost with it."""
+    """Folder for downloads (HF_HOME); None: the container's own, lost when it ends."""
     cache = model.cache
     if cache is None or model.folder or cache.image:
         return None
@@ -57,7 +57,7 @@ def _files(model: Model) -> list[Mounted]:
         volume = {"path": outside or folder, "type": "Directory"}
         return [({"name": "model", "hostPath": volume}, _mount(folder, read_only=True))]
     if outside:
-        # The same path inside as outside, so that it is the same without containers.
+        # The same path inside as outside, as it is without containers.
         volume = {"path": outside, "type": "DirectoryOrCreate"}
         return [({"name": "model", "hostPath": volume}, _mount(outside, read_only=False))]
     return []

@@ -1,4 +1,4 @@
-"""What a worker is told of scheduling, by role (`--scheduling` of the agent). Pure."""
+"""Scheduling arguments of a worker, by role (`--scheduling` of the agent). Pure."""
 
 from enum import IntEnum
 
@@ -10,7 +10,7 @@ Terms = dict[str, str | int]
 
 
 def terms(scheduling: Scheduling) -> dict[str, Terms]:
-    """The terms of each role: what belongs to the phases that it serves."""
+    """Return the scheduling arguments of each role, for the phases that it serves."""
     prompts: Terms = {
         "order": _name(ORDERS[scheduling.order]),
         "prefill_sched_batch": scheduling.sorted_prompts,
@@ -25,10 +25,10 @@ def terms(scheduling: Scheduling) -> dict[str, Terms]:
 
 
 def _limits(scheduling: Scheduling, role: Role) -> Terms:
-    stated = scheduling.limits_of(role)
+    limits = scheduling.limits_of(role)
     return {
-        "max_num_seqs": stated.max_num_seqs or 0,
-        "max_num_batched_tokens": stated.max_num_batched_tokens or 0,
+        "max_num_seqs": limits.max_num_seqs or 0,
+        "max_num_batched_tokens": limits.max_num_batched_tokens or 0,
     }
 
 

@@ -1,7 +1,7 @@
 """Worker pods: one agent with its engine per instance. Pure.
 
-Called by `cleave.local` and the controller. An instance that is spread over nodes has further pods
-without an agent of their own: see `cleave.pods.gang`.
+Called by `cleave.local` and the controller. Further pods of an instance that spans nodes have no
+agent: see `cleave.pods.gang`.
 """
 
 import json
@@ -27,8 +27,8 @@ from cleave.pods.terms import terms
 
 _ROLE_VARIABLE = "CLEAVE_ROLE"
 GRACE_SLACK_S = 15
-"""After the drain, up to 10 s for the engine to stop, and some slack; then Kubernetes kills the
-pod."""
+"""Seconds between the end of the drain and SIGKILL: up to 10 s for the engine to stop, and some
+slack."""
 
 
 def worker_pod(
@@ -41,8 +41,8 @@ def worker_pod(
 ) -> Manifest:
     """Pod of one instance of a pool, for nodes that compute on `device`.
 
-    `name` may be the instance's number instead, from 0. `cell` is where an instance of a pool with
-    colocation belongs (`cleave.pods.spread.free_cells`).
+    `name` may be the instance's number instead, from 0. `cell`: number of the cell of an instance
+    in a pool with colocation (`cleave.pods.spread.free_cells`).
     """
     instance = name if isinstance(name, str) else f"{pool.name}-{name}"
     labels = worker_labels(pool, instance)
@@ -61,7 +61,7 @@ def worker_pod(
 
 
 def worker_spec(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
-    """What the pods of an instance have in common, all but the container."""
+    """What the pod specs of an instance have in common, except for the container."""
     spec = pool.spec
     return {
         **pod_defaults(spec.deployment),
@@ -90,7 +90,7 @@ def _container(
 
 def container(spec: InstancePoolSpec, device: Device, image_prefix: str) -> Manifest:
     """What the containers of an instance's pods have in common."""
-    # RDMA needs memory that stays where it is.
+    # RDMA needs memory that is locked (not swapped).
     more = ("IPC_LOCK",) if has_rdma(spec.template.resources) else ()
     return {
         "name": "worker",
@@ -102,24 +102,24 @@ def container(spec: InstancePoolSpec, device: Device, image_prefix: str) -> Mani
 
 
 def command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]:
-    """Command line of the agent; what stands behind `--` goes to the engine."""
+    """Command line of the agent; arguments after `--` go to the engine."""
     spec = pool.spec
-    line = ["python", "-m", "cleave_worker.agent.main"]
-    line += ["--name", name, "--deployment", spec.deployment, "--revision", spec.revision]
+    args = ["python", "-m", "cleave_worker.agent.main"]
+    args += ["--name", name, "--deployment", spec.deployment, "--revision", spec.revision]
     if cell is not None:
-        line += ["--cell", str(cell)]
-    line += ["--role", f"$({_ROLE_VARIABLE})", *engine_flags(spec)]
-    line += ["--engine", spec.engine.type.lower()]
-    line += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT), "--engine-port", str(ENGINE_PORT)]
-    line += ["--drain-timeout", str(spec.template.drain_timeout_s)]
+        args += ["--cell", str(cell)]
+    args += ["--role", f"$({_ROLE_VARIABLE})", *engine_flags(spec)]
+    args += ["--engine", spec.engine.type.lower()]
+    args += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT), "--engine-port", str(ENGINE_PORT)]
+    args += ["--drain-timeout", str(spec.template.drain_timeout_s)]
     if spec.engine.scheduling:
-        line += ["--scheduling", json.dumps(terms(spec.engine.scheduling))]
+        args += ["--scheduling", json.dumps(terms(spec.engine.scheduling))]
     extra = [*multi_node_args(spec, "0", "$(POD_IP)"), *engine_args(spec)]
-    return [*line, "--", *extra] if extra else line
+    return [*args, "--", *extra] if extra else args
 
 
 def engine_flags(spec: InstancePoolSpec) -> list[str]:
-    """What the process beside every engine is told of the model and its size."""
+    """Flags about model and parallelism, for every process that starts an engine."""
     model, size = spec.model, spec.parallelism
     flags = ["--model", loaded_path(model), "--served-model-name", model.name]
     flags += ["--tensor-parallel-size", str(size.tensor)]
@@ -145,7 +145,7 @@ def engine_args(spec: InstancePoolSpec) -> list[str]:
 
 
 def multi_node_args(spec: InstancePoolSpec, rank: str, leader: str) -> list[str]:
-    """vLLM's arguments for an instance that is spread over nodes; nothing for one that is not."""
+    """vLLM's arguments for an instance that spans several nodes; empty for others."""
     if spec.nodes == 1:
         return []
     return ["--nnodes", str(spec.nodes), "--node-rank", rank, "--master-addr", leader]
@@ -155,8 +155,8 @@ def environment(pool: InstancePool) -> list[Manifest]:
     """Environment variables of a worker's container; the user's come last."""
     spec = pool.spec
     variables = addresses(agents_source(spec.deployment, pool.namespace))
-    # From the label, which changes when the pod changes pools: a container that is started again
-    # afterwards is what the pod is then.
+    # From the label, which changes when the pod changes pools: a container that is restarted
+    # afterwards takes the new role.
     label = {"fieldRef": {"fieldPath": f"metadata.labels['{ROLE}']"}}
     variables.append({"name": _ROLE_VARIABLE, "valueFrom": label})
     if folder := hub_cache(spec.model):
@@ -180,7 +180,7 @@ def _default_image(spec: InstancePoolSpec, device: Device, prefix: str) -> str:
 
 
 def _host_name(pool: InstancePool, instance: str) -> Manifest:
-    """The name in DNS by which followers find their leader."""
+    """DNS name under which further pods reach the leader."""
     if pool.spec.nodes == 1:
         return {}
     return {"hostname": instance, "subdomain": workers_name(pool.spec.deployment)}
@@ -188,7 +188,7 @@ def _host_name(pool: InstancePool, instance: str) -> Manifest:
 
 def _probes() -> Manifest:
     # The agent answers within seconds, whatever the engine does, unless many start at once on few
-    # cores: hence the patient liveness probe. Readiness is the engine's, told by the agent.
+    # cores: hence the long time of the liveness probe. Readiness is the engine's.
     return {
         "readinessProbe": {
             "grpc": {"port": AGENT_PORT, "service": "ready"},

@@ -1,12 +1,10 @@
-"""Whether a waiting request may join a batch, so that its KV does not run out later.
+"""Whether a waiting request may join a batch without running out of KV later.
 
-Called by the simulator's instances and by engines. All amounts in tokens; lengths that are still to
-come are known or predicted. Plain arithmetic over arrays, the subset that numba compiles; standard
-library only.
+Called by the simulator and by engines. All amounts are tokens; remaining lengths are exact or
+predicted. Plain arithmetic over arrays, the subset that numba compiles; standard library only.
 
 Sources: TetriInfer, section 3.4 (reserve-static, reserve-dynamic); LightLLM's router, which admits
-by the largest amount of KV that the batch will ever hold; Splitwise, section IV-B (how often one
-request may be preempted).
+by the future peak of the batch's KV; Splitwise, section IV-B (limit of preemptions per request).
 """
 
 from enum import IntEnum
@@ -28,12 +26,12 @@ class Admission(IntEnum):
 def may_join(
     admission: int, free: float, held: float, left: float, batch: int, shortest_left: float
 ) -> bool:
-    """Whether a request that would hold `held` tokens now and `left` more at its end may join.
+    """Whether a request with `held` KV tokens now and `left` more at its end may join.
 
-    `free`: tokens that nobody holds. `batch` requests run, of which the first to end has
-    `shortest_left` tokens left; without a batch that is the request itself.
-    Greedy: what it holds now fits. Reserve-static: all that it will hold fits now.
-    Reserve-dynamic: everybody's tokens still fit when the first of all ends.
+    `free`: free KV tokens. `batch`: number of running requests, of which the first one to end has
+    `shortest_left` tokens to go; without a batch that is the request itself.
+    Greedy: its present tokens fit. Reserve-static: its final tokens fit now. Reserve-dynamic: the
+    tokens of all requests still fit when the first of them ends.
     """
     if admission == Admission.RESERVE_STATIC:
         return held + left <= free
@@ -44,28 +42,29 @@ def may_join(
 
 
 def is_spared(preemptions: int, limit: int) -> bool:
-    """Whether a request that was preempted so often is preempted only when nobody else can be.
+    """Whether a request has reached its `limit` of preemptions (0: no limit).
 
-    `limit`: how often each may be; 0: as often as it comes.
+    Engines preempt such a request only if all other requests have reached it, too.
     """
     return 0 < limit <= preemptions
 
 
 def find_peak(held: "NDArray[np.int64]", left: "NDArray[np.int64]") -> int:
-    """The most tokens that requests holding `held` with `left` to come will ever hold together.
+    """Peak of the sum of KV tokens of requests with `held` tokens now and `left` still to come.
 
-    Each pass adds a token to every request, and one that ends frees all of its own; so the peak is
-    just before some request ends. Two arrays of equal length, sorted here by `left` in place.
+    Each iteration adds a token to every request, and a request that ends frees all of its tokens;
+    so the peak occurs just before some request ends. Both arrays have the same length; they are
+    sorted in position by descending `left`.
     """
     gap = len(left) // 2
     while gap > 0:
         for end in range(gap, len(left)):
             tokens, rest = held[end], left[end]
-            place = end
-            while place >= gap and left[place - gap] < rest:
-                held[place], left[place] = held[place - gap], left[place - gap]
-                place -= gap
-            held[place], left[place] = tokens, rest
+            position = end
+            while position >= gap and left[position - gap] < rest:
+                held[position], left[position] = held[position - gap], left[position - gap]
+                position -= gap
+            held[position], left[position] = tokens, rest
         gap //= 2
     peak = 0
     total = 0

@@ -1,7 +1,7 @@
-"""Which instance a session keeps coming back to. Called by the router.
+"""Which instance serves a session. Called by the router.
 
-The instance that scores highest in a hash of both names (rendezvous hashing): every gateway finds
-the same one without asking, and when instances come or go only their own sessions move.
+Rendezvous hashing: the instance with the highest hash of both names. All gateways compute the same
+instance without communication, and when instances come or go only their own sessions move.
 """
 
 from zlib import crc32
@@ -18,15 +18,16 @@ _HALF = np.uint64(32)
 
 
 def to_key(name: str | bytes) -> int:
-    """The number that stands for a session or an instance."""
+    """The 32-bit key of a session or an instance."""
     return crc32(name.encode() if isinstance(name, str) else name)
 
 
 def find_kept(scores: Scores, keys: Keys, session: int, worth: float) -> int:
-    """Slot of the session's instance, or the least of all `scores`; NONE when all are closed.
+    """Slot of the session's instance; NONE when all are closed.
 
-    `keys`: of the instances, as many as scores. `worth`: how much longer its own instance's queue
-    may be than the shortest: what coming back saves at most, the tokens of the prompt.
+    `keys`: keys of the instances, one per score. `worth`: instances whose score exceeds the least
+    one by more than this are not considered; it is the most that a cache hit can save, the tokens
+    of the prompt.
     """
     least = find_least(scores)
     if least == NONE:

@@ -1,38 +1,38 @@
-"""How long an answer will be, by a small classifier of length ranges. Called by the router.
+"""Prediction of output lengths by a small classifier of length ranges. Called by the router.
 
-It is a decision tree, trained on what is known when a request comes (`traffic.length_training`).
-What is hard: it is asked for every request, so it is lists and comparisons, nothing else.
+It is a decision tree, trained on features known at arrival (`traffic.length_training`). What is
+hard: it runs for every request, so it uses only lists and comparisons.
 
 Source: TetriInfer, section 3.3.2, whose classifier is a language model of 125M parameters that
-reads the prompt. A gateway keeps no prompts; this one looks at two numbers.
+reads the prompt. A gateway stores no prompts; this classifier uses two numbers.
 """
 
 from typing import NamedTuple
 
 PROMPT_TOKENS = 0
-"""What a node compares: the request's prompt tokens, as estimated."""
+"""Feature number: the estimated prompt tokens of the request."""
 LIMIT = 1
-"""Or its limit of output tokens; 0: none."""
+"""Feature number: the limit of output tokens; 0: none."""
 
 
 class Nodes(NamedTuple):
-    """A tree; node 0 is its root. Children come behind their parents."""
+    """A tree as lists over its nodes; node 0 is the root. Children come after their parents."""
 
     features: list[int]
-    """What is compared."""
+    """The feature that the node compares."""
     thresholds: list[float]
-    """Up to which a request goes to `below`, else to `above`."""
+    """A request with at most this value goes to `below`, else to `above`."""
     below: list[int]
     """0: the node is a leaf."""
     above: list[int]
     tokens: list[float]
-    """Mean output of the requests that came here in training."""
+    """Mean output of the training requests that reached the node."""
 
 
 class RangeTree:
-    """Foretells by the leaf that a request comes to; a `Predictor`.
+    """Predicts the mean output of the leaf that a request reaches; implements `Predictor`.
 
-    The mean of its leaf, not the likeliest range of it: dispatch adds predictions up, and errors of
+    It is the mean and not the most likely range, because dispatch adds predictions up and errors of
     means cancel out.
     """
 
@@ -45,7 +45,7 @@ class RangeTree:
         return mean if limit == 0 or mean < limit else limit
 
     def find_leaf(self, prompt_tokens: int, limit: int = 0) -> int:
-        """The node at which its way ends."""
+        """The leaf that a request reaches."""
         at = 0
         while below := self._below[at]:
             value = prompt_tokens if self._features[at] == PROMPT_TOKENS else limit
@@ -53,4 +53,4 @@ class RangeTree:
         return at
 
     def learn(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Nothing: it stays as it was trained."""
+        """Does nothing: the tree is trained offline."""

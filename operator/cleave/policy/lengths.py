@@ -1,8 +1,8 @@
-"""How long an answer will be, learnt from those that ended. Called by the router, by
-engines and by the simulator.
+"""Prediction of output lengths from completed requests. Called by the router, by engines and by the
+simulator.
 
-What is hard: a prediction must not be biased, or the errors of a batch add up instead of cancelling
-out; so it is the plain mean of the outputs that prompts of about this length had, fading slowly.
+What is hard: a prediction must be unbiased, otherwise the errors of a batch add up instead of
+cancelling out; so it is the slowly decaying mean output of prompts of about the same length.
 
 Source: Aladdin, section 2.3 (conditional average by prompt length). TetriInfer's classifier of
 length ranges is in `length_ranges`.
@@ -11,17 +11,17 @@ length ranges is in `length_ranges`.
 from typing import Protocol
 
 _CLASSES = 24
-"""Of prompt lengths, by powers of two."""
+"""Number of classes of prompt lengths, by powers of two."""
 _FADING = 1 - 1 / 2000
-"""About the last 2,000 answers of a class count."""
+"""Decay: about the last 2,000 requests of a class count."""
 _EVERY = 32
-"""Answers between two looks at the means."""
+"""Number of requests between two updates of the means."""
 _PRIOR = 8.0
-"""Answers of a class that weigh as much as the mean of all."""
+"""Weight of the overall mean in the mean of a class, in requests."""
 
 
 class Predictor(Protocol):
-    """Foretells output lengths."""
+    """Predicts output lengths."""
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
         """Output tokens of a request; `limit`: its own, 0: none."""
@@ -31,10 +31,10 @@ class Predictor(Protocol):
 
 
 class ConditionalMean:
-    """The mean output by prompt length, online; a few additions for each answer."""
+    """The mean output by prompt length, computed online with a few additions per request."""
 
     def __init__(self, first: float) -> None:
-        """`first`: predicted before anything is learnt."""
+        """`first`: the prediction before the first completed request."""
         self._means = [first] * _CLASSES
         self._answers = 0
         self._all = _Outputs()
@@ -51,7 +51,7 @@ class ConditionalMean:
         self._all.add(output_tokens)
         self._classes[_classify(prompt_tokens)].add(output_tokens)
         self._answers += 1
-        # Means change slowly, once there have been some answers.
+        # After the first requests the means change slowly.
         if self._answers < _EVERY or self._answers % _EVERY == 0:
             overall = _PRIOR * self._all.tokens / self._all.weight
             self._means = [
@@ -59,24 +59,24 @@ class ConditionalMean:
             ]
 
 
-def find_left(predicted: float, made: float) -> float:
-    """Output still to come of a request that has made so much.
+def find_left(predicted: float, generated: float) -> float:
+    """Predicted output still to come of a request that has generated `generated` tokens.
 
-    One that has outrun its prediction is taken to need as much again: outputs have long tails.
+    A request beyond its prediction is assumed to need as much again: outputs have long tails.
     """
-    return predicted - made if made < predicted else predicted
+    return predicted - generated if generated < predicted else predicted
 
 
 class _Outputs:
-    """Fading sum of output lengths."""
+    """Decaying sum of output lengths."""
 
     __slots__ = ("tokens", "weight")
 
     def __init__(self) -> None:
         self.weight = 0.0
-        """Of all, in answers of now."""
+        """Decayed number of requests."""
         self.tokens = 0.0
-        """Of all, likewise."""
+        """Decayed sum of their output tokens."""
 
     def add(self, tokens: int) -> None:
         self.weight = self.weight * _FADING + 1.0
@@ -84,5 +84,5 @@ class _Outputs:
 
 
 def _classify(tokens: int) -> int:
-    """0: nothing, 1: 1 token, 2: 2 and 3, 3: 4 to 7, ..."""
+    """Class of a prompt length: 0: no token, 1: 1 token, 2: 2 and 3, 3: 4 to 7, ..."""
     return min(tokens.bit_length(), _CLASSES - 1)

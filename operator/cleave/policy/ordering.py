@@ -1,8 +1,8 @@
-"""Which waiting prompt is computed next. Called by the simulator and by engines.
+"""The order in which waiting prompts are computed. Called by the simulator and by engines.
 
 Plain loops over arrays or lists, the subset that numba compiles; standard library only. What is
-hard: shortest or longest first starves the others, so only a batch of the oldest prompts is sorted
-at a time.
+hard: shortest or longest first starves other prompts, so only a batch of the oldest prompts is
+sorted at a time.
 
 Source: TetriInfer, section 3.3.1 (PrefillSchedBatch).
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Order(IntEnum):
-    """Which waiting prompt is next (TetriInfer, section 3.3.1)."""
+    """First come first served, or shortest or longest job first (TetriInfer, section 3.3.1)."""
 
     FCFS = 0
     SJF = 1
@@ -26,7 +26,7 @@ class Order(IntEnum):
 def sort_prompts(
     requests: "NDArray[np.int64] | list[int]", tokens: "NDArray[np.int64] | list[int]", order: int
 ) -> None:
-    """Bring `requests` and their prompt lengths into `order`, in place; equal ones stay as is.
+    """Sort `requests` and their prompt lengths by `order`, in position; the sort is stable.
 
     Two arrays of equal length, oldest first: one PrefillSchedBatch.
     """
@@ -35,8 +35,8 @@ def sort_prompts(
     sign = 1 if order == Order.SJF else -1
     for end in range(1, len(requests)):
         request, length = requests[end], tokens[end]
-        place = end
-        while place > 0 and sign * tokens[place - 1] > sign * length:
-            requests[place], tokens[place] = requests[place - 1], tokens[place - 1]
-            place -= 1
-        requests[place], tokens[place] = request, length
+        position = end
+        while position > 0 and sign * tokens[position - 1] > sign * length:
+            requests[position], tokens[position] = requests[position - 1], tokens[position - 1]
+            position -= 1
+        requests[position], tokens[position] = request, length

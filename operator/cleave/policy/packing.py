@@ -1,10 +1,10 @@
-"""Best fit: each request to the fullest instance that still keeps every promise (Aladdin).
+"""Best fit: each request goes to the fullest instance that satisfies all constraints (Aladdin).
 
 Called by the router and the simulator for the policy BestFit. Amounts are tokens and milliseconds.
-All but the last function is arithmetic that holds for one instance's numbers and, as it stands, for
-arrays over all instances: compiled loops call it with numbers, the router with arrays. What is
-hard: constraint (e) bounds the KV at every moment until the last request has ended, which depends
-on how far each has come; so it is checked last, for few instances.
+All functions but the last work on the numbers of one instance and on arrays over all instances:
+compiled loops call them with numbers, the router with arrays. What is hard: constraint (e) bounds
+the KV at every moment until the last request has ended, which depends on the progress of each
+request; so it is checked last, for few instances.
 
 Source: Aladdin, section 4.2 (constraints (a) to (e), Algorithm 1) and Eq. 2 to 4. (a), each request
 at one instance, holds by construction.
@@ -21,26 +21,26 @@ from cleave.perf.aladdin import Coefficients
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 GAMMA = 0.5
-"""How much of an output counts as context: between its first token (0) and its last (1)."""
+"""Share of an output that counts as context: 0 its first token only, 1 all of it."""
 THETA = 0.9
-"""Share of a limit that is used: room for wrong predictions."""
+"""Share of a limit that is used; the rest is a reserve for wrong predictions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What the constraints are made of."""
+    """The parameters of the constraints."""
 
     coefficients: Coefficients
     ttft_ms: float
-    """The prompts that wait at an instance take no longer together."""
+    """Limit of the time to compute all prompts that wait at an instance."""
     tpot_ms: float
-    """A decode pass takes no longer."""
+    """Limit of a decode iteration."""
     gamma: float = GAMMA
     theta: float = THETA
 
 
 def weigh_context(prompt_tokens: float, output_tokens: float, gamma: float) -> float:
-    """What a request of these (predicted) lengths adds to an instance's context, in tokens."""
+    """Tokens that a request with these (predicted) lengths adds to an instance's context."""
     return prompt_tokens + gamma * output_tokens
 
 
@@ -53,37 +53,37 @@ def find_spare_context(
     tpot_ms: float,
     theta: float,
 ) -> Amount:
-    """(b) Context that one more request may bring to `batch` others that have `context` (Eq. 4)."""
+    """(b) Context that one more request may add to a `batch` with `context` tokens (Eq. 4)."""
     return theta * (tpot_ms - c3 - c2 * (batch + 1)) / k2 - context
 
 
 def find_spare_prompt(pending: Amount, k1: float, c1: float, limit_ms: float) -> Amount:
     """(c), (d) Prompt tokens that may join `pending` ones so that all take `limit_ms` (Eq. 2).
 
-    The limit is the TTFT target for (c), and what the running requests can spare for (d).
+    The limit is the TTFT target for (c), and the result of `find_saved_ms` for (d).
     """
     return (limit_ms - c1) / k1 - pending
 
 
 def find_saved_ms(tokens: float, decoding_ms: float, tpot_ms: float, theta: float) -> float:
-    """(d) What a request can spare that made `tokens` in `decoding_ms` before its TPOT suffers."""
+    """(d) ms that a request with `tokens` after `decoding_ms` can lose without missing its TPOT."""
     return theta * (tpot_ms * tokens - decoding_ms)
 
 
 def find_norm(batch: Amount, context: Amount, k2: float, c2: float) -> Amount:
     """capacity_norm: how full an instance is, the L2 norm of its batch and its context.
 
-    Both count by what they add to a pass, in ms, lest the larger unit decides alone.
+    Both are weighted by the ms that they add to an iteration, to make their units comparable.
     """
     norm: Amount = ((c2 * batch) ** 2 + (k2 * context) ** 2) ** 0.5
     return norm
 
 
-def find_peak_after(held: NDArray[np.float64], left: NDArray[np.float64]) -> float:
-    """(e) The most KV that requests holding `held` with `left` to come will ever hold together.
+def find_peak_after(used: NDArray[np.float64], remaining: NDArray[np.float64]) -> float:
+    """(e) Peak of the sum of KV tokens of requests with `used` now and `remaining` still to come.
 
-    What `admission.find_peak` finds one by one, for whole arrays.
+    The same as `admission.find_peak`, vectorised.
     """
-    order = np.argsort(-left)
-    count = np.arange(1, len(left) + 1)
-    return float((np.cumsum(held[order]) + count * left[order]).max())
+    order = np.argsort(-remaining)
+    count = np.arange(1, len(remaining) + 1)
+    return float((np.cumsum(used[order]) + count * remaining[order]).max())

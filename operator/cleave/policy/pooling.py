@@ -1,14 +1,14 @@
-"""Which instance changes its role, and to what: pools that lend each other instances.
+"""Role flipping: which instance changes its role, and to which role.
 
-Called once a second by a router's pool manager, and by the simulator, which compiles it. An
-instance's home is the pool that it was made for; a role is what it serves now. It lends itself as
-MIXED, which takes whole requests and hand-offs beside its own work, so lending costs nobody
-anything at once; taking back and lending for good are done with care.
+Called once a second by a router's pool manager, and by the simulator, which compiles it. The home
+of an instance is its configured role; its role is what it serves now. An instance first flips to
+MIXED, which takes requests of both phases beside its own work, so that the flip costs little; it
+flips to the opposite role, or back to its home, only under stricter conditions.
 
-What is hard: not to flap. A wave of traffic of any period would drive a plain threshold from side
-to side. So what rises must stay up for a while before anything happens, what comes home must have
-been calm for longer, and each trip within `FORGIVEN_MS` of the last one doubles the time that the
-instance stays away at least, up to `LONGEST_STAY_MS`. That bounds the flips of an hour.
+What is hard: not to flap. Periodic traffic of any period would drive a plain threshold from side to
+side. So pressure must last for `rise_ms` before a flip, relief must last for the longer `calm_ms`
+before a flip back, and each flip within `FORGIVEN_MS` of the last one doubles the minimal time
+until the flip back, up to `LONGEST_STAY_MS`. That bounds the number of flips per hour.
 
 Sources: Splitwise, section IV-A (own pool, mixed pool, opposite pool; identity kept, back when
 drained); TetriInfer, section 3.5 (an instance under a tenth of its load for a minute is flipped).
@@ -28,93 +28,95 @@ PREFILL, DECODE, MIXED = 0, 1, 2
 FIRST_STAY_MS = 4_000.0
 LONGEST_STAY_MS = 256_000.0
 FORGIVEN_MS = 1_800_000.0
-"""After so long at home an instance goes out as if for the first time."""
+"""After this time in its configured role, the next flip counts as the first one."""
 RELIEF = 0.5
-"""Pressure has gone when it is below this."""
+"""A side is relieved when its pressure is below this."""
 EARLY_MS = 500.0
-"""Before prompts have waited for their whole TTFT target others help: it takes some time until they
-do, and each prompt that decode instances compute delays the answers there."""
+"""The threshold of waiting is this much below the TTFT target: a flip takes effect with a delay,
+and each prompt that decode instances compute delays their decoding."""
 WAIT_SHARE = 0.25
-"""Of the TTFT target, that prompts may wait in any case."""
+"""Minimum of the threshold, as a share of the TTFT target."""
 UNSTATED_WAIT_MS = 250.0
-"""The same where there is no target."""
+"""The threshold if there is no TTFT target."""
 AWAY_MS = 300_000.0
-"""Where nobody lends any more, who has been away for so long goes home."""
+"""If flipping is off, a flipped instance flips back after this time."""
 IDLE = 0.1
-"""An instance with less than this of what it might carry has nothing to do (TetriInfer)."""
+"""An instance below this share of its load limit counts as idle (TetriInfer)."""
 
 MEMBER = np.dtype(
     [
-        ("wait_ms", np.float64),  # until the prompts that wait there are computed
-        ("use", np.float64),  # of its KV, by prompts that are computed: 0 to 1 and more
+        ("wait_ms", np.float64),  # time until its waiting prompts are computed
+        ("use", np.float64),  # share of its KV used by computed prompts: 0 to 1 and more
         ("since_ms", np.float64),  # when it took its role
-        ("stay_ms", np.float64),  # how long it stays away at least, this time
-        ("idle_ms", np.float64),  # since when it has little work of its home's kind; inf: it has
-        ("home", np.int64),
+        ("stay_ms", np.float64),  # minimal time until it flips back
+        ("idle_ms", np.float64),  # since when it is idle in its home's phase; inf: it is not
+        ("home", np.int64),  # its configured role
         ("role", np.int64),
         ("is_open", np.int64),  # whether it takes requests at all
     ]
 )
-"""One instance. Whoever decides fills in all but the three times, which are kept here."""
+"""One instance. The caller fills in all fields but the three times, which this module updates."""
 
 WATCH = np.dtype([("high_ms", np.float64), ("low_ms", np.float64)])
-"""Since when a side is under pressure, and since when it is relieved; inf: it is not."""
+"""Since when a side has been under pressure, and since when relieved; inf: it is not."""
 
 Members = NDArray[np.void]
 Watch = NDArray[np.void]
 
 
 class Terms(NamedTuple):
-    """What a fleet promises, and how patient its manager is."""
+    """Thresholds of pressure and time for flips."""
 
     wait_ms: float
-    """How long a prompt may wait before others help."""
+    """How long prompts may wait before other instances help."""
     full: float = 0.9
-    """Share of its KV from which on a decode instance is full."""
+    """Share of its KV from which a decode instance is full."""
     rise_ms: float = 1_000.0
-    """Pressure lasts so long before anybody is lent."""
+    """How long pressure must last before a flip."""
     calm_ms: float = 5_000.0
-    """Relief lasts so long before anybody comes home."""
+    """How long relief must last before a flip back."""
     idle_ms: float = 60_000.0
-    """Without work of its own for so long, an instance is lent for good (TetriInfer)."""
+    """After being idle for this time a flipped instance takes the opposite role (TetriInfer)."""
     min_prefill: int = 1
-    """Instances that keep to prefill, whatever comes."""
+    """Number of instances that always stay in the prefill role."""
     min_decode: int = 1
+    """Number of instances that always stay in the decode role."""
 
 
 def make_terms(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) -> Terms:
-    """Of a fleet with this TTFT target; 0: it has none."""
+    """The thresholds for a TTFT target; 0: there is no target."""
     wait_ms = max(ttft_ms - EARLY_MS, WAIT_SHARE * ttft_ms) or UNSTATED_WAIT_MS
     return Terms(wait_ms, min_prefill=min_prefill, min_decode=min_decode)
 
 
 def make_watch() -> Watch:
-    """Nothing has been seen yet."""
+    """The initial WATCH records, one for prefill and one for decode."""
     watch = np.zeros(2, WATCH)
     watch["high_ms"] = watch["low_ms"] = math.inf
     return watch
 
 
 def make_members(count: int) -> Members:
-    """Instances that have done nothing yet."""
+    """The initial MEMBER records of `count` instances."""
     members = np.zeros(count, MEMBER)
     members["idle_ms"] = math.inf
     return members
 
 
 def decide(members: Members, watch: Watch, terms: Terms, now_ms: float) -> tuple[int, int]:
-    """(slot, its new role), or (NONE, NONE); `take` notes that it was done.
+    """(slot, its new role), or (NONE, NONE); the caller records an executed flip with `take`.
 
-    One flip at a time: the next decision sees what it has changed. `members` holds one MEMBER for
-    each instance, `watch` one WATCH for prompts and one for decoding. What is seen for how long is
-    noted in both.
+    At most one flip at a time: the next decision sees its effect. `members` holds one MEMBER for
+    each instance, `watch` one WATCH for prefill and one for decode; the times in both are updated.
+    In this order: 1. flip an instance back; 2. give an idle flipped instance the opposite role;
+    3. flip the least loaded instance of the other side to MIXED.
     """
     for side in range(2):
-        seen = watch[side]
+        history = watch[side]
         is_high = 1.0 < find_pressure(members, side, terms, True) < math.inf
         is_low = find_pressure(members, side, terms, False) < RELIEF
-        seen["high_ms"] = min(seen["high_ms"], now_ms) if is_high else math.inf
-        seen["low_ms"] = min(seen["low_ms"], now_ms) if is_low else math.inf
+        history["high_ms"] = min(history["high_ms"], now_ms) if is_high else math.inf
+        history["low_ms"] = min(history["low_ms"], now_ms) if is_low else math.inf
     _note_idle(members, terms, now_ms)
     slot = _find_returning(members, watch, terms, now_ms)
     if slot != NONE:
@@ -133,16 +135,16 @@ def decide(members: Members, watch: Watch, terms: Terms, now_ms: float) -> tuple
 
 
 def find_next_ms(members: Members, watch: Watch, terms: Terms, now_ms: float) -> float:
-    """When `decide` may do or note something else at the soonest, while time alone goes on.
+    """The earliest time at which `decide` may return another result if no request comes or ends.
 
-    For who has just heard NONE and need not look each second, as the simulator. Prompts that wait
-    get on; nothing else changes. inf: it will never have more to say.
+    The simulator calls this after a decision of NONE to skip checks. It assumes that waiting
+    prompts advance and nothing else changes. inf: the result will never change.
     """
     soonest = math.inf
     for side in range(2):
-        seen = watch[side]
-        soonest = min(soonest, _find_due(seen["high_ms"] + terms.rise_ms, now_ms))
-        soonest = min(soonest, _find_due(seen["low_ms"] + terms.calm_ms, now_ms))
+        history = watch[side]
+        soonest = min(soonest, _find_due(history["high_ms"] + terms.rise_ms, now_ms))
+        soonest = min(soonest, _find_due(history["low_ms"] + terms.calm_ms, now_ms))
     for i in range(len(members)):
         member = members[i]
         idle_since_ms = max(member["idle_ms"], member["since_ms"])
@@ -156,44 +158,45 @@ def find_next_ms(members: Members, watch: Watch, terms: Terms, now_ms: float) ->
 
 
 def recall(members: Members, now_ms: float) -> tuple[int, int]:
-    """(slot, its new role), or (NONE, NONE), where nobody is to be lent: who was, goes home.
+    """(slot, its configured role), or (NONE, NONE): the flip back if flipping is off.
 
-    Not at once: two managers may disagree for a moment, and somebody may try roles by hand.
+    It waits for `AWAY_MS`: two managers may disagree briefly, and users may set roles manually.
     """
     for i in range(len(members)):
         member = members[i]
-        is_away = member["is_open"] and member["role"] != member["home"]
-        if is_away and now_ms - member["since_ms"] >= AWAY_MS:
+        is_flipped = member["is_open"] and member["role"] != member["home"]
+        if is_flipped and now_ms - member["since_ms"] >= AWAY_MS:
             return i, member["home"]
     return NONE, NONE
 
 
 def take(members: Members, slot: int, role: int, now_ms: float) -> None:
-    """Note that an instance has taken the role that was decided."""
+    """Record that an instance has taken a new role."""
     member = members[slot]
     if member["role"] == member["home"]:
-        # It sets out: sooner after the last time, longer.
+        # Exponential back-off: a flip soon after the last one lasts twice as long.
         doubled = min(2.0 * member["stay_ms"], LONGEST_STAY_MS)
-        is_forgiven = now_ms - member["since_ms"] > FORGIVEN_MS or member["stay_ms"] == 0.0
-        member["stay_ms"] = FIRST_STAY_MS if is_forgiven else doubled
+        is_first = now_ms - member["since_ms"] > FORGIVEN_MS or member["stay_ms"] == 0.0
+        member["stay_ms"] = FIRST_STAY_MS if is_first else doubled
     member["role"] = role
     member["since_ms"] = now_ms
 
 
 def find_present(claimed: float, pending: float) -> float:
-    """Share of the tokens that instances have been `claimed` for whose prompts are computed.
+    """Share of the `claimed` resident tokens whose prompts are computed.
 
-    KV of prompts that wait (`pending` tokens, of the whole fleet) is nowhere yet. Counted as if it
-    were, a queue of prompts would look like a want of memory, and take an instance from prefill.
+    Resident tokens include prompts that still wait (`pending` tokens of all instances) and have no
+    KV yet. If these counted, a queue of prompts would look like a lack of KV memory and take an
+    instance away from prefill.
     """
     return max(1.0 - pending / claimed, 0.0) if claimed > 0.0 else 1.0
 
 
 def find_pressure(members: Members, side: int, terms: Terms, lent: bool) -> float:
-    """1 when the best instance for prompts (0) or decoding (1) has all that it should have.
+    """Load of the least loaded instance for prefill (0) or decode (1), 1 being the threshold.
 
-    inf when no instance does it, and then nobody is lent to it either. Without `lent` those count
-    only that are made for it: who is lent is empty at first, which is no relief to the others.
+    inf when no instance serves this side; then none is flipped to it. Without `lent`, flipped
+    instances of the other side do not count: they are empty at first, which relieves nobody yet.
     """
     least = math.inf
     for i in range(len(members)):
@@ -206,14 +209,14 @@ def find_pressure(members: Members, side: int, terms: Terms, lent: bool) -> floa
 
 
 def _find_load(member: Members, side: int, terms: Terms) -> float:
-    """What one instance has to do for one side, beside what it should have."""
+    """Load of one instance for one side, relative to the threshold."""
     return float(
         member["wait_ms"] / terms.wait_ms if side == PREFILL else member["use"] / terms.full
     )
 
 
 def _find_due(at_ms: float, now_ms: float) -> float:
-    """inf for what was due before; a ms of it is left to rounding."""
+    """`at_ms`, or inf if it is in the past, with 1 ms of tolerance for rounding."""
     return at_ms if at_ms > now_ms - 1.0 else math.inf
 
 
@@ -225,7 +228,7 @@ def _note_idle(members: Members, terms: Terms, now_ms: float) -> None:
 
 
 def _find_returning(members: Members, watch: Watch, terms: Terms, now_ms: float) -> int:
-    """Who has been away long enough and is not needed there, or is needed at home."""
+    """A flipped instance that may flip back: no longer needed there, or needed in its home."""
     for i in range(len(members)):
         member = members[i]
         home, role = member["home"], member["role"]
@@ -234,7 +237,7 @@ def _find_returning(members: Members, watch: Watch, terms: Terms, now_ms: float)
         if now_ms - member["since_ms"] < member["stay_ms"]:
             continue
         is_done = watch[1 - home]["low_ms"] <= now_ms - terms.calm_ms and not _has_foreign(member)
-        # Lent for good it does nothing for its home; MIXED it does already what it can.
+        # Only in the opposite role it does nothing for its home; a MIXED instance already helps.
         is_missed = role == 1 - home and watch[home]["high_ms"] <= now_ms - terms.rise_ms
         if is_done or is_missed:
             return i
@@ -242,25 +245,25 @@ def _find_returning(members: Members, watch: Watch, terms: Terms, now_ms: float)
 
 
 def _has_foreign(member: Members) -> bool:
-    """Whether work of the other kind waits at an instance that may come home."""
+    """Whether prompts still wait at a decode instance that is about to flip back."""
     return bool(member["wait_ms"] > 0.0) if member["home"] == DECODE else False
 
 
 def _find_idle(members: Members, watch: Watch, terms: Terms, side: int, now_ms: float) -> int:
-    """Who is lent to `side` and has had nothing else to do for long, if others stay."""
-    idle, others = NONE, 0
+    """A MIXED instance of the other side that has long been idle there, if others remain."""
+    idle, remaining = NONE, 0
     for i in range(len(members)):
         member = members[i]
         if member["is_open"] and member["role"] != side:
-            others += 1
+            remaining += 1
             is_lent = member["home"] == 1 - side and member["role"] == MIXED
             if is_lent and max(member["idle_ms"], member["since_ms"]) <= now_ms - terms.idle_ms:
                 idle = i
-    return idle if others > 1 and watch[1 - side]["low_ms"] < math.inf else NONE
+    return idle if remaining > 1 and watch[1 - side]["low_ms"] < math.inf else NONE
 
 
 def _find_lender(members: Members, terms: Terms, side: int) -> int:
-    """The least busy of the instances of `side` that are at home, if it can be spared."""
+    """The least loaded instance in its configured role `side`, if enough of them remain."""
     best, least, count = NONE, math.inf, 0
     for i in range(len(members)):
         member = members[i]

@@ -1,9 +1,9 @@
-"""Which instances have computed the beginning of a prompt before: a bounded guess for each.
+"""Which instances have probably cached the prefix of a prompt: a bounded estimate for each.
 
 Called by the router for the policy PrefixAware. What is hard: a gateway sees text, engines cache
-blocks of tokens, and nobody tells when one is dropped; so text is cut into blocks whose hashes
-chain, and for each instance the latest are kept, as many as its KV cache has room for. Hashing text
-costs a few microseconds where tokenizing it would cost more than all else that the gateway does.
+blocks of tokens and do not report evictions; so text is cut into blocks with chained hashes, and
+for each instance the latest blocks are remembered, as many as its KV cache can hold. Hashing text
+takes a few microseconds; tokenizing would cost more than all other work of the gateway.
 """
 
 from collections import OrderedDict
@@ -13,18 +13,18 @@ from zlib import crc32
 from cleave.policy.dispatch import NONE, Scores, find_least
 
 BLOCK_BYTES = 512
-"""Of text."""
+"""Bytes of text per block."""
 TOKENS_PER_BLOCK = 128
-"""What that is, about: eight blocks of an engine's cache."""
+"""Approximate tokens per block: eight blocks of an engine's cache."""
 _MOST_BLOCKS = 256
-"""Of one prompt; what is longer than 128 KiB is as good as unique beyond it."""
+"""Limit per prompt; text beyond 128 KiB is hardly ever shared."""
 
 
 def hash_blocks(text: bytes | memoryview, adapter: int = 0) -> list[int]:
-    """A hash for each whole block of `text` and all that is before it, first one first.
+    """Chained hashes: one for each full block of `text` together with all text before it.
 
-    `adapter`: key of the one whose KV it is; 0: the model's own.
-    32 bits: two texts that share one by accident cost a pick that is not the best, nothing else.
+    `adapter`: key of the adapter that computes the KV; 0: the base model.
+    The hashes have 32 bits: a collision only leads to a pick that is not the best one.
     """
     hashes: list[int] = []
     chained = adapter
@@ -36,7 +36,7 @@ def hash_blocks(text: bytes | memoryview, adapter: int = 0) -> list[int]:
 
 
 class PrefixIndex:
-    """Who has probably cached which blocks. Holders are boots of engines: a restart forgets."""
+    """Which holders have probably cached which blocks. A holder is the boot ID of an engine."""
 
     def __init__(self) -> None:
         self._holders: dict[int, set[str]] = {}
@@ -46,9 +46,9 @@ class PrefixIndex:
         return len(self._recent)
 
     def add(self, holder: str, hashes: Sequence[int], most_blocks: int) -> None:
-        """A prompt was sent there; `most_blocks`: how many its KV cache has room for."""
+        """Record that a prompt was sent to `holder`, whose KV cache holds `most_blocks` blocks."""
         recent = self._recent.setdefault(holder, OrderedDict())
-        # The first blocks are shared most, so they are made the youngest.
+        # The first blocks are shared most, so they become the most recently used ones.
         for each in reversed(hashes):
             if each in recent:
                 recent.move_to_end(each)
@@ -59,18 +59,18 @@ class PrefixIndex:
             self._drop(recent.popitem(last=False)[0], holder)
 
     def keep(self, holders: Collection[str]) -> None:
-        """Forget all others."""
+        """Remove all other holders."""
         for gone in self._recent.keys() - set(holders):
             for each in self._recent.pop(gone):
                 self._drop(each, gone)
 
     def knows(self, hashes: Sequence[int]) -> bool:
-        """Whether anybody has the beginning of such a prompt."""
+        """Whether any holder has the first block of the prompt."""
         return bool(hashes) and hashes[0] in self._holders
 
     def find(self, hashes: Sequence[int]) -> Iterator[tuple[int, set[str]]]:
-        """(blocks from the first on, who has them), the most blocks first."""
-        # Hashes are chained and old blocks go last ones first: who has a block has those before.
+        """(number of leading blocks, holders that have them), in descending order of blocks."""
+        # A holder of a block has all blocks before it: later blocks of a prompt are evicted first.
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high + 1) // 2
@@ -92,24 +92,23 @@ def find_cached(
     scores: Scores,
     holder_at: Callable[[int], str],
     slots: Mapping[str, int],
-    found: Iterable[tuple[int, set[str]]],
+    matches: Iterable[tuple[int, set[str]]],
 ) -> int:
-    """Slot of the least score less the tokens cached there; NONE when all are closed.
+    """Slot with the least score minus cached tokens; NONE when all are closed.
 
-    `holder_at`, `slots`: the holder on a slot of the board, and the other way round; `found`: as
-    `PrefixIndex.find` gives it.
+    `holder_at`, `slots`: holder by slot, and slot by holder; `matches`: from `PrefixIndex.find`.
     """
     best = least = find_least(scores)
     if least == NONE:
         return NONE
     shortest = lowest = float(scores[least])
     its_holder = holder_at(least)
-    for count, holders in found:
+    for count, holders in matches:
         tokens = count * TOKENS_PER_BLOCK
         if shortest - tokens >= lowest:
             break
         if its_holder in holders:
-            # Nobody can be better. What most prompts begin with is cached nearly everywhere.
+            # No other slot can be better. Common prefixes are cached nearly everywhere.
             return least
         for holder in holders:
             slot = slots.get(holder, NONE)

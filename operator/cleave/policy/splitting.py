@@ -1,8 +1,8 @@
-"""Up to which prompt length a decode instance had better compute the prompt itself.
+"""The prompt length up to which a decode instance should compute the prompt itself.
 
-Called by the planner, which knows how long passes and transfers take; the router gets the result
-as a number. What is hard: a prompt computed beside decoding requests makes their next pass longer,
-so the length is bounded by their TPOT target, not by the waiting of the request alone.
+Called by the planner, which knows the times of iterations and transfers; the router gets the result
+as a number. What is hard: a prompt computed beside decoding requests lengthens their next
+iteration, so the length is bounded by their TPOT target, too.
 """
 
 from cleave.perf.timing import Chunk, Timing
@@ -19,25 +19,26 @@ def find_whole_below_tokens(
     context_tokens: int,
     tpot_ms: float,
 ) -> int:
-    """The longest prompt (less what is cached) for which a split is no gain; 0: always split.
+    """The longest prompt (without cached tokens) for which disaggregation gains nothing; 0: none.
 
-    `batch`, `context_tokens`: what a decode instance usually runs, contexts summed. Two things must
-    hold: the first token comes no later than by a prefill instance that waits idle, a transfer of
-    `transfer_ms` and `transfer_token_ms` per token, and a decode pass; and the pass that the prompt
-    shares keeps to `tpot_ms`. Both get harder with length, which is why a bisection finds it.
+    `batch`, `context_tokens`: usual batch of a decode instance and the sum of its contexts. For
+    such a prompt 1. the first token comes no later than with an idle prefill instance, a transfer
+    of `transfer_ms` and `transfer_token_ms` per token, and a decode iteration; and 2. the iteration
+    that contains the prompt takes at most `tpot_ms`. Both conditions are monotonic in the length,
+    so bisection finds it.
     """
     decode_ms = decode.decode_pass_ms(batch + 1, context_tokens)
 
-    def is_whole(tokens: int) -> bool:
+    def is_short(tokens: int) -> bool:
         shared_ms = decode.iteration_ms([Chunk(0, tokens)], batch, context_tokens)
         moved_ms = transfer_ms + transfer_token_ms * tokens
-        split_ms = prefill.prefill_ms([tokens]) + moved_ms + decode_ms
-        return shared_ms <= min(split_ms, tpot_ms)
+        disaggregated_ms = prefill.prefill_ms([tokens]) + moved_ms + decode_ms
+        return shared_ms <= min(disaggregated_ms, tpot_ms)
 
     low, high = 0, _MOST_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        if is_whole(middle):
+        if is_short(middle):
             low = middle
         else:
             high = middle - 1

@@ -1,7 +1,7 @@
-"""An OpenAI client that times tokens. Used by measurements and by load generators.
+"""An OpenAI client that measures token times. Used by measurements and load generators.
 
-What is hard: whatever happens (an error, a time-out, Ctrl-C), every connection is closed, which
-makes the engine drop the request; nothing keeps running there.
+What is hard: in every case (an error, a timeout, Ctrl-C) the connection must be closed, which makes
+the engine abort the request, so that nothing keeps running there.
 """
 
 import asyncio
@@ -24,45 +24,45 @@ class Answer:
 
     sent_s: float
     token_s: tuple[float, ...]
-    """When the event of each token came."""
+    """Arrival time of each token's event."""
     num_tokens: int
-    """The engine's own count; more than events where an event held several tokens."""
+    """The engine's own count; larger than the number of events if one held several tokens."""
 
     @property
     def ttft_ms(self) -> float:
-        """Sending to the first token."""
+        """Time from sending the request to the first token."""
         return (self.token_s[0] - self.sent_s) * 1e3
 
     @property
     def latency_ms(self) -> float:
-        """Sending to the last token."""
+        """Time from sending the request to the last token."""
         return (self.token_s[-1] - self.sent_s) * 1e3
 
 
 @dataclass(frozen=True)
 class Client:
-    """Talks to one engine or gateway."""
+    """A client of one engine or gateway."""
 
     url: str
     model: str = ""
     timeout_s: float = 120.0
-    """Of one answer, from connecting to its end."""
+    """Timeout of one response, from connecting to its end."""
     api_key: str | None = None
     _place: tuple[str, int, bool] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises ProfilingError when `url` is none."""
+        """Raises ProfilingError when `url` is invalid."""
         object.__setattr__(self, "_place", _parse_url(self.url))
 
     async def get(self, path: str) -> bytes:
-        """The body of a page. Raises ProfilingError."""
+        """GET a path; the body. Raises ProfilingError."""
         exchange = await self._exchange("GET", path, b"", None)
         if exchange.status != 200:
             raise ProfilingError(f"{self.url}{path} answers with status {exchange.status}")
         return bytes(exchange.body)
 
     async def get_json(self, path: str) -> dict[str, Any]:
-        """The JSON object of a page. Raises ProfilingError."""
+        """GET a path; the JSON object. Raises ProfilingError."""
         try:
             body = json.loads(await self.get(path))
         except ValueError:
@@ -77,9 +77,9 @@ class Client:
         output_tokens: int,
         on_events: OnEvents | None = None,
     ) -> Answer:
-        """Stream exactly `output_tokens` tokens; `on_events` is told of them as they come.
+        """Stream exactly `output_tokens` tokens; `on_events` is called as they arrive.
 
-        Raises ProfilingError when the answer is an error or of another length.
+        Raises ProfilingError when the response is an error or has another length.
         """
         body = {
             "model": self.model,
@@ -145,7 +145,7 @@ def _read_answer(url: str, exchange: Exchange, output_tokens: int) -> Answer:
         raise ProfilingError(f"{url}: status {exchange.status}: {_fault(exchange.body)}")
     if len(events) < 4 or events[-2] != _DONE:
         raise ProfilingError(f"{url}: the stream ended early: {_fault(events[-2])}")
-    # The last two events are the usage and the end mark.
+    # The last two events are the usage and the end marker.
     usage = json.loads(events[-3].removeprefix(b"data: ")).get("usage") or {}
     tokens = usage.get("completion_tokens", 0)
     if tokens != output_tokens:

@@ -1,6 +1,6 @@
-"""What an engine says of itself: model, version, KV cache, and its own counters.
+"""Facts and counters of an engine: model, version, KV cache, totals of its iterations.
 
-Read from `/v1/models`, `/version` and vLLM's metrics; the emulated engine has the same ones.
+Read from `/v1/models`, `/version` and vLLM's metrics, which the emulated engine has as well.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ _COUNT_PERIOD_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """One engine as it runs."""
+    """One running engine."""
 
     model: str
-    """As it is served."""
+    """Name under which the model is served."""
     source: str
-    """Where its weights come from: an id or a folder."""
+    """Origin of the weights: a model id or a folder."""
     engine: str
     """vllm or emulated."""
     version: str
@@ -32,7 +32,7 @@ class EngineFacts:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens of KV in whole blocks."""
+        """Tokens of KV in all blocks."""
         return self.kv_block_size * self.kv_blocks_total
 
 
@@ -42,14 +42,14 @@ class Counters:
 
     prefills: int
     prefill_s: float
-    """From being scheduled to the first token, by the engine's own clock, summed."""
+    """Sum of the times from scheduling to the first token, by the engine's own clock."""
     queue_s: float
-    """Before that: waiting for a place in a pass, or for KV that is pulled."""
+    """Sum of the times before that: waiting to be scheduled, or for KV that is pulled."""
     passes: int
 
 
 async def inspect(client: Client, model: str | None) -> EngineFacts:
-    """The facts of the engine at `client`; `model` is needed where it serves several.
+    """The facts of the engine at `client`; `model` is required if it serves several.
 
     Raises ProfilingError.
     """
@@ -58,8 +58,8 @@ async def inspect(client: Client, model: str | None) -> EngineFacts:
     if model is None and len(names) == 1:
         model = names[0]
     if model is None or model not in names:
-        asked = "name one with --model" if model is None else f"there is no {model!r}"
-        raise ProfilingError(f"{client.url} serves {', '.join(names) or 'no model'}: {asked}")
+        remedy = "name one with --model" if model is None else f"there is no {model!r}"
+        raise ProfilingError(f"{client.url} serves {', '.join(names) or 'no model'}: {remedy}")
     card = cards[names.index(model)]
     version = await client.get_json("/version")
     cache = _find_labels(await client.get("/metrics"), "vllm:cache_config_info")
@@ -75,16 +75,16 @@ async def inspect(client: Client, model: str | None) -> EngineFacts:
 
 
 async def read_load(client: Client) -> int:
-    """Requests that run or wait on the engine. Raises ProfilingError."""
+    """Number of requests that run or wait on the engine. Raises ProfilingError."""
     page = await client.get("/metrics")
     return round(_sum(page, "vllm:num_requests_running") + _sum(page, "vllm:num_requests_waiting"))
 
 
 async def read_counters(client: Client, prefills: int = 0) -> Counters:
-    """The counters as soon as at least `prefills` requests are counted.
+    """The counters as soon as they include at least `prefills` requests.
 
-    Engines count after they answer, so the last answer may be missing for a moment. Raises
-    ProfilingError when it stays missing.
+    Engines update counters after they respond, so the last request may be missing for a moment.
+    Raises ProfilingError when it is missing after a timeout.
     """
     deadline = asyncio.get_running_loop().time() + _COUNT_TIMEOUT_S
     while True:
@@ -110,7 +110,7 @@ def _find_labels(page: bytes, name: str) -> dict[str, str]:
 
 
 def _sum(page: bytes, name: str) -> float:
-    """All samples of a series together. Raises ProfilingError when there is none."""
+    """The sum of all samples of a metric. Raises ProfilingError when there is none."""
     lines = [line for line in page.decode().splitlines() if line.startswith(f"{name}{{")]
     if not lines:
         raise ProfilingError(f"the engine has no metric {name}; is it vLLM with its statistics on?")

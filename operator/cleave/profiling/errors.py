@@ -1,16 +1,16 @@
-"""What can go wrong while an engine is measured; the command line tells it."""
+"""The error of profiling, which the command line prints."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
 class ProfilingError(RuntimeError):
-    """The engine could not be measured; one line that says why and what to do."""
+    """The engine could not be measured; the message is one line with reason and remedy."""
 
 
 @asynccontextmanager
 async def single_fault() -> AsyncIterator[None]:
-    """Lets the first ProfilingError of a task group out by itself."""
+    """Raise the first ProfilingError of a task group instead of the exception group."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -1,15 +1,15 @@
-"""One HTTP/1.1 answer from a socket, as cheaply as Python can: heads, chunks and events.
+"""A fast HTTP/1.1 exchange that records when each server-sent event arrives.
 
-Used by the client, which times streams with it. What is hard: an observer that spends 0.2 ms per
-token would itself be the slowest part at 100 streams, so nothing here parses JSON or wakes a task
-per token. Connections are not used twice.
+Used by the client, which measures streams with it. What is hard: a client that spends 0.2 ms per
+token would itself be the bottleneck at 100 streams, so this module neither parses JSON nor wakes a
+task per token. Connections are not reused.
 """
 
 import asyncio
 from collections.abc import Callable
 
 OnEvents = Callable[[float, int], None]
-"""Told when events came, by the loop's clock in seconds, and how many."""
+"""Called with the arrival time, in seconds of the loop's clock, and the number of events."""
 
 _HEAD_END = b"\r\n\r\n"
 _EVENT_END = b"\n\n"
@@ -17,11 +17,11 @@ _MAX_HEAD = 65536
 
 
 class HttpError(ConnectionError):
-    """What came is no HTTP answer, or the connection ended before its end."""
+    """The response is not HTTP, or the connection ended before the response."""
 
 
 class ChunkDecoder:
-    """Takes the chunk sizes of `Transfer-Encoding: chunked` out of a body, however it was cut."""
+    """Removes the chunk sizes of `Transfer-Encoding: chunked` from a body received in parts."""
 
     __slots__ = ("_held", "_left", "ended")
 
@@ -29,21 +29,21 @@ class ChunkDecoder:
         self.ended = False
         self._held = b""
         self._left = 0
-        """Bytes of the present chunk and its line end that are still to come."""
+        """Bytes of the current chunk and its line end that have not arrived."""
 
     def feed(self, data: bytes) -> bytes:
-        """The body's bytes in `data`. Raises HttpError on what is no chunk."""
+        """The body's bytes in `data`. Raises HttpError on a malformed chunk."""
         data = self._held + data
         self._held = b""
         parts = []
         at = 0
         while at < len(data) and not self.ended:
             if self._left:
-                taken = data[at : at + self._left]
+                part = data[at : at + self._left]
                 # The last two bytes of a chunk are its line end.
-                parts.append(taken[: max(0, self._left - 2)])
-                self._left -= len(taken)
-                at += len(taken)
+                parts.append(part[: max(0, self._left - 2)])
+                self._left -= len(part)
+                at += len(part)
                 continue
             end = data.find(b"\r\n", at)
             if end < 0:
@@ -57,14 +57,14 @@ class ChunkDecoder:
 
 
 class Exchange(asyncio.Protocol):
-    """Sends one request, collects its answer and notes when each server-sent event came."""
+    """Sends one request, collects its response and records when each server-sent event arrives."""
 
     def __init__(self, request: bytes, on_events: OnEvents | None = None) -> None:
         self.status = 0
         self.body = bytearray()
         self.sent_s = 0.0
         self.event_s: list[float] = []
-        """The loop's clock at the end of each event of the body."""
+        """Time of the loop's clock at the end of each event of the body."""
         loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = loop.create_future()
         self._request = request
@@ -75,13 +75,13 @@ class Exchange(asyncio.Protocol):
         self._left = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connected: send."""
+        """Send the request."""
         assert isinstance(transport, asyncio.Transport)
         self.sent_s = self._clock()
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Part of the answer."""
+        """Parse a part of the response."""
         now = self._clock()
         try:
             if not self.status:
@@ -93,13 +93,13 @@ class Exchange(asyncio.Protocol):
             self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other side closed, or we did."""
-        whole = self.status and not self._chunks and self._left < 0
-        self._end(None if whole else HttpError(str(exc or "the connection ended early")))
+        """The connection was closed by either side."""
+        is_complete = self.status and not self._chunks and self._left < 0
+        self._end(None if is_complete else HttpError(str(exc or "the connection ended early")))
 
     def _take_head(self) -> bytes:
-        head, found, rest = self._head.partition(_HEAD_END)
-        if not found:
+        head, separator, rest = self._head.partition(_HEAD_END)
+        if not separator:
             if len(self._head) > _MAX_HEAD:
                 raise HttpError("the answer has no HTTP head")
             return b""
@@ -119,7 +119,7 @@ class Exchange(asyncio.Protocol):
     def _take_body(self, data: bytes, now: float) -> None:
         if self._chunks:
             data = self._chunks.feed(data)
-        # An event's end may be cut in two.
+        # The end of an event may be split over two parts.
         cut = int(self.body[-1:] == b"\n" and data[:1] == b"\n")
         events = data[cut:].count(_EVENT_END) + cut
         self.body += data

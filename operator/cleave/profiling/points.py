@@ -1,4 +1,4 @@
-"""From samples to a profile: medians, spreads, and the points that scatter too much."""
+"""Conversion of samples to a profile: medians, spreads, and points that scatter too much."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median, quantiles
@@ -10,7 +10,7 @@ from cleave.profiling.shots import Decode, Front, Mixed, Prefill, Sample, What
 
 
 class Duration(TypedDict):
-    """The fields of a point that say how long it took."""
+    """The fields of a profile point for its duration."""
 
     ms: float
     repeats: int
@@ -18,18 +18,18 @@ class Duration(TypedDict):
 
 
 def spread_share(values: Sequence[float]) -> float:
-    """Distance of the quartiles over the median; 0 for a single value."""
+    """Distance of the quartiles divided by the median; 0 for a single value."""
     return _spread(values) / median(values) if len(values) > 1 else 0.0
 
 
 def find_scattered(samples: Mapping[What, Sequence[Sample]], max_spread: float) -> list[str]:
     """A line for each point whose samples scatter more than `max_spread`."""
-    found = []
-    for what, taken in samples.items():
-        share = spread_share([sample.ms for sample in taken])
+    lines = []
+    for what, group in samples.items():
+        share = spread_share([sample.ms for sample in group])
         if not isinstance(what, Front) and share > max_spread:
-            found.append(f"{_name(what)}: {share:.0%} of {median(s.ms for s in taken):.2f} ms")
-    return found
+            lines.append(f"{_name(what)}: {share:.0%} of {median(s.ms for s in group):.2f} ms")
+    return lines
 
 
 def to_profile(
@@ -61,19 +61,19 @@ def to_profile(
 
 
 def find_dispatch_ms(samples: Mapping[What, Sequence[Sample]]) -> float:
-    """Median over all prompts of what the client waited beyond the engine's own clock."""
-    fronts = [
-        median(sample.ms for sample in taken)
-        for what, taken in samples.items()
+    """Median over all prompts of the client's time minus the engine's own time."""
+    overheads = [
+        median(sample.ms for sample in group)
+        for what, group in samples.items()
         if isinstance(what, Front)
     ]
-    return median(fronts) if fronts else 0.0
+    return median(overheads) if overheads else 0.0
 
 
 def _prefill(samples: Mapping[What, Sequence[Sample]]) -> Iterable[PrefillPoint]:
     points = [
-        PrefillPoint(prompts=what.prompts, tokens=what.tokens, **_duration(taken))
-        for what, taken in samples.items()
+        PrefillPoint(prompts=what.prompts, tokens=what.tokens, **_duration(group))
+        for what, group in samples.items()
         if isinstance(what, Prefill)
     ]
     return sorted(points, key=lambda point: point.place)
@@ -81,8 +81,8 @@ def _prefill(samples: Mapping[What, Sequence[Sample]]) -> Iterable[PrefillPoint]
 
 def _decode(samples: Mapping[What, Sequence[Sample]]) -> Iterable[DecodePoint]:
     points = [
-        DecodePoint(batch=what.batch, context_tokens=_context(taken), **_duration(taken))
-        for what, taken in samples.items()
+        DecodePoint(batch=what.batch, context_tokens=_context(group), **_duration(group))
+        for what, group in samples.items()
         if isinstance(what, Decode)
     ]
     return sorted(points, key=lambda point: point.place)
@@ -93,10 +93,10 @@ def _mixed(samples: Mapping[What, Sequence[Sample]]) -> Iterable[MixedPoint]:
         MixedPoint(
             prompt_tokens=what.prompt_tokens,
             batch=what.batch,
-            context_tokens=_context(taken),
-            **_duration(taken),
+            context_tokens=_context(group),
+            **_duration(group),
         )
-        for what, taken in samples.items()
+        for what, group in samples.items()
         if isinstance(what, Mixed)
     ]
     return sorted(points, key=lambda point: point.place)

@@ -1,8 +1,8 @@
 """Which points of an engine are measured, in what order, and how often.
 
-Called by `cleave profile`. A short look first (how long is a prompt, how many fit in a pass), then
-rounds over all shots in random order, so that a machine that slows down for a while slows all
-points alike, then further rounds of those that scattered. Every wait has a bound.
+Called by `cleave profile`: 1. a short probe (times of prompts, and how many tokens fit in one
+iteration); 2. repeated measurements in random order, so that a temporary slowdown of the machine
+affects all points equally; 3. further repeats of points that scatter. Every wait has a timeout.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from cleave.profiling.shots import (
 )
 
 Show = Callable[[int, int, str], None]
-"""Shots done, shots in all, what is being measured."""
+"""Called with measurements done, their total, and a label of the current one."""
 
 Taken = dict[What, list[Sample]]
 """Samples by point."""
@@ -36,54 +36,54 @@ _IDLE_TIMEOUT_S = 60.0
 _IDLE_PERIOD_S = 0.02
 _SHORTEST = 16
 _KV_SHARE = 0.8
-"""Of the KV cache that measured requests may fill: more would preempt."""
+"""Share of the KV cache that measured requests may fill; more would cause preemptions."""
 _LONGEST_STREAM = 4096
-"""Tokens that a stream asks for; it is cut off long before."""
+"""Tokens that a stream requests; it is aborted long before."""
 _PLUG_FRONTS = 4.0
-"""A plug must last this many times the cost of HTTP."""
+"""A plug prompt must take at least this many times the overhead of HTTP."""
 _SHOT_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How much is measured."""
+    """The extent of the measurements."""
 
     repeats: int = 5
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     contexts: tuple[int, ...] = (64, 512, 2048, 8192)
     """Prompt tokens of each decoding request."""
     steps_per_octave: int = 2
-    """Prompt lengths between a length and its double."""
+    """Number of prompt lengths per doubling."""
     longest_prompt: int = 1 << 20
     longest_fill_s: float = 20.0
-    """Batches whose prompts would take longer to compute are left out."""
+    """Batches whose prompts would take longer to compute are skipped."""
     max_spread: float = 0.15
-    """A point that scatters more is measured up to three times as often."""
+    """A point with a larger relative spread is measured up to three times as often."""
     seed: int = 0
 
 
 QUICK = Settings(repeats=3, batches=(1, 8, 32), contexts=(64, 1024), steps_per_octave=1)
-"""A look in a minute or so; for plans that matter take the whole."""
+"""A coarse profile in about a minute; use the defaults for plans that matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a short look found."""
+    """The result of the short probe."""
 
     pass_ms: Mapping[int, float]
-    """Prompt tokens -> one pass, for lengths that are one pass."""
+    """Prompt tokens -> ms, for lengths that fit in one iteration."""
     front_ms: float
 
     @property
     def longest(self) -> int:
-        """Prompt tokens of the longest single pass found."""
+        """Prompt tokens of the longest prompt that fits in one iteration."""
         return max(self.pass_ms)
 
 
 async def measure(client: Client, facts: EngineFacts, settings: Settings, show: Show) -> Taken:
-    """All samples by point; points that could not be seen are absent.
+    """Measure all points; samples by point, without points that could not be observed.
 
-    Raises ProfilingError; nothing runs on the engine when this has returned.
+    Raises ProfilingError; no request runs on the engine afterwards.
     """
     rng = random.Random(settings.seed)
     await _until_idle(client)
@@ -92,9 +92,9 @@ async def measure(client: Client, facts: EngineFacts, settings: Settings, show: 
         shot: defaultdict(list) for shot in choose_shots(facts, settings, look)
     }
     done, total = 0, len(taken) * settings.repeats
-    for turn in range(settings.repeats * _MOST_TURNS):
+    for repeat in range(settings.repeats * _MOST_TURNS):
         pending = list(taken)
-        if turn >= settings.repeats:
+        if repeat >= settings.repeats:
             pending = [shot for shot in taken if _scatters(taken[shot], settings)]
             total += len(pending)
         for shot in rng.sample(pending, len(pending)):
@@ -111,26 +111,26 @@ async def measure(client: Client, facts: EngineFacts, settings: Settings, show: 
 async def look_around(
     client: Client, facts: EngineFacts, settings: Settings, rng: random.Random, show: Show
 ) -> Look:
-    """Prompts of doubling length until one takes two passes; the engine is warm afterwards."""
+    """Measure prompts of doubling length until one takes two iterations; warms up the engine."""
     pass_ms: dict[int, float] = {}
-    fronts: list[float] = []
+    overheads: list[float] = []
     usual = 0
     last = _limit(facts, settings)
     for tokens in lengths(last, 1):
-        show(0, 0, f"a look: {tokens} tokens")
+        show(0, 0, f"probe: {tokens} tokens")
         shot = PromptShot(tokens)
         await shot.run(client, rng)
-        (prompt, front), passes = await shot.run_counted(client, rng)
-        usual = usual or passes
-        if passes > usual:
+        (prompt, overhead), iterations = await shot.run_counted(client, rng)
+        usual = usual or iterations
+        if iterations > usual:
             break
         pass_ms[tokens] = prompt.ms
-        fronts.append(front.ms)
-    return Look(pass_ms, min(fronts))
+        overheads.append(overhead.ms)
+    return Look(pass_ms, min(overheads))
 
 
 def choose_shots(facts: EngineFacts, settings: Settings, look: Look) -> Iterator[Shot]:
-    """Everything that is worth measuring within the engine's limits."""
+    """All useful measurements within the engine's limits."""
     longest = look.longest
     for tokens in lengths(longest, settings.steps_per_octave):
         yield PromptShot(tokens)
@@ -154,12 +154,12 @@ def choose_shots(facts: EngineFacts, settings: Settings, look: Look) -> Iterator
 
 def lengths(last: int, steps_per_octave: int) -> list[int]:
     """Prompt lengths from 16 to `last`, evenly on a logarithmic scale, both ends included."""
-    found = []
+    result = []
     step = 0
     while (tokens := round(_SHORTEST * 2 ** (step / steps_per_octave))) < last:
-        found.append(tokens)
+        result.append(tokens)
         step += 1
-    return [*found, last]
+    return [*result, last]
 
 
 async def _run(client: Client, shot: Shot, rng: random.Random, taken: Taken) -> None:
@@ -170,21 +170,21 @@ async def _run(client: Client, shot: Shot, rng: random.Random, taken: Taken) -> 
             await _until_idle(client)
     except TimeoutError:
         raise ProfilingError(
-            f"{shot.label}: not over in {_SHOT_TIMEOUT_S:.0f} s; is the engine in use, or hung?"
+            f"{shot.label}: not done in {_SHOT_TIMEOUT_S:.0f} s; is the engine in use, or hung?"
         ) from None
 
 
 async def _until_idle(client: Client) -> None:
-    """Until the engine has dropped what was cut off. Raises ProfilingError when it stays busy."""
+    """Wait until the engine has aborted all requests. Raises ProfilingError when it stays busy."""
     deadline = asyncio.get_running_loop().time() + _IDLE_TIMEOUT_S
     while await read_load(client):
         if asyncio.get_running_loop().time() > deadline:
-            raise ProfilingError(f"{client.url} is busy with other requests; take its traffic away")
+            raise ProfilingError(f"{client.url} is busy with other requests; stop its traffic")
         await asyncio.sleep(_IDLE_PERIOD_S)
 
 
 def _usual(shot: Shot, samples: Taken) -> list[What]:
-    """What to keep of a shot; of a batch that fell apart now and then, the size seen most often."""
+    """The points to keep; of a batch that was not always formed in full, the most frequent size."""
     if isinstance(shot, BatchShot) and samples:
         return [max(samples, key=lambda what: len(samples[what]))]
     return list(samples)
@@ -207,6 +207,6 @@ def _limit(facts: EngineFacts, settings: Settings) -> int:
 
 
 def _fill_ms(look: Look, tokens: int) -> float:
-    """Rough time of one prompt, from the nearest shorter one that was seen."""
-    seen = max((t for t in look.pass_ms if t <= tokens), default=min(look.pass_ms))
-    return look.pass_ms[seen] * max(1.0, tokens / seen)
+    """Rough time of one prompt, scaled from the nearest shorter prompt of the probe."""
+    measured = max((t for t in look.pass_ms if t <= tokens), default=min(look.pass_ms))
+    return look.pass_ms[measured] * max(1.0, tokens / measured)

@@ -1,9 +1,9 @@
-"""What is measured at one go: a prompt, prompts in one pass, decoding with prompts thrown in.
+"""Single measurements: one prompt, several prompts in one iteration, decoding mixed with prompts.
 
-A shot runs once and gives samples: (point without its duration, milliseconds). Rounds of shots are
-`cleave.profiling.rounds`'. What is hard: a client sees passes only from outside, so it looks at
-what the fixed cost of HTTP cannot reach: gaps between tokens, and the engine's own clock for
-prompts that run alone. Every prompt is new, or the prefix cache would answer for the engine.
+A measurement runs once and yields samples: (point without its duration, milliseconds);
+`cleave.profiling.rounds` repeats them. What is hard: a client cannot observe iterations directly,
+so it uses times that exclude the overhead of HTTP: gaps between tokens, and the engine's own clock
+for prompts that run alone. Every prompt is new, otherwise the prefix cache would falsify the times.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from cleave.profiling.errors import ProfilingError, single_fault
 from cleave.profiling.streams import Streams, streaming
 
 _TOKEN_IDS = range(8, 250)
-"""In every vocabulary, and no special tokens in most."""
+"""Present in every vocabulary, and in most no special tokens."""
 _SETTLE_TOKENS = 3
 _WINDOW_TOKENS = 24
 _SAME_PASS = 0.2
-"""Tokens that come within this share of a pass are of one pass."""
+"""Tokens that arrive within this share of an iteration belong to the same iteration."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Prefill:
-    """One pass over `prompts` whole prompts of `tokens` each."""
+    """One prefill iteration over `prompts` prompts of `tokens` each."""
 
     prompts: int
     tokens: int
@@ -37,26 +37,26 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Decode:
-    """One token for each of `batch` requests."""
+    """One decode iteration of `batch` requests."""
 
     batch: int
     prompt_tokens: int
-    """Of each request; its context has grown a little when it is measured."""
+    """Prompt tokens of each request; its context is slightly longer when it is measured."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mixed:
-    """One pass with a whole prompt and a token for each of `batch` requests."""
+    """One iteration with a prompt and `batch` decoding requests."""
 
     batch: int
     context_prompt_tokens: int
-    """As `Decode.prompt_tokens`."""
+    """Prompt tokens of each decoding request, as in `Decode`."""
     prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Front:
-    """HTTP and the engine's front: what a client waits beyond the engine's own clock."""
+    """Overhead of HTTP and the engine's API server: the client's time minus the engine's own."""
 
     tokens: int
 
@@ -71,23 +71,23 @@ class Sample:
     what: What
     ms: float
     context_tokens: int = 0
-    """Of all decoding requests together, in the pass."""
+    """Sum over all decoding requests in the iteration."""
 
 
 class Shot(Protocol):
-    """Measures once."""
+    """A measurement that runs once."""
 
     @property
     def label(self) -> str:
         """A few words for the progress bar."""
 
     async def run(self, client: Client, rng: random.Random) -> Sequence[Sample]:
-        """The samples it could take, perhaps none. Raises ProfilingError."""
+        """Run it; its samples, possibly none. Raises ProfilingError."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptShot:
-    """One prompt alone, by the engine's clock from being scheduled to the first token."""
+    """One prompt alone, by the engine's clock from scheduling to the first token."""
 
     tokens: int
 
@@ -97,32 +97,32 @@ class PromptShot:
         return f"a prompt of {self.tokens} tokens"
 
     async def run(self, client: Client, rng: random.Random) -> list[Sample]:
-        """Two samples: the pass, and what the client waited on top."""
-        sample, _ = await self.run_counted(client, rng)
-        return sample
+        """Two samples: the prefill, and the overhead of the client's time over it."""
+        samples, _ = await self.run_counted(client, rng)
+        return samples
 
     async def run_counted(self, client: Client, rng: random.Random) -> tuple[list[Sample], int]:
-        """The samples and how many passes the engine made."""
+        """(the samples, number of iterations that the engine ran)."""
         before = await read_counters(client)
-        answer = await client.complete(draw(rng, self.tokens), 1)
+        completion = await client.complete(draw(rng, self.tokens), 1)
         after = await read_counters(client, before.prefills + 1)
         ms = (after.prefill_s - before.prefill_s) * 1e3 / (after.prefills - before.prefills)
         samples = [
             Sample(Prefill(1, self.tokens), ms),
-            Sample(Front(self.tokens), max(0.0, answer.ttft_ms - ms)),
+            Sample(Front(self.tokens), max(0.0, completion.ttft_ms - ms)),
         ]
         return samples, after.passes - before.passes
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShot:
-    """Several prompts in one pass: sent while another prompt, the plug, keeps the engine busy."""
+    """Several prompts in one iteration: sent while another prompt, the plug, is computed."""
 
     prompts: int
     tokens: int
     plug_tokens: int
     wait_s: float
-    """After which the plug's pass is under way."""
+    """Delay after which the plug's iteration runs."""
 
     @property
     def label(self) -> str:
@@ -130,10 +130,10 @@ class BatchShot:
         return f"{self.prompts} prompts of {self.tokens} tokens"
 
     async def run(self, client: Client, rng: random.Random) -> list[Sample]:
-        """One sample of the largest group that came together; none when all came one by one.
+        """One sample of the largest group in one iteration; none when all prompts ran alone.
 
-        An engine that plans the next pass ahead takes the first prompt alone, so the group may be
-        smaller than what was sent.
+        An engine that schedules the next iteration early takes the first prompt alone, so the group
+        may be smaller than the number of prompts.
         """
         prompts = [draw(rng, self.tokens) for _ in range(self.prompts)]
         async with single_fault(), asyncio.TaskGroup() as group:
@@ -147,13 +147,13 @@ class BatchShot:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShot:
-    """Requests that decode together, then the same with prompts thrown in."""
+    """Requests that decode together, first alone, then with prompts added."""
 
     batch: int
     prompt_tokens: int
     mixed_tokens: tuple[int, ...]
     output_tokens: int
-    """Asked for, per request; cut off long before."""
+    """Tokens requested per stream; streams are aborted long before."""
 
     @property
     def label(self) -> str:
@@ -161,7 +161,7 @@ class DecodeShot:
         return f"decoding {self.batch} x {self.prompt_tokens} tokens"
 
     async def run(self, client: Client, rng: random.Random) -> list[Sample]:
-        """One sample of decoding and one for each prompt thrown in."""
+        """One sample of decoding and one for each added prompt."""
         prompts = [draw(rng, self.prompt_tokens) for _ in range(self.batch)]
         async with streaming(client, prompts, self.output_tokens, _SETTLE_TOKENS) as streams:
             firsts = [len(times) for times in streams.token_s]
@@ -176,21 +176,21 @@ class DecodeShot:
         contexts: list[int] = []
         for times, first in zip(streams.token_s, firsts, strict=True):
             gaps += [after - before for before, after in pairwise(times[first - 1 :])]
-            # The pass that makes token k + 1 reads the prompt and k tokens.
+            # The iteration that yields token k + 1 reads the prompt and k tokens.
             contexts += range(self.prompt_tokens + first, self.prompt_tokens + len(times))
         context = round(sum(contexts) / len(contexts) * self.batch)
         ms = median(gaps) * 1e3
         if ms <= 0:
             raise ProfilingError(
                 f"{self.batch} streams come in bursts, not token by token: the engine's front or "
-                "this machine is too slow to see its passes; measure smaller batches"
+                "this machine is too slow to observe iterations; measure smaller batches"
             )
         return Sample(Decode(self.batch, self.prompt_tokens), ms, context)
 
     async def _throw_in(
         self, client: Client, streams: Streams, tokens: int, rng: random.Random
     ) -> Sample:
-        """The longest gap of each stream while a prompt runs; the median of them."""
+        """A sample with an added prompt: the median over streams of their longest token gap."""
         firsts = [len(times) for times in streams.token_s]
         await client.complete(draw(rng, tokens), 1)
         await streams.more(_SETTLE_TOKENS)
@@ -204,14 +204,14 @@ class DecodeShot:
 
 
 def draw(rng: random.Random, tokens: int) -> list[int]:
-    """A prompt of that many tokens that nobody has asked before."""
+    """A random prompt with that many tokens, which no prefix cache holds."""
     return rng.choices(_TOKEN_IDS, k=tokens)
 
 
 def group_passes(end_s: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """(first tokens in a pass, its seconds) for each pass but the first.
+    """(number of first tokens, seconds) of each iteration but the first.
 
-    `end_s`: when first tokens came, ascending, of passes without a pause between them.
+    `end_s`: ascending arrival times of first tokens, from iterations without pauses in between.
     """
     longest = max(after - before for before, after in pairwise(end_s))
     groups = [[end_s[0]]]

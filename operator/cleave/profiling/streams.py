@@ -1,7 +1,7 @@
-"""Streams that decode side by side, and when their tokens came.
+"""Concurrent streams and the arrival times of their tokens.
 
-Used by the shots. What is hard: the streams join one after another while the first already decode,
-so they ask for more tokens than will be read, and are cut off when enough has been seen.
+Used by the measurements. What is hard: streams start decoding one after another, so they request
+more tokens than are needed and are aborted after the measurement.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ Times = list[float]
 
 
 class Streams:
-    """Tokens of several streams as they come; times in seconds of the loop's clock."""
+    """Arrival times of the tokens of several streams, in seconds of the loop's clock."""
 
     def __init__(self, count: int) -> None:
         self.token_s: list[Times] = [[] for _ in range(count)]
@@ -24,7 +24,7 @@ class Streams:
         self._reached = asyncio.Event()
 
     def note(self, stream: int, now: float, count: int) -> None:
-        """`count` tokens of a stream came."""
+        """Record `count` tokens of a stream that arrived at `now`."""
         times = self.token_s[stream]
         times += [now] * count
         if self._short and len(times) - count < self._goals[stream] <= len(times):
@@ -33,7 +33,7 @@ class Streams:
                 self._reached.set()
 
     async def more(self, tokens: int) -> None:
-        """Wait until each stream has that many tokens more than now."""
+        """Wait until each stream has received that many further tokens."""
         self._goals = [len(times) + tokens for times in self.token_s]
         self._short = len(self._goals)
         self._reached.clear()
@@ -44,9 +44,9 @@ class Streams:
 async def streaming(
     client: Client, prompts: Sequence[Sequence[int]], output_tokens: int, settle: int
 ) -> AsyncIterator[Streams]:
-    """All `prompts` decoding, each with `settle` tokens or more; cut off afterwards.
+    """Streams of all `prompts`, each with at least `settle` tokens; aborted on exit.
 
-    Raises ProfilingError when one fails or ends inside.
+    Raises ProfilingError when a stream fails or ends inside the context.
     """
     streams = Streams(len(prompts))
 

@@ -1,1 +1,1 @@
-"""The planner's answer as one page of HTML that needs nothing else."""
+"""The result of planning as one self-contained HTML page."""

@@ -1,4 +1,4 @@
-"""The page's charts, in reading order; here those of load, latency and stages. Pure."""
+"""Builds the page's charts in reading order, among them those of load, latency and stages. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _SHOWN_LOADS = (0.25, 0.55, 0.8, 1.0, 1.2, 1.5)
 
 
 def charts(study: Study) -> Iterator[Chart]:
-    """All of them, in reading order; those without data are left out."""
+    """All charts in reading order; those without data are left out."""
     if study.sweeps:
         yield attainment(study)
         yield cdf(study, "ttft")
@@ -37,42 +37,42 @@ def charts(study: Study) -> Iterator[Chart]:
 
 
 def attainment(study: Study) -> Chart:
-    """Attainment against rate with the goal, the goodput and the asked rate (DistServe, fig. 8)."""
-    goal, asked = study.subject.slo.attainment, study.subject.rate
-    shown = [_sweep_of(study, plan) for plan in _contenders(study)]
+    """Attainment over rate with target, goodput and requested rate (DistServe, fig. 8)."""
+    target, requested_rate = study.subject.slo.attainment, study.subject.rate
+    sweeps = [_sweep_of(study, plan) for plan in _contenders(study)]
     figure = blank("rate (req/s)", "requests within the SLO")
-    for place, sweep in enumerate(shown):
-        colour, dash = _line(sweep.plan, place)
+    for position, sweep in enumerate(sweeps):
+        color, dash = _line(sweep.plan, position)
         figure.add_scatter(
             x=list(sweep.rates),
             y=list(sweep.attainment),
             name=f"{plan_label(sweep.plan)} ({sweep.plan.gpus} GPUs)",
             mode="lines+markers",
-            line={"color": colour, "dash": dash, "width": 2.5},
+            line={"color": color, "dash": dash, "width": 2.5},
             marker={"size": 5},
             hovertemplate="%{x:.3g} req/s: %{y:.1%}<extra></extra>",
         )
-        if most := sweep.plan.prediction.goodput:
+        if goodput := sweep.plan.prediction.goodput:
             figure.add_scatter(
-                x=[most],
-                y=[goal],
+                x=[goodput],
+                y=[target],
                 mode="markers",
                 showlegend=False,
-                marker={"size": 12, "symbol": "diamond", "color": colour},
+                marker={"size": 12, "symbol": "diamond", "color": color},
                 hovertemplate="goodput %{x:.3g} req/s<extra></extra>",
             )
-    rule(figure, y=goal, text=f"goal {percent(goal)}")
-    rule(figure, x=asked, text=f"asked {number(asked)} req/s")
+    rule(figure, y=target, text=f"target {percent(target)}")
+    rule(figure, x=requested_rate, text=f"requested {number(requested_rate)} req/s")
     reach = max(
-        *(1.6 * sweep.plan.prediction.goodput for sweep in shown),
-        1.15 * asked,
+        *(1.6 * sweep.plan.prediction.goodput for sweep in sweeps),
+        1.15 * requested_rate,
     )
     figure.update_xaxes(range=[0, reach])
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
     sentences = [
-        f"{plan_label(sweep.plan)} holds {percent(goal)} up to "
+        f"{plan_label(sweep.plan)} holds {percent(target)} up to "
         f"{number(sweep.plan.prediction.goodput)} req/s"
-        for sweep in shown
+        for sweep in sweeps
     ]
     return Chart(
         "attainment",
@@ -80,39 +80,41 @@ def attainment(study: Study) -> Chart:
         f"Share of requests within the SLO as the rate rises; {'; '.join(sentences)}.",
         figure,
         ("plan", "rate (req/s)", "attainment", "P90 TTFT", "P90 TPOT"),
-        tuple(row for sweep in shown for row in _sweep_rows(sweep)),
+        tuple(row for sweep in sweeps for row in _sweep_rows(sweep)),
     )
 
 
 def cdf(study: Study, metric: str) -> Chart:
-    """Distribution of one latency at the asked rate, with its target."""
+    """Distribution of one latency at the requested rate, with its target."""
     slo = study.subject.slo
     name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
     figure = blank(f"{name} (ms)", "share of requests")
-    rows, seen = [], []
-    for place, latencies in enumerate(study.latencies):
-        colour, dash = _line(latencies.plan, place)
+    rows, sentences = [], []
+    for position, latencies in enumerate(study.latencies):
+        color, dash = _line(latencies.plan, position)
         values = getattr(latencies, f"{metric}_ms")
         share = _share_within(values, target)
         label = plan_label(latencies.plan)
-        seen.append(f"{label} meets {milliseconds(target)} for {percent(share)} of requests")
-        rows += [(label, f"P{place}", milliseconds(_at(values, place))) for place in _PLACES]
+        sentences.append(f"{label} meets {milliseconds(target)} for {percent(share)} of requests")
+        rows += [
+            (label, f"P{position}", milliseconds(_at(values, position))) for position in _PLACES
+        ]
         figure.add_scatter(
             x=[value if math.isfinite(value) else None for value in values],
             y=[index / (len(values) - 1) for index in range(len(values))],
             name=label,
             mode="lines",
-            line={"color": colour, "dash": dash, "width": 2.5},
+            line={"color": color, "dash": dash, "width": 2.5},
             hovertemplate="%{y:.1%} within %{x:.4g} ms<extra></extra>",
         )
     rule(figure, x=target, text=f"target {milliseconds(target)}")
-    rule(figure, y=slo.attainment, text=f"goal {percent(slo.attainment)}")
+    rule(figure, y=slo.attainment, text=f"target {percent(slo.attainment)}")
     _limit_tail(figure, study.latencies, metric, target)
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
     return Chart(
         f"cdf-{metric}",
         f"{'Time to first token' if metric == 'ttft' else 'Time per output token'} ({name})",
-        f"At {number(study.subject.rate)} req/s: {'; '.join(seen)}.",
+        f"At {number(study.subject.rate)} req/s: {'; '.join(sentences)}.",
         figure,
         ("plan", "percentile", name),
         tuple(rows),
@@ -123,8 +125,8 @@ def stages(study: Study) -> Chart:
     """Shares of the five stages as the load rises (DistServe, section 6.3)."""
     sweep = study.sweeps[0]
     bars = [
-        (f"{number(sweep.rates[place])} req/s", sweep.stages[place])
-        for place in _load_places(sweep, study.subject.rate)
+        (f"{number(sweep.rates[index])} req/s", sweep.stages[index])
+        for index in _load_places(sweep, study.subject.rate)
     ]
     bars += [
         (f"{number(study.subject.rate)} req/s, {plan_label(other.plan)}", other.stages)
@@ -143,13 +145,14 @@ def stages(study: Study) -> Chart:
     figure.update_layout(barmode="stack", bargap=0.35, height=360, legend={"traceorder": "normal"})
     figure.update_xaxes(tickformat=".0%", range=[0, 1])
     figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False)
-    asked = study.latencies[0].stages
-    largest = max(asked, key=lambda stage: asked[stage])
+    shares_at_rate = study.latencies[0].stages
+    largest = max(shares_at_rate, key=lambda stage: shares_at_rate[stage])
     return Chart(
         "stages",
         "Where the time goes",
-        f"{plan_label(sweep.plan)} as the rate rises. At the asked rate {percent(asked[largest])} "
-        f"of all time is {largest}, {percent(asked[Stage.TRANSFER])} is KV transfer.",
+        f"{plan_label(sweep.plan)} as the rate rises. At the requested rate "
+        f"{percent(shares_at_rate[largest])} of all time is {largest}, "
+        f"{percent(shares_at_rate[Stage.TRANSFER])} is KV transfer.",
         figure,
         ("rate and plan", *map(str, Stage)),
         tuple((name, *(f"{shares[s]:.2%}" for s in Stage)) for name, shares in bars),
@@ -165,7 +168,7 @@ def _share_within(values: Sequence[float], target: float) -> float:
 
 
 def _contenders(study: Study) -> list[Plan]:
-    """The best of each kind, and the runner-up whatever it is."""
+    """The best plan of each kind, and the runner-up of either kind."""
     plans = [sweep.plan for sweep in study.sweeps]
     return list(dict.fromkeys((*rivals(plans), *plans[:2])))[:_MOST_LINES]
 
@@ -174,17 +177,17 @@ def _sweep_of(study: Study, plan: Plan) -> Sweep:
     return next(sweep for sweep in study.sweeps if sweep.plan is plan)
 
 
-def _line(plan: Plan, place: int) -> tuple[str, str]:
-    """Colour by kind of plan, as for markers; the first line is solid, a third one grey."""
-    if place == 2:
+def _line(plan: Plan, position: int) -> tuple[str, str]:
+    """Color by kind of plan, as for markers; the first line is solid, a third one grey."""
+    if position == 2:
         return "var(--third)", "dot"
     kind = "var(--first)" if plan.is_disaggregated else "var(--second)"
-    return kind, "dash" if place else "solid"
+    return kind, "dash" if position else "solid"
 
 
-def _load_places(sweep: Sweep, asked: float) -> list[int]:
-    """Places of some rates from idle to overload, all bars apart."""
-    base = sweep.plan.prediction.goodput or asked
+def _load_places(sweep: Sweep, requested_rate: float) -> list[int]:
+    """Indices of selected rates from idle to overload."""
+    base = sweep.plan.prediction.goodput or requested_rate
     return [
         min(range(len(sweep.rates)), key=lambda i: abs(sweep.rates[i] - load * base))
         for load in _SHOWN_LOADS
@@ -192,18 +195,20 @@ def _load_places(sweep: Sweep, asked: float) -> list[int]:
 
 
 def _sweep_rows(sweep: Sweep) -> Iterator[Row]:
-    for place, rate in enumerate(sweep.rates):
+    for index, rate in enumerate(sweep.rates):
         yield (
             plan_label(sweep.plan),
             number(rate),
-            percent(sweep.attainment[place]),
-            milliseconds(sweep.ttft_p90_ms[place]),
-            milliseconds(sweep.tpot_p90_ms[place]),
+            percent(sweep.attainment[index]),
+            milliseconds(sweep.ttft_p90_ms[index]),
+            milliseconds(sweep.tpot_p90_ms[index]),
         )
 
 
-def _limit_tail(figure: go.Figure, found: Sequence[Latencies], metric: str, target: float) -> None:
-    """Ends the axis where the tail of the better plan ends; the other one's may be far away."""
-    tails = [_at(getattr(each, f"{metric}_ms"), 99) for each in found]
+def _limit_tail(
+    figure: go.Figure, latencies: Sequence[Latencies], metric: str, target: float
+) -> None:
+    """End the axis at the tail of the better plan; that of the other may be far longer."""
+    tails = [_at(getattr(each, f"{metric}_ms"), 99) for each in latencies]
     reach = min((tail for tail in tails if math.isfinite(tail)), default=target)
     figure.update_xaxes(range=[0, 1.25 * max(target, min(reach, 5 * target))])

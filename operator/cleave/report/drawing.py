@@ -1,4 +1,4 @@
-"""The GPUs of every node as a drawing: coloured by role, framed by instance. Pure SVG and HTML."""
+"""Draws the GPUs of every node, colored by role and framed by instance. Pure SVG and HTML."""
 
 from collections.abc import Iterator
 from html import escape
@@ -12,23 +12,25 @@ _FRAME = 2
 _TOP = 14
 _LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.MIXED: "M"}
 _MOST_DRAWN = 32
-"""Nodes; a picture of more is a texture."""
+"""Most nodes that are drawn; more would not be readable."""
 
 
 def draw(nodes: tuple[Node, ...]) -> str:
-    """All nodes as one list; of very many, the first ones and a sentence."""
+    """All nodes as one list; above the limit, the first ones and a sentence."""
     items = "".join(
         f'<li><span class="node-name">node {number} <small>{escape(node.gpu)}</small></span>'
         f"{_svg(node, number)}</li>"
         for number, node in enumerate(nodes[:_MOST_DRAWN])
     )
-    left = len(nodes) - _MOST_DRAWN
-    more = f'<p class="note">... and {left} more nodes of the same kind.</p>' if left > 0 else ""
+    hidden = len(nodes) - _MOST_DRAWN
+    more = (
+        f'<p class="note">... and {hidden} more nodes of the same kind.</p>' if hidden > 0 else ""
+    )
     return f'<ol class="nodes" start="0">{items}</ol>{more}'
 
 
 def describe(node: Node) -> str:
-    """What runs on a node: `prefill 0 (stage 0) on 2 GPUs; 6 free`."""
+    """What runs on a node, such as `prefill 0 (stage 0) on 2 GPUs; 6 free`."""
     parts = [
         f"{s.role} {s.instance} (stage {s.stage}) on {s.gpus} GPU{'s' if s.gpus > 1 else ''}"
         for s in node.segments
@@ -46,18 +48,20 @@ def _svg(node: Node, number: int) -> str:
 
 
 def _parts(node: Node) -> Iterator[str]:
-    place = 0
+    first_gpu = 0
     for segment in node.segments:
-        yield from _segment(segment, place)
-        place += segment.gpus
-    for free in range(place, node.gpus):
+        yield from _segment(segment, first_gpu)
+        first_gpu += segment.gpus
+    for free in range(first_gpu, node.gpus):
         yield _cell(free, "free", "")
 
 
-def _segment(segment: Segment, place: int) -> Iterator[str]:
+def _segment(segment: Segment, first_gpu: int) -> Iterator[str]:
     for gpu in range(segment.gpus):
-        yield _cell(place + gpu, str(segment.role), f"{_LETTERS[segment.role]}{segment.instance}")
-    x, width = place * _CELL + _FRAME, segment.gpus * _CELL - _FRAME
+        yield _cell(
+            first_gpu + gpu, str(segment.role), f"{_LETTERS[segment.role]}{segment.instance}"
+        )
+    x, width = first_gpu * _CELL + _FRAME, segment.gpus * _CELL - _FRAME
     yield (
         f'<rect class="frame {segment.role}" x="{x}" y="{_TOP}" width="{width}" '
         f'height="{_CELL}" rx="6"/>'
@@ -65,8 +69,8 @@ def _segment(segment: Segment, place: int) -> Iterator[str]:
     )
 
 
-def _cell(place: int, kind: str, text: str) -> str:
-    x, y, size = place * _CELL + _GAP, _TOP + _GAP // 2, _CELL - _GAP - _FRAME // 2
+def _cell(index: int, kind: str, text: str) -> str:
+    x, y, size = index * _CELL + _GAP, _TOP + _GAP // 2, _CELL - _GAP - _FRAME // 2
     return (
         f'<rect class="gpu {kind}" x="{x}" y="{y}" width="{size - 1}" height="{size}" rx="4"/>'
         f'<text class="gpu-name" x="{x + size / 2}" y="{y + size / 2 + 4}">{text}</text>'

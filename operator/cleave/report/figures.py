@@ -1,6 +1,7 @@
-"""What all charts of the page share: a figure without colours of its own, rules across it, words.
+"""What all charts of the page share: an empty figure and reference lines.
 
-Pure. Colours are CSS variables (`var(--prefill)`): the page puts in those of the reader's theme.
+Pure. Colors are CSS variables (`var(--prefill)`): the page replaces them by those of the reader's
+theme.
 """
 
 import math
@@ -14,20 +15,20 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure with all that stands around it."""
+    """A figure with its title, caption and table."""
 
     key: str
     title: str
     note: str
-    """What is seen, in a sentence; read aloud instead of the picture."""
+    """Description in one sentence; screen readers read it instead of the picture."""
     figure: go.Figure
     heading: Row
     rows: tuple[Row, ...]
-    """The same numbers as a table."""
+    """The same data as a table."""
 
 
 def blank(x: str, y: str) -> go.Figure:
-    """An empty figure with the titles of its axes."""
+    """An empty figure with axis titles."""
     axis: dict[str, Any] = {
         "gridcolor": "var(--grid)",
         "linecolor": "var(--grid)",
@@ -52,7 +53,7 @@ def blank(x: str, y: str) -> go.Figure:
 
 
 def rule(figure: go.Figure, *, text: str, x: float | None = None, y: float | None = None) -> None:
-    """A thin line across the plot with its meaning written at it."""
+    """A thin labelled line across the plot, vertical at `x` or horizontal at `y`."""
     line = {"line": {"color": "var(--rule)", "width": 1.25, "dash": "dash"}, "layer": "below"}
     words = {
         "text": text,

@@ -1,8 +1,8 @@
-"""Which GPU of which node does what: a picture of a plan, not an order to the scheduler. Pure.
+"""Assigns a plan's pipeline stages to the GPUs of nodes, for a drawing only. Pure.
 
-Called by the page. What is hard: the stages of one pipeline may lie in several nodes, but the GPUs
-of one stage share a node; under DistServe's Algorithm 2 the same stage of prefill and decode share
-one too, because KV does not leave it.
+Called by the page; the scheduler may place them otherwise. What is hard: the stages of one pipeline
+may lie in several nodes, but the GPUs of one stage share a node; under DistServe's Algorithm 2 the
+same stages of prefill and decode share one too, because KV does not leave it.
 """
 
 import math
@@ -17,7 +17,7 @@ LOW_AFFINITY = "Algorithm 2"
 
 @dataclass(frozen=True, slots=True)
 class NodeShape:
-    """Nodes that are alike."""
+    """A group of equal nodes."""
 
     gpu: str
     count: int
@@ -30,16 +30,16 @@ class Segment:
 
     role: Role
     instance: int
-    """From 0 within its role."""
+    """Number within its role, from 0."""
     stage: int
     gpus: int
     gpu: str | None
-    """Kind of GPU it needs; None: any."""
+    """Required GPU type; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine."""
+    """One node with the segments on it."""
 
     gpu: str
     gpus: int
@@ -47,28 +47,28 @@ class Node:
 
     @property
     def free(self) -> int:
-        """GPUs without a role."""
+        """Unused GPUs."""
         return self.gpus - sum(segment.gpus for segment in self.segments)
 
 
 def lay_out(plan: Plan, shapes: tuple[NodeShape, ...]) -> tuple[Node, ...]:
-    """The nodes that the plan uses, first fit; segments that find no room are left out."""
+    """The nodes that the plan uses, by first fit; segments without room are left out."""
     machines = [(shape.gpu, shape.gpus_per_node) for shape in shapes for _ in range(shape.count)]
     filled: list[list[Segment]] = [[] for _ in machines]
     free = [gpus for _, gpus in machines]
     first_free: dict[tuple[str | None, int], int] = {}
     for group in _groups(plan):
-        kind, wanted = group[0].gpu, sum(segment.gpus for segment in group)
-        # Groups of one size fill from the left, so the search goes on where the last one ended.
-        place = first_free.get((kind, wanted), 0)
-        while place < len(machines) and (
-            free[place] < wanted or kind not in (None, machines[place][0])
+        kind, num_gpus = group[0].gpu, sum(segment.gpus for segment in group)
+        # Groups of one size fill from the left, so the search continues where the last one ended.
+        node_index = first_free.get((kind, num_gpus), 0)
+        while node_index < len(machines) and (
+            free[node_index] < num_gpus or kind not in (None, machines[node_index][0])
         ):
-            place += 1
-        first_free[kind, wanted] = place
-        if place < len(machines):
-            filled[place].extend(group)
-            free[place] -= wanted
+            node_index += 1
+        first_free[kind, num_gpus] = node_index
+        if node_index < len(machines):
+            filled[node_index].extend(group)
+            free[node_index] -= num_gpus
     return tuple(
         Node(gpu, gpus, tuple(segments))
         for (gpu, gpus), segments in zip(machines, filled, strict=True)
@@ -91,7 +91,7 @@ def _groups(plan: Plan) -> Iterator[tuple[Segment, ...]]:
 
 
 def _pairs(prefill: PlannedPool, decode: PlannedPool) -> Iterator[tuple[Segment, ...]]:
-    """The same stage of the instances that work together: alike cells, as small as they can be."""
+    """Equal stages of the instances of one cell; cells are as small as possible."""
     units = math.gcd(prefill.replicas, decode.replicas)
     for unit in range(units):
         members = [

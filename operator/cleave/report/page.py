@@ -1,7 +1,7 @@
-"""The page: one HTML file with its styles, its script, plotly.js and all numbers inside.
+"""Renders the page: one HTML file that contains its styles, script, plotly.js and all data.
 
 Called by `cleave plan --report`. What is hard: it must work from a mail attachment, so nothing is
-loaded from anywhere. plotly.js is the largest part by far; it is stored compressed and unpacked by
+loaded from elsewhere. plotly.js is by far the largest part; it is stored compressed and unpacked by
 the browser, which makes the file a third of the size.
 """
 
@@ -36,7 +36,7 @@ from cleave.report.whatif import WhatIf, what_if
 
 
 def page(study: Study) -> str:
-    """The whole file."""
+    """The complete HTML file."""
     drawn = {chart.key: chart for chart in charts(study)}
     points = what_if(study) if study.sweeps else None
     body = "\n".join(_body(study, drawn, points))
@@ -95,22 +95,22 @@ def _body(study: Study, drawn: dict[str, Chart], points: WhatIf | None) -> Itera
 
 
 def _header(study: Study) -> str:
-    answer, subject, slo = study.answer, study.subject, study.subject.slo
-    chosen = answer.selected
+    result, subject, slo = study.answer, study.subject, study.subject.slo
+    chosen = result.selected
     headline = _in_words(chosen) if chosen else "No plan holds this SLO"
     if chosen:
-        shown = tables.tiles(chosen, slo)
+        tiles = tables.tiles(chosen, slo)
     else:
-        shown = tables.nearest(answer.nearest_slo) if answer.nearest_slo else ""
+        tiles = tables.nearest(result.nearest_slo) if result.nearest_slo else ""
     return f"""<header class="card hero">
 <p class="overline">Cleave plan for <b>{escape(subject.deployment)}</b></p>
-<h1><span class="verdict {answer.verdict.lower()}">{VERDICTS[answer.verdict]}</span>
+<h1><span class="verdict {result.verdict.lower()}">{VERDICTS[result.verdict]}</span>
 {escape(headline)}</h1>
-<p class="reason">{escape(reason_alone(answer))}</p>
-<dl class="tiles">{shown}</dl>
-<p class="change"><b>What would change it.</b> {escape(answer.what_would_change)}</p>
-<p class="asked"><b>Asked:</b> {escape(subject.model)}; {percent(slo.attainment)} of requests with
-TTFT within {milliseconds(slo.ttft_ms)} and TPOT within {milliseconds(slo.tpot_ms)};
+<p class="reason">{escape(reason_alone(result))}</p>
+<dl class="tiles">{tiles}</dl>
+<p class="change"><b>What would change it.</b> {escape(result.what_would_change)}</p>
+<p class="asked"><b>Requested:</b> {escape(subject.model)}; {percent(slo.attainment)} of requests
+with TTFT within {milliseconds(slo.ttft_ms)} and TPOT within {milliseconds(slo.tpot_ms)};
 {number(subject.rate)} req/s; {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
 </header>"""
 
@@ -119,7 +119,7 @@ def _warnings(study: Study) -> str:
     if not study.answer.warnings:
         return ""
     items = "".join(f"<li>{escape(text)}</li>" for text in study.answer.warnings)
-    return f'<aside class="card warnings"><h2>Mind this</h2><ul>{items}</ul></aside>'
+    return f'<aside class="card warnings"><h2>Warnings</h2><ul>{items}</ul></aside>'
 
 
 def _section(title: str, parts: Sequence[str], columns: int = 1) -> str:
@@ -147,10 +147,10 @@ def _layout(plan: Plan, study: Study) -> str:
         f'<li><span class="swatch {pool.role}"></span>{escape(pool_sentence(pool))}</li>'
         for pool in plan.pools
     )
-    placed = sum(segment.gpus for node in nodes for segment in node.segments)
+    shown_gpus = sum(segment.gpus for node in nodes for segment in node.segments)
     missing = (
-        f'<p class="note">{plan.gpus - placed} GPUs find no room in whole nodes.</p>'
-        if placed < plan.gpus
+        f'<p class="note">{plan.gpus - shown_gpus} GPUs find no room in whole nodes.</p>'
+        if shown_gpus < plan.gpus
         else ""
     )
     return f"""<figure><h3>GPU by GPU</h3>
@@ -164,7 +164,7 @@ an instance. One way to place the plan; the scheduler may find another.</figcapt
 
 
 def _sliders(points: WhatIf, study: Study) -> str:
-    places = zip(
+    sliders = zip(
         ("rate", "ttft", "tpot"),
         ("Rate", "TTFT target", "TPOT target"),
         (points.rates, points.ttft_ms, points.tpot_ms),
@@ -176,36 +176,37 @@ def _sliders(points: WhatIf, study: Study) -> str:
         f'<output id="value-{key}" for="slider-{key}"></output>'
         f'<input type="range" id="slider-{key}" min="0" max="{len(values) - 1}" step="1" '
         f'value="{start}" data-start="{start}"></div>'
-        for key, name, values, start in places
+        for key, name, values, start in sliders
     )
     return f"""<div class="what-if">
 <div class="sliders">{rows}
-<button type="button" id="reset">as asked</button></div>
+<button type="button" id="reset">as requested</button></div>
 <div class="tiles" aria-live="polite">
 <div class="tile wide"><dt>best plan</dt><dd id="what-plan">-</dd></div>
 <div class="tile"><dt>goodput per GPU</dt><dd id="what-per-gpu">-</dd></div>
 <div class="tile"><dt>GPUs</dt><dd id="what-gpus">-</dd></div>
 <div class="tile"><dt>goodput</dt><dd id="what-goodput">-</dd></div>
 </div>
-<p class="note">Among {len(study.sweeps)} plans: those found for what was asked and their
+<p class="note">Among {len(study.sweeps)} plans: those found for the request and their
 neighbours, each as it is or in whole copies. With other targets a new search may find a better
 one.</p>
 </div>"""
 
 
 def _method(study: Study) -> str:
-    answer = study.answer
+    result = study.answer
     facts = (
-        ("candidates", f"{answer.num_candidates:,}"),
-        ("simulated requests", f"{answer.num_simulated_requests:,}"),
-        ("time", f"{answer.elapsed_s:.2f} s"),
+        ("candidates", f"{result.num_candidates:,}"),
+        ("simulated requests", f"{result.num_simulated_requests:,}"),
+        ("time", f"{result.elapsed_s:.2f} s"),
         ("seed", str(study.subject.seed)),
     )
     items = "".join(f'<div class="tile"><dt>{k}</dt><dd>{v}</dd></div>' for k, v in facts)
     return (
-        f'<div><dl class="tiles">{items}</dl>{tables.trust(answer)}'
-        '<p class="note">Goodput is the highest rate at which the goal holds, by bisection over a '
-        "discrete-event simulation of every instance. Predictions are at the asked rate.</p></div>"
+        f'<div><dl class="tiles">{items}</dl>{tables.trust(result)}'
+        '<p class="note">Goodput is the highest rate at which the target is met, by bisection over '
+        "a discrete-event simulation of every instance. Predictions are at the requested "
+        "rate.</p></div>"
     )
 
 

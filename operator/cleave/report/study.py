@@ -1,6 +1,6 @@
-"""What the page shows beyond the answer: the plans simulated at rising rates. Pure.
+"""Simulates plans at rising rates, for the page's charts and sliders. Pure.
 
-Called by `cleave plan --report`. What is hard: sliders over rate and SLO must answer at once in a
+Called by `cleave plan --report`. What is hard: sliders over rate and SLO must respond at once in a
 browser, so every plan is simulated once per rate, and each SLO is then only a count over the same
 latencies.
 """
@@ -19,7 +19,7 @@ from cleave.simulator.breakdown import Stage, stage_shares
 from cleave.simulator.outcome import Outcome, Times
 
 SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0)
-"""Factors on the asked TTFT and TPOT."""
+"""Factors on the requested TTFT and TPOT targets."""
 LOADS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0)
 """Simulated rates as factors on a plan's goodput."""
 _MOST_PLANS = 8
@@ -30,12 +30,12 @@ class Bench(Protocol):
     """Simulates a plan of one deployment under its workload."""
 
     def serve(self, plan: Plan, rate: float) -> Outcome:
-        """Requests of the workload at `rate` req/s; the same ones for every plan."""
+        """Simulate requests of the workload at `rate` req/s; the same ones for every plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was asked."""
+    """The planned deployment, as the page describes it."""
 
     deployment: str
     model: str
@@ -43,7 +43,7 @@ class Subject:
     rate: float
     """Requests per second."""
     traffic: str
-    """The workload in a sentence."""
+    """Description of the workload in one sentence."""
     nodes: tuple[NodeShape, ...]
     max_gpus: int
     """Most GPUs that a plan may use."""
@@ -52,7 +52,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One plan at rising rates; all sequences are by rate."""
+    """One plan simulated at rising rates; all sequences are indexed by rate."""
 
     plan: Plan
     rates: tuple[float, ...]
@@ -61,52 +61,52 @@ class Sweep:
     tpot_p90_ms: tuple[float, ...]
     stages: tuple[dict[Stage, float], ...]
     attainment_by_scale: NDArray[np.float64]
-    """(rates, TTFT scales, TPOT scales)."""
+    """Array of shape (rates, TTFT scales, TPOT scales)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """One plan's latencies at the asked rate."""
+    """Latencies of one plan at the requested rate."""
 
     plan: Plan
     ttft_ms: tuple[float, ...]
-    """Quantiles 0, 0.005, ... 1; requests that never ended count as infinitely late."""
+    """Quantiles 0, 0.005, ... 1; unfinished requests count as infinite."""
     tpot_ms: tuple[float, ...]
     stages: dict[Stage, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Everything that the page shows."""
+    """All data of the page."""
 
     subject: Subject
     answer: Answer
     sweeps: tuple[Sweep, ...]
     """The selected plan first, then the alternatives in their order, then the neighbours."""
     latencies: tuple[Latencies, ...]
-    """Of the selected plan (or the best there is) and the best of the other kind."""
+    """Those of the selected plan (or the best one) and of the best of the other kind."""
     neighbours: tuple[Plan, ...] = ()
-    """Plans with some instances more or less, for comparison."""
+    """Plans with a few instances more or less, for comparison."""
 
 
 def study(
-    subject: Subject, answer: Answer, bench: Bench, neighbours: tuple[Plan, ...] = ()
+    subject: Subject, result: Answer, bench: Bench, neighbours: tuple[Plan, ...] = ()
 ) -> Study:
-    """Simulate the plans of `answer` and their neighbours as far as the page needs it."""
-    listed = shown_plans(answer)
+    """Simulate the plans of `result` and their neighbours as far as the page needs it."""
+    listed = shown_plans(result)
     plans = (*listed, *neighbours)
     return Study(
         subject=subject,
-        answer=answer,
+        answer=result,
         neighbours=neighbours,
         sweeps=tuple(_sweep(subject, plan, bench) for plan in plans),
         latencies=tuple(_latencies(subject, plan, bench) for plan in rivals(listed)),
     )
 
 
-def shown_plans(answer: Answer) -> tuple[Plan, ...]:
-    """The plans that the page looks into; the best of each kind is always among them."""
-    every = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+def shown_plans(result: Answer) -> tuple[Plan, ...]:
+    """The plans that the page describes; the best of each kind is always among them."""
+    every = ((result.selected,) if result.selected else ()) + result.alternatives
     best = every[:_MOST_PLANS]
     return best + tuple(plan for plan in rivals(every) if plan not in best)
 
@@ -118,16 +118,16 @@ def rivals(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     return (*plans[:1], *((other,) if other else ()))
 
 
-def goodput(rates: Sequence[float], attainment: Sequence[float], goal: float) -> float:
-    """Where attainment first falls below `goal`, on straight lines between the rates.
+def goodput(rates: Sequence[float], attainment: Sequence[float], target: float) -> float:
+    """Rate at which attainment first falls below `target`, interpolated linearly.
 
-    0 when the lowest rate misses the goal, the highest rate when none does.
+    0 when the lowest rate misses the target, the highest rate when none does.
     """
     for low, (rate, share) in enumerate(zip(rates[1:], attainment[1:], strict=True)):
-        if attainment[low] < goal:
+        if attainment[low] < target:
             return 0.0
-        if share < goal:
-            part = (attainment[low] - goal) / (attainment[low] - share)
+        if share < target:
+            part = (attainment[low] - target) / (attainment[low] - share)
             return rates[low] + part * (rate - rates[low])
     return rates[-1]
 
@@ -158,16 +158,16 @@ def _by_scale(outcome: Outcome, slo: Slo) -> NDArray[np.float64]:
 
 def _latencies(subject: Subject, plan: Plan, bench: Bench) -> Latencies:
     outcome = bench.serve(plan, subject.rate)
-    places = np.linspace(0, 1, _CDF_POINTS)
+    levels = np.linspace(0, 1, _CDF_POINTS)
     return Latencies(
         plan=plan,
-        ttft_ms=tuple(_quantile(outcome.ttft_ms, place) for place in places),
-        tpot_ms=tuple(_quantile(outcome.tpot_ms, place) for place in places),
+        ttft_ms=tuple(_quantile(outcome.ttft_ms, level) for level in levels),
+        tpot_ms=tuple(_quantile(outcome.tpot_ms, level) for level in levels),
         stages=stage_shares(outcome),
     )
 
 
-def _quantile(values: Times, place: float) -> float:
-    """The value at or above the share `place` of requests; those without a value are the worst."""
-    whole = np.where(np.isnan(values), np.inf, values)
-    return float(np.quantile(whole, place, method="higher"))
+def _quantile(values: Times, level: float) -> float:
+    """The value at or above the share `level` of requests; nan counts as infinite."""
+    latencies = np.where(np.isnan(values), np.inf, values)
+    return float(np.quantile(latencies, level, method="higher"))

@@ -1,4 +1,4 @@
-"""What was asked, as the page tells it. Pure."""
+"""Collects what the page shows of the deployment and its problem. Pure."""
 
 from cleave.api.deployment import LLMDeployment
 from cleave.planner.bench import Bench
@@ -10,11 +10,11 @@ from cleave.report.study import Subject
 _LEAST_REQUESTS = 1000
 _MOST_REQUESTS = 20_000
 _DURATION_S = 120.0
-"""Simulated time of one point on the page, as far as the numbers of requests allow."""
+"""Simulated time of one point on the page, within the limits on the number of requests."""
 
 
 def subject(deployment: LLMDeployment, problem: Problem) -> Subject:
-    """The deployment and the problem that was made of it."""
+    """Describe the deployment and the problem built from it."""
     return Subject(
         deployment=deployment.name,
         model=deployment.spec.model.name,
@@ -31,15 +31,15 @@ def subject(deployment: LLMDeployment, problem: Problem) -> Subject:
 
 
 def bench(problem: Problem) -> Bench:
-    """Serves the problem's requests, as many as a point of the page deserves."""
-    wanted = int(problem.rate * _DURATION_S)
-    return Bench(problem, min(max(wanted, _LEAST_REQUESTS), _MOST_REQUESTS))
+    """A simulator of the problem's requests, with as many requests as a point of the page needs."""
+    num_requests = int(problem.rate * _DURATION_S)
+    return Bench(problem, min(max(num_requests, _LEAST_REQUESTS), _MOST_REQUESTS))
 
 
 def _traffic(deployment: LLMDeployment, problem: Problem) -> str:
     demand, spec = problem.demand, deployment.spec.workload
     lengths = (
-        f"prompts of {number(demand.mean_prompt_tokens)} and answers of "
+        f"prompts of {number(demand.mean_prompt_tokens)} and outputs of "
         f"{number(demand.mean_output_tokens)} tokens on average"
     )
     if spec is not None and spec.trace is not None:

@@ -1,4 +1,4 @@
-"""Tables of the page, as HTML. Pure."""
+"""Renders the page's tables and stat tiles as HTML. Pure."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -24,22 +24,22 @@ def table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -
     )
 
 
-def plans(answer: Answer, rate: float, neighbours: tuple[Plan, ...] = ()) -> str:
-    """Every plan of the answer, then its neighbours, with their predictions at the asked rate."""
+def plans(result: Answer, rate: float, neighbours: tuple[Plan, ...] = ()) -> str:
+    """Predictions at the requested rate of every plan of the result, then of its neighbours."""
     heading = (
         *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
         *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
-        *("price/h", "power", "found by"),
+        *("price/h", "power", "algorithm"),
     )
-    listed = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    listed = ((result.selected,) if result.selected else ()) + result.alternatives
     every = (*listed, *neighbours)
     caption = f"Predictions at {number(rate)} req/s; goodput in req/s"
-    return table(caption, heading, (_plan_row(plan, answer.selected) for plan in every))
+    return table(caption, heading, (_plan_row(plan, result.selected) for plan in every))
 
 
-def trust(answer: Answer) -> str:
-    """Where the latencies of the plans come from, as a list."""
-    every = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+def trust(result: Answer) -> str:
+    """The sources of the plans' latency models, as a list."""
+    every = ((result.selected,) if result.selected else ()) + result.alternatives
     sources: dict[str, list[str]] = {}
     for plan in every:
         sources.setdefault(trust_sentence(plan.prediction.trust), []).append(plan_label(plan))
@@ -51,29 +51,34 @@ def trust(answer: Answer) -> str:
 
 
 def tiles(plan: Plan, slo: Slo) -> str:
-    """The figures that decide, large."""
-    seen = plan.prediction
-    low, high = seen.goodput_interval
+    """The most important figures of the selected plan, in large type."""
+    prediction = plan.prediction
+    low, high = prediction.goodput_interval
     figures = (
-        ("goodput", f"{number(seen.goodput)} req/s", f"95 %: {number(low)} to {number(high)}", ""),
+        (
+            "goodput",
+            f"{number(prediction.goodput)} req/s",
+            f"95 %: {number(low)} to {number(high)}",
+            "",
+        ),
         ("per GPU", f"{number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs", ""),
         (
             "attainment",
-            percent(seen.attainment),
-            f"goal {percent(slo.attainment)}",
-            _met(seen.attainment >= slo.attainment),
+            percent(prediction.attainment),
+            f"target {percent(slo.attainment)}",
+            _met(prediction.attainment >= slo.attainment),
         ),
-        ("P90 TTFT", *_against(seen.ttft_ms, slo.ttft_ms)),
-        ("P90 TPOT", *_against(seen.tpot_ms, slo.tpot_ms)),
-        ("price", number(seen.cost_per_hour), "per hour", ""),
-        ("power", power(seen.power_watts), "provisioned", ""),
+        ("P90 TTFT", *_against(prediction.ttft_ms, slo.ttft_ms)),
+        ("P90 TPOT", *_against(prediction.tpot_ms, slo.tpot_ms)),
+        ("price", number(prediction.cost_per_hour), "per hour", ""),
+        ("power", power(prediction.power_watts), "provisioned", ""),
     )
     return "".join(_tile(*figure) for figure in figures)
 
 
 def nearest(slo: NearestSlo) -> str:
-    """What could be had instead, large."""
-    times = f"{number(slo.scale)} times what was asked for"
+    """The nearest feasible SLO, in large type."""
+    times = f"{number(slo.scale)} times the requested one"
     figures = (
         ("TTFT that holds", milliseconds(slo.ttft_ms), times),
         ("TPOT that holds", milliseconds(slo.tpot_ms), times),
@@ -98,19 +103,19 @@ def _met(holds: bool) -> str:
 
 
 def _plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
-    seen = plan.prediction
+    prediction = plan.prediction
     return (
         plan_label(plan) + (" (selected)" if plan is selected else ""),
         "disaggregated" if plan.is_disaggregated else "colocated",
         str(plan.gpus),
-        number(seen.goodput),
-        f"{number(seen.goodput_interval[0])} to {number(seen.goodput_interval[1])}",
+        number(prediction.goodput),
+        f"{number(prediction.goodput_interval[0])} to {number(prediction.goodput_interval[1])}",
         number(plan.goodput_per_gpu),
-        percent(seen.attainment),
-        *_percentiles(seen.ttft_ms),
-        *_percentiles(seen.tpot_ms),
-        number(seen.cost_per_hour),
-        power(seen.power_watts),
+        percent(prediction.attainment),
+        *_percentiles(prediction.ttft_ms),
+        *_percentiles(prediction.tpot_ms),
+        number(prediction.cost_per_hour),
+        power(prediction.power_watts),
         plan.algorithm,
     )
 

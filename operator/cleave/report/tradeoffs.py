@@ -1,6 +1,6 @@
-"""Charts that set plans side by side: what they serve against what they take and how late they are.
+"""Builds the charts that compare plans: goodput against cost and against latency.
 
-Pure. Plans of the answer are full marks, their neighbours hollow ones.
+Pure. Plans of the result have filled markers, their neighbours hollow ones.
 """
 
 import math
@@ -14,26 +14,26 @@ from cleave.report.figures import Chart, blank, rule
 from cleave.report.study import Study
 
 _LOG_SPAN = 30.0
-"""Largest over smallest value from which an axis is logarithmic."""
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 def frontier(study: Study) -> Chart:
-    """Cost (GPUs where nothing has a price) against goodput."""
+    """Goodput against cost (GPUs where prices are missing)."""
     plans = _every(study)
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
     axis = "price per hour" if priced else "GPUs"
     figure = blank(axis, "goodput (req/s)")
-    spent = [plan.prediction.cost_per_hour if priced else float(plan.gpus) for plan in plans]
-    edge = pareto([(x, plan.prediction.goodput) for x, plan in zip(spent, plans, strict=True)])
+    costs = [plan.prediction.cost_per_hour if priced else float(plan.gpus) for plan in plans]
+    edge = pareto([(x, plan.prediction.goodput) for x, plan in zip(costs, plans, strict=True)])
     figure.add_scatter(
-        x=[spent[i] for i in edge],
+        x=[costs[i] for i in edge],
         y=[plans[i].prediction.goodput for i in edge],
         name="frontier",
         mode="lines",
         line={"color": "var(--muted)", "width": 1.5, "dash": "dot", "shape": "hv"},
         hoverinfo="skip",
     )
-    _add_plans(figure, study, spent, [plan.prediction.goodput for plan in plans])
+    _add_plans(figure, study, costs, [plan.prediction.goodput for plan in plans])
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     best = ", ".join(plan_label(plans[i]) for i in edge)
@@ -46,28 +46,28 @@ def frontier(study: Study) -> Chart:
         ("plan", axis, "goodput (req/s)"),
         tuple(
             (plan_label(plan), number(x), number(plan.prediction.goodput))
-            for plan, x in zip(plans, spent, strict=True)
+            for plan, x in zip(plans, costs, strict=True)
         ),
     )
 
 
 def tradeoff(study: Study, metric: str) -> Chart:
-    """P90 latency against goodput per cost, the SLO's side shaded (Vidur, figure 5)."""
+    """P90 latency against goodput per cost, with the SLO's side shaded (Vidur, figure 5)."""
     plans, slo = _every(study), study.subject.slo
     name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
-    late = [getattr(plan.prediction, f"{metric}_ms").p90 for plan in plans]
+    latencies = [getattr(plan.prediction, f"{metric}_ms").p90 for plan in plans]
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
     by = [plan.prediction.cost_per_hour if priced else plan.gpus for plan in plans]
-    worth = [plan.prediction.goodput / each for plan, each in zip(plans, by, strict=True)]
+    efficiencies = [plan.prediction.goodput / each for plan, each in zip(plans, by, strict=True)]
     unit = "goodput per price of an hour" if priced else "goodput per GPU (req/s)"
     figure = blank(f"P90 {name} (ms)", unit)
-    _add_plans(figure, study, late, worth)
-    finite = [value for value in late if math.isfinite(value) and value > 0]
+    _add_plans(figure, study, latencies, efficiencies)
+    finite = [value for value in latencies if math.isfinite(value) and value > 0]
     _scale(figure, [*finite, target])
     figure.add_vrect(x0=0.001, x1=target, fillcolor="var(--good-area)", line_width=0, layer="below")
     rule(figure, x=target, text=f"target {milliseconds(target)}")
     figure.update_yaxes(rangemode="tozero")
-    within = sum(value <= target for value in late)
+    within = sum(value <= target for value in latencies)
     return Chart(
         f"tradeoff-{metric}",
         f"Goodput per {'price' if priced else 'GPU'} against {name}",
@@ -77,55 +77,56 @@ def tradeoff(study: Study, metric: str) -> Chart:
         ("plan", f"P90 {name}", unit),
         tuple(
             (plan_label(plan), milliseconds(x), number(y))
-            for plan, x, y in zip(plans, late, worth, strict=True)
+            for plan, x, y in zip(plans, latencies, efficiencies, strict=True)
         ),
     )
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points that no other beats: none costs less and brings as much."""
-    order = sorted(range(len(points)), key=lambda place: (points[place][0], -points[place][1]))
-    kept: list[int] = []
-    for place in order:
-        if not kept or points[place][1] > points[kept[-1]][1]:
-            kept.append(place)
-    return kept
+    """Indices of the points that no other point dominates by lower cost and at least equal
+    value."""
+    order = sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1]))
+    front: list[int] = []
+    for index in order:
+        if not front or points[index][1] > points[front[-1]][1]:
+            front.append(index)
+    return front
 
 
 def _every(study: Study) -> tuple[Plan, ...]:
-    answer = study.answer
-    listed = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    result = study.answer
+    listed = ((result.selected,) if result.selected else ()) + result.alternatives
     return (*listed, *study.neighbours)
 
 
 def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[float]) -> None:
-    """One marker per plan: shape and colour say the kind, a ring the selected one.
+    """One marker per plan: shape and color show the kind, a ring the selected plan.
 
-    Neighbours of the answer's plans are hollow.
+    Neighbours of the result's plans are hollow.
     """
     plans = _every(study)
-    for kind, colour, symbol in (
+    for kind, color, symbol in (
         ("disaggregated", "var(--first)", "circle"),
         ("colocated", "var(--second)", "square"),
     ):
-        places = [
+        indices = [
             i
             for i, plan in enumerate(plans)
             if plan.is_disaggregated == (kind == "disaggregated") and math.isfinite(x[i])
         ]
-        hollow = [plans[i] in study.neighbours for i in places]
+        hollow = [plans[i] in study.neighbours for i in indices]
         figure.add_scatter(
-            x=[x[i] for i in places],
-            y=[y[i] for i in places],
+            x=[x[i] for i in indices],
+            y=[y[i] for i in indices],
             name=kind,
             mode="markers",
             marker={
                 "size": [9 if each else 12 for each in hollow],
-                "color": colour,
+                "color": color,
                 "opacity": 1,
                 "symbol": [f"{symbol}-open" if each else symbol for each in hollow],
             },
-            text=[plan_label(plans[i]) for i in places],
+            text=[plan_label(plans[i]) for i in indices],
             hovertemplate="%{text}<br>%{x:.4g}, %{y:.3g}<extra></extra>",
         )
     if study.answer.selected and math.isfinite(x[0]):

@@ -1,7 +1,8 @@
-"""The points behind the page's sliders: for every rate and SLO, which plan, and how many GPUs.
+"""Computes the points behind the page's sliders: the best plan for every rate and SLO.
 
-Pure. Plans are those of the answer, as they are: a rate above a plan's goodput is met by whole
-copies of it. A new search with other targets may find a better one; the page says so.
+Pure. Only the plans of the result and their neighbours are considered: a rate above a plan's
+goodput is served by complete copies of it. A new search with other targets may find a better one;
+the page says so.
 """
 
 import math
@@ -12,48 +13,49 @@ from cleave.planner.plan import Plan
 from cleave.report.study import SCALES, Study, Sweep, goodput
 
 RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
-"""Factors on the asked rate."""
+"""Factors on the requested rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The best plan at one rate and one SLO, by the objective that was asked for."""
+    """The best plan at one rate and one SLO, by the requested objective."""
 
     plan: int
-    """Its place among the study's sweeps; -1: none holds this SLO within the GPUs there are."""
+    """Index of the plan in the study's sweeps; -1: none meets this SLO within the available
+    GPUs."""
     goodput: float
-    """Of one copy, in req/s."""
+    """Goodput of one copy, in req/s."""
     copies: int
     gpus: int
-    """Of all copies."""
+    """GPUs of all copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """All points."""
+    """The points of all combinations."""
 
     rates: tuple[float, ...]
     ttft_ms: tuple[float, ...]
     tpot_ms: tuple[float, ...]
     points: tuple[Point, ...]
-    """By rate, then TTFT, then TPOT."""
+    """Ordered by rate, then TTFT, then TPOT."""
 
     @property
     def start(self) -> tuple[int, int, int]:
-        """Where the sliders stand for what was asked: rate, TTFT, TPOT."""
+        """Slider positions of the requested rate, TTFT and TPOT."""
         return RATES.index(1.0), SCALES.index(1.0), SCALES.index(1.0)
 
     def at(self, rate: int, ttft: int, tpot: int) -> Point:
-        """The point at three slider places."""
+        """The point at three slider positions."""
         return self.points[(rate * len(self.ttft_ms) + ttft) * len(self.tpot_ms) + tpot]
 
 
 def what_if(study: Study) -> WhatIf:
-    """Every combination of RATES and SCALES."""
-    slo, goal = study.subject.slo, study.subject.slo.attainment
-    goodputs = [_goodputs(sweep, goal) for sweep in study.sweeps]
+    """Compute every combination of RATES and SCALES."""
+    slo, target = study.subject.slo, study.subject.slo.attainment
+    goodputs = [_goodputs(sweep, target) for sweep in study.sweeps]
     rates = tuple(factor * study.subject.rate for factor in RATES)
-    places = range(len(SCALES))
+    indices = range(len(SCALES))
     return WhatIf(
         rates=rates,
         ttft_ms=tuple(scale * slo.ttft_ms for scale in SCALES),
@@ -61,46 +63,47 @@ def what_if(study: Study) -> WhatIf:
         points=tuple(
             _best(study, [table[ttft][tpot] for table in goodputs], rate)
             for rate in rates
-            for ttft in places
-            for tpot in places
+            for ttft in indices
+            for tpot in indices
         ),
     )
 
 
 def _best(study: Study, goodputs: Sequence[float], rate: float) -> Point:
-    """Least of what the objective counts that carries `rate`; among equals the most goodput."""
+    """The plan with least resources that serves `rate`; among equals the one with most goodput."""
     sweeps = study.sweeps
-    found = [
-        Point(index, most, copies, copies * sweep.plan.gpus)
-        for index, (sweep, most) in enumerate(zip(sweeps, goodputs, strict=True))
-        if most > 0
-        and (copies := math.ceil(rate / most)) * sweep.plan.gpus <= study.subject.max_gpus
+    feasible = [
+        Point(index, rate_served, copies, copies * sweep.plan.gpus)
+        for index, (sweep, rate_served) in enumerate(zip(sweeps, goodputs, strict=True))
+        if rate_served > 0
+        and (copies := math.ceil(rate / rate_served)) * sweep.plan.gpus <= study.subject.max_gpus
     ]
 
     def rank(point: Point) -> tuple[float, float]:
         taken = point.copies * _resources(sweeps[point.plan].plan, study.subject.rate)
         return taken, -point.goodput * point.copies
 
-    return min(found, key=rank, default=Point(plan=-1, goodput=0.0, copies=0, gpus=0))
+    return min(feasible, key=rank, default=Point(plan=-1, goodput=0.0, copies=0, gpus=0))
 
 
 def _resources(plan: Plan, rate: float) -> float:
-    """GPUs, price or watts of one copy: `score` is what it serves of the asked rate by these."""
+    """Resources of one copy in the unit of the objective, derived from `score`."""
     served = min(plan.prediction.goodput, rate)
     return served / plan.score if served and plan.score else float(plan.gpus)
 
 
-def _goodputs(sweep: Sweep, goal: float) -> list[list[float]]:
-    """(TTFT scales, TPOT scales). Scaled so that the asked SLO has the goodput of the answer."""
+def _goodputs(sweep: Sweep, target: float) -> list[list[float]]:
+    """Goodput by TTFT and TPOT scale, scaled so that the requested SLO has the predicted
+    goodput."""
     by_scale = sweep.attainment_by_scale
     raw = [
         [
-            goodput(sweep.rates, by_scale[:, ttft, tpot].tolist(), goal)
+            goodput(sweep.rates, by_scale[:, ttft, tpot].tolist(), target)
             for tpot in range(len(SCALES))
         ]
         for ttft in range(len(SCALES))
     ]
-    asked = SCALES.index(1.0)
-    said, seen = sweep.plan.prediction.goodput, raw[asked][asked]
-    factor = said / seen if said and seen else 1.0
-    return [[factor * most for most in row] for row in raw]
+    unscaled = SCALES.index(1.0)
+    predicted, interpolated = sweep.plan.prediction.goodput, raw[unscaled][unscaled]
+    factor = predicted / interpolated if predicted and interpolated else 1.0
+    return [[factor * value for value in row] for row in raw]

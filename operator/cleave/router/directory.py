@@ -1,8 +1,8 @@
-"""Every instance the router knows, by name, and the boards to pick from, by model.
+"""All instances that the router knows, by name, and their score tables, by model.
 
-Fed by the fleet (which does the I/O), read by the router. What is hard: a name may move (a pod is
-replaced and its successor registers from another address), so what an address says or stops saying
-counts only while that address is the one that holds the name.
+Updated by `router.fleet` (which does the I/O), read by the router. What is hard: a name may move to
+another address (a pod is replaced and its successor registers); events from an address, and its
+disconnection, count only while the instance of that name is registered from this address.
 """
 
 import dataclasses
@@ -19,45 +19,45 @@ from cleave.router.shared_books import SharedBooks
 from cleave.rpc.v1 import agent_pb2
 
 STALE_S = 2.0
-"""An instance that has not been heard for so long comes after all others."""
+"""An instance without events for this time is picked only if no other one is available."""
 SILENCE_S = 10.0
-"""One that has not been heard for so long takes no new requests."""
+"""An instance without events for this time takes no new requests."""
 
 
 @dataclasses.dataclass(slots=True)
 class Model:
-    """The boards of one model or adapter, one per deployment and revision."""
+    """A model or adapter with its score tables, one per deployment and revision."""
 
     boards: list[Board]
     instances: list[Instance]
     base: str = ""
-    """Of an adapter: the model that it changes; empty: this is none."""
+    """Base model of an adapter; empty: this is not an adapter."""
     adapter: int | None = None
-    """The key of an adapter; None: this is none."""
+    """Key of an adapter; None: this is not an adapter."""
     is_crowded: bool = False
-    """Whether instances have more adapters than they hold at a time."""
+    """Whether instances serve more adapters than they can hold in memory at a time."""
 
 
 class Directory:
-    """Instances by name, models by the name clients ask for."""
+    """Instances by name, models by the name that clients request."""
 
     def __init__(
         self, policy: Policy = Policy.SHORTEST_WAIT, books: SharedBooks | None = None
     ) -> None:
-        """`books`: where several processes dispatch as one."""
+        """`books`: load accounting shared with the other processes; None: a single process."""
         self.policy = policy
-        """What boards score by."""
+        """The policy that determines the scores."""
         self.books = books
         self.instances: dict[str, Instance] = {}
         self.models: dict[str, Model] = {}
         self.known: set[str] = set()
-        """Names of all models so far, those that are away as well."""
+        """Names of all models since the start, including those that no instance serves now."""
         self._names: dict[str, str] = {}
 
     def hear(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
-        """Take in what the agent at this address says; `now` in seconds.
+        """Apply an event from the agent at this address; `now` in seconds.
 
-        Raises ValueError when it cannot be understood; nothing of it is taken in then.
+        Raises ValueError when it is invalid; then nothing of it is applied.
         """
         if event.HasField("registration"):
             self._register(agent, event.registration, now)
@@ -65,13 +65,13 @@ class Directory:
             self._report(agent, event.load, now)
 
     def lose(self, agent: str) -> None:
-        """The connection to an agent ended: no new requests until it is heard again."""
+        """The connection to an agent ended: no new requests until its next event."""
         instance = self._held_by(agent)
         if instance is not None and self._note_contact(instance, Contact.LOST):
             self._rebuild()
 
     def forget(self, agent: str) -> None:
-        """The agent is gone for good, and its instance too, unless another address took over."""
+        """Remove an agent and its instance, unless another address has registered the instance."""
         instance = self._held_by(agent)
         self._names.pop(agent, None)
         if instance is not None:
@@ -79,7 +79,7 @@ class Directory:
             self._rebuild()
 
     def note_silence(self, now: float) -> None:
-        """Doubt what has not been heard for STALE_S, close what has not for SILENCE_S."""
+        """Mark instances without events for STALE_S as stale, close them after SILENCE_S."""
         closed = False
         for instance in self.instances.values():
             age = now - instance.heard_at
@@ -90,7 +90,7 @@ class Directory:
             self._rebuild()
 
     def refresh(self, instance: Instance) -> None:
-        """Score an instance whose books changed."""
+        """Recompute the scores of an instance whose load changed."""
         if instance.board is not None:
             instance.board.update(instance.slot)
         else:
@@ -98,25 +98,25 @@ class Directory:
 
     @property
     def has_answers(self) -> bool:
-        """Whether any engine has answered yet: until then nobody knows which adapters there are."""
+        """Whether any engine has reported its adapters; before that the list is incomplete."""
         return any(map(_has_answered, self.instances.values()))
 
     def miss(self, model: str) -> RouterError:
-        """Why a model is not there: a fleet that is away may have had it."""
+        """The error for an unknown model; NoInstance while the list of models is incomplete."""
         if self.has_answers:
             return UnknownModel(model)
         return NoInstance("no instance has answered so far")
 
     def find_max_model_len(self, model: str) -> int:
         """Tokens that a request may have on every instance of a model; 0: not known."""
-        known = self.models.get(model)
-        stated = [i.registration.max_model_len for i in known.instances] if known else []
-        return min(stated, default=0)
+        served = self.models.get(model)
+        lengths = [i.registration.max_model_len for i in served.instances] if served else []
+        return min(lengths, default=0)
 
     def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
         previous = self._held_by(agent)
         instance = self.instances.get(registration.instance)
-        # First what may raise.
+        # First the part that may raise.
         if instance is None:
             instance = (
                 Instance(agent, registration, now)
@@ -152,7 +152,7 @@ class Directory:
         return instance if instance is not None and instance.agent == agent else None
 
     def _note_contact(self, instance: Instance, contact: Contact) -> bool:
-        """Whether it opens or closes the instance; all else it changes is the score."""
+        """Set the connectivity; whether that opens or closes the instance for requests."""
         if instance.contact is contact:
             return False
         selectable, instance.contact = instance.selectable, contact
@@ -163,8 +163,9 @@ class Directory:
         groups: dict[tuple[str, str, str], list[Instance]] = defaultdict(list)
         for name in sorted(self.instances):
             instance = self.instances[name]
-            stated = instance.registration
-            groups[stated.model, stated.deployment, stated.revision].append(instance)
+            registration = instance.registration
+            key = registration.model, registration.deployment, registration.revision
+            groups[key].append(instance)
         adapters: dict[str, list[tuple[str, Board]]] = defaultdict(list)
         self.models = {}
         for (model, _, _), instances in sorted(groups.items()):
@@ -173,26 +174,26 @@ class Directory:
                 if self.books is None
                 else share_board(instances, self.policy, self.books)
             )
-            known = self.models.setdefault(model, Model([], []))
-            known.boards.append(board)
-            known.instances.extend(instances)
+            served = self.models.setdefault(model, Model([], []))
+            served.boards.append(board)
+            served.instances.extend(instances)
             for slot, instance in enumerate(instances):
                 instance.board, instance.slot = board, slot
             for name in _find_adapters(instances):
                 adapters[name].append((model, board))
-        for name, served in adapters.items():
+        for name, tables in adapters.items():
             if name not in self.models:
-                boards = [board for _, board in served]
+                boards = [board for _, board in tables]
                 all_of_them = [instance for board in boards for instance in board.instances]
                 crowded = any(map(_is_crowded, all_of_them))
-                self.models[name] = Model(boards, all_of_them, served[0][0], to_key(name), crowded)
+                self.models[name] = Model(boards, all_of_them, tables[0][0], to_key(name), crowded)
         self.known.update(self.models)
 
 
 def _find_adapters(instances: Collection[Instance]) -> Collection[str]:
-    """What all of them serve, as far as they know: one that starts for the first time does not."""
-    told = [set(each.registration.adapters) for each in instances if _has_answered(each)]
-    return sorted(set.intersection(*told)) if told else ()
+    """Adapters that all instances serve, ignoring those that do not know their adapters yet."""
+    reported = [set(each.registration.adapters) for each in instances if _has_answered(each)]
+    return sorted(set.intersection(*reported)) if reported else ()
 
 
 def _is_crowded(instance: Instance) -> bool:
@@ -200,6 +201,6 @@ def _is_crowded(instance: Instance) -> bool:
 
 
 def _has_answered(instance: Instance) -> bool:
-    """Whether its engine has: in this life, or in one before and said which adapters it has."""
-    stated = instance.registration
-    return stated.state != agent_pb2.STATE_STARTING or bool(stated.adapters)
+    """Whether its engine has started, or had started before a restart and reported adapters."""
+    registration = instance.registration
+    return registration.state != agent_pb2.STATE_STARTING or bool(registration.adapters)

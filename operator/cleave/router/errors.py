@@ -1,15 +1,15 @@
-"""Why a request cannot be placed. Raised by the router; the gateway and the RPC service translate.
+"""Errors of the router when it cannot select instances for a request.
 
-Nothing here speaks HTTP or gRPC.
+The gateway and the gRPC service translate them to status codes.
 """
 
 
 class RouterError(Exception):
-    """A request cannot be placed now."""
+    """No instance can be selected for a request."""
 
 
 class UnknownModel(RouterError):  # noqa: N818 - names the condition, as callers say it
-    """No instance of the fleet serves this model."""
+    """No instance serves this model."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"the model {model!r} does not exist")
@@ -17,8 +17,8 @@ class UnknownModel(RouterError):  # noqa: N818 - names the condition, as callers
 
 
 class NoInstance(RouterError):  # noqa: N818
-    """Nothing may take the request now, or has answered so far; the reason is one sentence."""
+    """No instance is available for the request now; the message is one sentence."""
 
 
 class QueueFull(RouterError):  # noqa: N818
-    """As many requests wait as are allowed to."""
+    """The limit of waiting requests is reached."""

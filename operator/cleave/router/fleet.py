@@ -1,10 +1,10 @@
-"""Follows every agent and feeds the directory. Started by the gateway and the router service.
+"""Watches every agent and updates the directory. Started by the gateway and the router service.
 
-One gRPC stream per agent; the list of agents is read anew twice a second. What is hard: telling a
-gone agent from a silent one. A broken stream closes its instance at once and is dialled again with
-back-off; an open but silent one puts it in doubt first and closes it later, for a busy machine
-starves agents whose engines are fine; an address is forgotten only when the source no longer names
-it and its stream has ended, so that a failing name server empties nothing.
+One gRPC stream per agent; the list of agents is refreshed twice a second. What is hard: to
+distinguish a lost agent from a silent one. A broken stream closes its instance at once and is
+reconnected with back-off. A silent open stream makes the instance stale first and closes it later,
+because a busy machine starves agents whose engines work. An address is removed only when the source
+no longer lists it and its stream has ended, so that a failing name server removes nothing.
 """
 
 import asyncio
@@ -28,24 +28,24 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 DISCOVERY_TIMEOUT_S = 5.0
 MEETING_S = 3.0
-"""For the agents that are there at the beginning, to say who they are."""
+"""How long `start` waits for the registrations of the agents that exist at the beginning."""
 FIRST_DELAY_S = 0.05
 LAST_DELAY_S = 2.0
 
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
-    # With the above as long as a silent agent keeps its instance open: a starved one is not gone.
+    # Together as long as SILENCE_S, until which a silent agent's instance stays open.
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A channel of its own: a subchannel shared with an earlier one would share its back-off.
+    # Not shared: a subchannel of an earlier channel would have its back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class Fleet:
-    """The streams to all agents."""
+    """Keeps one stream open to each agent."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Fleet:
         name: str = "",
         processes: int = 1,
     ) -> None:
-        """`name`: of all `processes` that keep books together; else it is one of its own."""
+        """`name`: common name of all `processes` that share load accounting; empty: a new one."""
         self._agents = Agents(source)
         self._directory = directory
         self._clock = clock
-        # Agents tell routers how many they are and count them by name.
+        # Agents count routers by name and report their number to each of them.
         self._name = name or uuid.uuid4().hex
-        # They share what is reported, so that together they ask for no more than one would.
+        # The processes share reports, so that together they request as many as a single one.
         self._interval_ms = min(processes * INTERVAL_MS, MAX_INTERVAL_MS)
         self._wanted: frozenset[str] = frozenset()
         self._streams: dict[str, asyncio.Task[None]] = {}
@@ -70,10 +70,10 @@ class Fleet:
         self._met = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to follow; back when every agent there is has spoken or cannot be reached.
+        """Start watching; returns when every agent has registered or failed, or after MEETING_S.
 
-        Whoever knows a part of the fleet would deny the models of the rest, so not knowing it is
-        waited for, but not long. Raises DiscoveryError when the source cannot be understood.
+        A router that knows only a part of the fleet would reject models of the other part.
+        Raises DiscoveryError when the source is malformed.
         """
         await self._look()
         self._poller = asyncio.create_task(self._poll())
@@ -91,16 +91,16 @@ class Fleet:
         await self._agents.close()
 
     async def _poll(self) -> None:
-        rounds = Rounds(POLL_S)
+        timer = Rounds(POLL_S)
         while True:
-            await rounds.wait()
-            if rounds.is_fair:
+            await timer.wait()
+            if timer.is_fair:
                 self._directory.note_silence(self._clock())
             try:
                 await self._look()
             except (DiscoveryError, OSError, TimeoutError) as error:
                 log.warning("agents cannot be looked up: %s", error)
-            rounds.begin()
+            timer.begin()
 
     async def _look(self) -> None:
         # Not wait_for: before Python 3.12 it may lose a cancellation, and stop() would never end.
@@ -119,8 +119,8 @@ class Fleet:
                         if await self._read(address, channel):
                             delay = FIRST_DELAY_S
                     except ValueError:
-                        # Of a newer version, say. The rest of the fleet is followed all the same.
-                        log.exception("agent %s says what is not understood", address)
+                        # The agent may be of a newer version; other agents are not affected.
+                        log.exception("agent %s sent an event that is not understood", address)
                     self._meet(address)
                     self._directory.lose(address)
                     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
@@ -131,18 +131,18 @@ class Fleet:
             self._streams.pop(address, None)
 
     async def _read(self, address: str, channel: grpc.aio.Channel) -> bool:
-        """Read one stream to its end; whether anything came."""
-        heard = False
+        """Read one stream to its end; whether any event came."""
+        has_event = False
         agent = agent_pb2_grpc.AgentStub(channel)
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for event in agent.Watch(
                 agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
             ):
                 self._directory.hear(address, event, self._clock())
-                if not heard:
-                    heard = True
+                if not has_event:
+                    has_event = True
                     self._meet(address)
-        return heard
+        return has_event
 
     def _meet(self, address: str) -> None:
         self._unmet.discard(address)

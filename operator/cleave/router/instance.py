@@ -1,8 +1,9 @@
-"""One instance as the router sees it: what its agent stated, what it carries, whether it is open.
+"""One instance as the router sees it: its registration, its load, whether it takes requests.
 
-Used by the directory (which changes it) and the board (which scores it). What is hard: books belong
-to one boot of an engine. After a restart the old requests are gone with the old engine, yet their
-tickets are still to be released; so books are replaced, never reset, and late releases hit the old.
+Used by the directory (which changes it) and the board (which scores it). What is hard: load
+accounting belongs to one boot of an engine. After a restart the old requests are gone, but their
+picks are released later; so the `Ledger` is replaced, never reset, and late releases go to the old
+one.
 """
 
 import enum
@@ -17,15 +18,16 @@ from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2
 
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
-"""Those that this version places requests by, in the order of the pool policy's numbers; an agent
-of a newer one may state others."""
+"""The roles that this version knows, in the order of the numbers in `policy.pooling`; agents of a
+newer version may report others."""
 STILL_NS = 10_000_000_000
-"""A lease of KV lasts for two thirds of 30 s after a heartbeat, and these come each 5 s."""
+"""An engine without a step for this long has stalled, and its KV leases may have expired: they last
+20 s after a heartbeat, and heartbeats come every 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a picked phase runs; does not change when the instance does."""
+    """Where a picked phase runs; a snapshot that does not change with the instance."""
 
     instance: str
     host: str
@@ -34,37 +36,38 @@ class Target:
     boot_id: str
     epoch: int
     role: str = ""
-    """prefill, decode or mixed: what it served when it was picked."""
+    """prefill, decode or mixed: its role when it was picked."""
     kv_port: int = 0
-    """Where KV can be followed while it is computed: rank 0's; 0: nowhere."""
+    """Port of rank 0 for layer-wise KV transfer during prefill; 0: not supported."""
     ahead_from_tokens: int = 0
-    """Prompts from so many on are worth following; 0: the plan knows which."""
+    """Prompt tokens from which layer-wise transfer is worthwhile; 0: the plan determines it."""
 
 
 class Contact(enum.Enum):
-    """How well an instance's agent is heard."""
+    """State of the connection to an instance's agent."""
 
     HEARD = "heard"
+    """Connected, with recent events."""
     STALE = "stale"
-    """Connected, no report for a while: takes requests that no other instance can."""
+    """Connected, no event for STALE_S: takes only requests that no other instance can take."""
     SILENT = "silent"
-    """Connected, no report for so long that it takes none."""
+    """Connected, no event for SILENCE_S: takes no requests."""
     LOST = "connection lost"
-    """Takes none either."""
+    """Not connected: takes no requests."""
 
 
 class Entry(Protocol):
-    """A request that decodes at an instance, or will."""
+    """A request that decodes at an instance or will do so."""
 
     prompt_tokens: int
     output_tokens: float
-    """Predicted."""
+    """Predicted output length."""
     decoding_since: float | None
-    """Seconds of the router's clock; None: its prompt is not computed yet."""
+    """Seconds of the router's clock; None: the prompt is not computed yet."""
 
 
 class Ledger:
-    """What this router has sent to one boot of an engine."""
+    """The load of one boot of an engine, from own requests and from reports."""
 
     __slots__ = (
         "context",
@@ -83,65 +86,66 @@ class Ledger:
         self.prompt = Book()
         """Prompt tokens that are not computed yet."""
         self.queue = Queue()
-        """How they get on."""
+        """Model of the progress of these prompts."""
         self.resident = Book()
         """Tokens that hold KV blocks of requests being decoded."""
         self.prompts = 0
-        """Requests that these are of."""
+        """Number of own requests whose prompt is not computed yet."""
         self.requests = 0
+        """Number of own requests in either phase."""
         self.others = 0.0
-        """Requests of other gateways, when the last report was taken."""
+        """Number of requests of other gateways, as of the last report."""
         self.heavy = 0
-        """Decoding requests with long outputs."""
+        """Number of decoding requests with long outputs."""
         self.context = 0.0
-        """Tokens of decoding requests, as Aladdin weighs them."""
+        """Sum of the contexts of decoding requests, weighted as in Aladdin."""
         self.running: dict[Entry, None] = {}
-        """Requests that decode there, or will."""
+        """Requests that decode there or will do so."""
         self.last_turn = 0
-        """The pick that last sent something there."""
+        """Number of the latest pick of this instance."""
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
-        """(prompt tokens that wait, prompts these are of, tokens that hold blocks); the second is 0
-        unless `prompts` are asked for."""
+        """(pending prompt tokens, number of these prompts, resident tokens); the second one is 0
+        unless `prompts` is true."""
         prompt = self.prompt.pending
         count = self.count_prompts(prompt) if prompts and prompt else 0.0
         return prompt, count, self.resident.pending
 
     def count_requests(self) -> int:
-        """What is running there of those that keep these books."""
+        """Number of requests of all processes that share this accounting."""
         return self.requests
 
     def count_prompts(self, pending: float) -> float:
-        """Of all tokens that wait; prompts of other gateways are taken to be as long as usual."""
-        others = pending - self.prompt.own
-        return self.prompts + self.queue.count_prompts(others) if others else self.prompts
+        """Number of prompts with `pending` tokens; other gateways' prompts have the mean length."""
+        remote = pending - self.prompt.own
+        return self.prompts + self.queue.count_prompts(remote) if remote else self.prompts
 
     def report_requests(self, here: int) -> None:
-        """The instance's own count arrived."""
+        """Include the number of requests that the instance reports."""
         self.others = estimate_pending(0.0, here, self.count_requests())
 
     def tell(self) -> None:
-        """Tell others what has changed that keep the same books."""
+        """Publish changes to the processes that share this accounting; here there are none."""
 
     def sync(self) -> None:
-        """Tell, and hear what they have told."""
+        """Publish changes and load those of other processes."""
 
     def leave(self) -> None:
-        """The boot is gone, or not followed any more."""
+        """Close the accounting of a boot that has ended or whose instance is removed."""
 
 
 class Scoreboard:
-    """What an instance is scored on. No protocol: compiled, those take three times as long."""
+    """Base class of score tables. Not a Protocol: those are three times as slow when compiled."""
 
     __slots__ = ()
 
     def update(self, slot: int) -> None:
-        """Score one instance anew from its books."""
+        """Recompute the scores of the instance on this slot."""
         raise NotImplementedError
 
 
 class Instance:
-    """An instance and the newest that is known about it."""
+    """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
         "_open_ledger",
@@ -167,9 +171,9 @@ class Instance:
         now: float,
         open_ledger: Callable[[str, str], Ledger] = lambda name, boot_id: Ledger(),  # noqa: ARG005
     ) -> None:
-        """`open_ledger`: for a boot of an instance, by the names of both.
+        """`open_ledger`: (instance name, boot ID) -> the accounting of that boot.
 
-        Raises ValueError when the engine's URL is none.
+        Raises ValueError when the engine's URL is invalid.
         """
         self.target = to_target(registration)
         self.name = registration.instance
@@ -180,27 +184,26 @@ class Instance:
         self._open_ledger = open_ledger
         self.ledger = open_ledger(self.name, registration.boot_id)
         self.board: Scoreboard | None = None
-        """Where it is scored; None once it has been forgotten."""
+        """The table with its scores; None after its removal."""
         self.slot = 0
         self.contact = Contact.HEARD
         self.heard_at = now
-        """Seconds of the clock that the directory is given."""
+        """Time of the latest event, in seconds of the directory's clock."""
         self.stood_still_at = -math.inf
-        """The same clock, when its engine was last seen to go on after it had made no step with
-        requests for so long that leases of KV may have ended."""
+        """Time of the latest report after a stall (see STILL_NS), in seconds of the same clock."""
         self.num_routers = 1
-        """That send requests there."""
+        """Number of routers that send requests to this instance."""
         self.router_rank = 0
-        """Of this one among them."""
+        """Rank of this router among them."""
 
     def has_room(self, prompt_tokens: int) -> bool:
-        """Whether a prompt's KV finds free blocks there at once, as the last report tells."""
+        """Whether enough KV blocks for a prompt are free, as of the last report."""
         free = self.load.kv_blocks_free * self.registration.kv_block_size
         return free >= prompt_tokens
 
     @property
     def selectable(self) -> bool:
-        """Whether new requests may be sent there; what is ready has a boot and an address."""
+        """Whether new requests may be sent there."""
         return (
             self.contact in (Contact.HEARD, Contact.STALE)
             and self.registration.state == agent_pb2.STATE_READY
@@ -209,9 +212,9 @@ class Instance:
         )
 
     def register(self, agent: str, registration: agent_pb2.Registration) -> None:
-        """Take over a new statement; a new boot starts with empty books.
+        """Apply a new registration; a new boot starts with empty load accounting.
 
-        Raises ValueError when the engine's URL is none; nothing of it is taken over then.
+        Raises ValueError when the engine's URL is invalid; then nothing is applied.
         """
         target = to_target(registration)
         if registration.boot_id != self.registration.boot_id:
@@ -223,7 +226,7 @@ class Instance:
         self.target = target
 
     def report(self, load: agent_pb2.LoadReport, now: float) -> bool:
-        """Take over a load report; False when it is of another boot."""
+        """Apply a load report; False when it belongs to another boot."""
         if load.boot_id != self.registration.boot_id:
             return False
         before = self.load
@@ -234,18 +237,17 @@ class Instance:
         self.load = load
         self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
         if self.ledger.prompt.report(load.pending_prompt_tokens) < 0.5:
-            # What waits there others have sent, and only they know when its first prompt began.
+            # All waiting prompts belong to other routers; the start of the first one is not known.
             self.ledger.queue.since_ms = now * 1000
         self.ledger.resident.report(count_resident_tokens(self.registration, load))
-        here = load.num_running + load.num_waiting
-        self.ledger.report_requests(here)
+        self.ledger.report_requests(load.num_running + load.num_waiting)
         return True
 
 
 def count_resident_tokens(
     registration: agent_pb2.Registration, load: agent_pb2.LoadReport
 ) -> float:
-    """Tokens whose KV an engine holds."""
+    """Tokens of KV in use on an engine, full blocks."""
     blocks = max(registration.kv_blocks_total - load.kv_blocks_free, 0)
     return float(blocks * registration.kv_block_size)
 
@@ -253,7 +255,7 @@ def count_resident_tokens(
 def to_target(registration: agent_pb2.Registration) -> Target:
     """The address of an engine; port 0 when its URL is not known yet.
 
-    Raises ValueError when the URL is none.
+    Raises ValueError when the URL is invalid.
     """
     parts = urlsplit(registration.engine_url)
     return Target(

@@ -1,4 +1,4 @@
-"""Why a request cannot be placed, in words. Called by the router."""
+"""Why no instance is available for a request, as a sentence. Called by the router."""
 
 from collections.abc import Collection
 
@@ -8,20 +8,20 @@ from cleave.rpc.names import name_of
 from cleave.rpc.v1 import agent_pb2
 
 
-def explain(model: str, known: Model, single: bool, avoid: Collection[str]) -> str:
-    """One sentence that says which instances there are and why none of them will do."""
+def explain(model: str, served: Model, single: bool, avoid: Collection[str]) -> str:
+    """One sentence that lists the instances of a model and why each of them is unavailable."""
     parts: list[str] = []
-    for instance in known.instances:
-        stated = instance.registration
-        state = name_of(agent_pb2.State, stated.state)
+    for instance in served.instances:
+        registration = instance.registration
+        state = name_of(agent_pb2.State, registration.state)
         if instance.contact in (Contact.SILENT, Contact.LOST):
             state = instance.contact.value
         elif instance.name in avoid:
             state = "failed this request"
-        elif instance.selectable and not stated.kv_path.verified:
+        elif instance.selectable and not registration.kv_path.verified:
             state = "KV path not verified"
-        role = name_of(agent_pb2.Role, stated.role)
+        role = name_of(agent_pb2.Role, registration.role)
         parts.append(f"{instance.name} ({role}): {state}")
-    kind = "a whole request" if single else "a request"
+    what = "a whole request" if single else "a request"
     listed = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
-    return f"no instance of {model!r} can take {kind} now: {listed}"
+    return f"no instance of {model!r} can take {what} now: {listed}"

@@ -1,7 +1,8 @@
-"""What passes take, learnt from requests. Used by the router for the policy BestFit.
+"""Iteration times estimated from requests. Used by the router for the policy BestFit.
 
-What is hard: a gateway sees requests, not passes; so an answer's mean time per token stands for the
-passes of the batch that it was in, and a prompt's time at the head of its queue for its own pass.
+What is hard: a gateway sees requests, not iterations; so the mean time per output token of a
+request is taken as the iteration time of its batch, and the time of a prompt at the head of its
+queue as the time of its own iteration.
 
 Source: Aladdin, section 5.1: the scheduler keeps its performance models up to date from traces.
 """
@@ -10,13 +11,13 @@ from cleave.perf.aladdin import IterationTimes, TooFewSamplesError
 from cleave.policy.packing import Packing
 
 FEWEST_TOKENS = 8
-"""Shorter answers say more about the network than about passes."""
+"""Shorter outputs depend more on the network than on iteration times."""
 _EVERY = 64
-"""Samples between two fits."""
+"""Number of samples between two fits."""
 
 
 class Passes:
-    """The model of one fleet's passes, and the promises to be kept with it."""
+    """The fitted iteration times of one fleet, with its targets."""
 
     def __init__(self, ttft_ms: float, tpot_ms: float) -> None:
         self._ttft_ms = ttft_ms
@@ -24,16 +25,19 @@ class Passes:
         self._times = IterationTimes()
         self._samples = 0
         self.packing: Packing | None = None
-        """None until enough has been seen."""
+        """Parameters of best fit; None until the samples suffice for a fit."""
 
     def add_prompt(self, tokens: float, ms: float) -> None:
-        """A prompt of that many tokens to compute was answered after `ms` at the head."""
+        """Include a prompt of `tokens` uncached tokens that took `ms` at the head of its queue."""
         if tokens >= 1 and ms > 0:
             self._times.add_prefill(int(tokens), ms)
             self._count()
 
     def add_answer(self, tokens: int, ms: float, batch: int, context: float) -> None:
-        """An answer took `ms` from its first token to its last, in a batch with such a context."""
+        """Include an output of `tokens` tokens that took `ms` from its first to its last token.
+
+        `batch`, `context`: the requests that decoded with it, and the sum of their contexts.
+        """
         if tokens >= FEWEST_TOKENS and ms > 0:
             self._times.add_decode(batch, int(context), ms / (tokens - 1))
             self._count()
@@ -46,6 +50,6 @@ class Passes:
             coefficients = self._times.coefficients()
         except TooFewSamplesError:
             return
-        # Without a slope nothing would ever be full.
+        # With a slope of 0 no instance would ever be full.
         if coefficients.k1 > 0 and coefficients.k2 > 0:
             self.packing = Packing(coefficients, self._ttft_ms, self._tpot_ms)

@@ -1,10 +1,10 @@
-"""The pool manager: lets pools lend each other instances. Run by the gateway.
+"""Role flipping of instances. Run by the gateway.
 
-Once a second it fills in what `policy.pooling` looks at, for the instances of each deployment and
-revision, and carries out what that decides through their agents. What is hard: there are several
-gateways and only one may decide. Agents tell every router its place among those that follow them;
-the one that comes first at most of its instances manages, and should two ever think so, the epoch
-lets only one order through.
+Once a second it computes the inputs of `policy.pooling` for the instances of each deployment and
+revision, and executes the decision through their agents. What is hard: there are several gateways
+and only one may decide. Agents report to every router its rank among the routers that watch them;
+the router with rank 0 at most of the instances decides. If two routers ever do so, the epoch of the
+role lets only one SetRole request succeed.
 """
 
 import asyncio
@@ -30,41 +30,42 @@ log = logging.getLogger(__name__)
 Role: TypeAlias = "agent_pb2.Role.ValueType"
 
 _NUMBERS = {role: number for number, role in enumerate(ROLES)}
-"""The policy's numbers."""
+"""Role -> its number in `policy.pooling`."""
 
 PERIOD_S = 1.0
 ORDER_TIMEOUT_S = 20.0
-"""As of the operator's orders: the agent may have to test the way of the KV first. Flips of other
-pools of this gateway wait meanwhile; requests do not."""
+"""Timeout of SetRole, as in the operator: the agent may have to test the KV path first. Meanwhile
+other flips of this gateway wait, but not requests."""
 REST_S = 10.0
-"""After an order that an agent refused or did not hear, until the next one to the same fleet."""
+"""Delay after a failed SetRole until the next one in the same deployment and revision."""
 
 
 class Flipping(Enum):
-    """Whether instances change roles as traffic does."""
+    """Whether instances change roles with the traffic."""
 
     OFF = "Off"
-    """Nobody is lent; who was goes home."""
+    """No flips; flipped instances flip back."""
     ADVISORY = "Advisory"
-    """What would be done is told and counted, and not done."""
+    """Flips are logged and counted, but not executed."""
     AUTO = "Auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """One instance gets another role."""
+    """The decision to give one instance another role."""
 
     instance: str
     model: str
     agent: str
     boot_id: str
     epoch: int
-    """The new one."""
+    """The new epoch of the role."""
     origin: Role
     role: Role
     prompts: float
-    """Pressure."""
+    """Pressure of prefill."""
     decodes: float
+    """Pressure of decode."""
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -72,7 +73,7 @@ class Flip:
         return self.model, name_of(agent_pb2.Role, self.origin), name_of(agent_pb2.Role, self.role)
 
     def describe(self) -> str:
-        """In a sentence, for people."""
+        """A description for the log."""
         return (
             f"{self.instance}: {' -> '.join(self.labels[1:])}; "
             f"pressure of prompts {self.prompts:.2f}, of decoding {self.decodes:.2f}"
@@ -80,7 +81,7 @@ class Flip:
 
 
 class Pools:
-    """The pools of one deployment and revision: what is kept from one look to the next."""
+    """The state of role flipping of one deployment and revision, between two checks."""
 
     def __init__(self) -> None:
         self.rest_until_s = 0.0
@@ -92,7 +93,7 @@ class Pools:
     def look(
         self, instances: list[Instance], terms: Terms, now_s: float, lends: bool = True
     ) -> Flip | None:
-        """What should be done now."""
+        """The flip to execute now, or None; `lends`: False while flipping is off."""
         now_ms = now_s * 1000
         self._follow([instance.name for instance in instances])
         present = _find_present([instance.ledger for instance in instances])
@@ -104,21 +105,21 @@ class Pools:
             slot, role = pooling.recall(self._members, now_ms)
         if slot == NONE:
             return None
-        instance, stated = instances[slot], instances[slot].registration
+        instance, registration = instances[slot], instances[slot].registration
         return Flip(
             instance.name,
-            stated.model,
+            registration.model,
             instance.agent,
-            stated.boot_id,
-            stated.epoch + 1,
-            stated.role,
+            registration.boot_id,
+            registration.epoch + 1,
+            registration.role,
             ROLES[role],
             self._find_pressure(0, terms),
             self._find_pressure(1, terms),
         )
 
     def take(self, flip: Flip, now_s: float) -> None:
-        """It was done."""
+        """Record an executed flip."""
         slot = self._names.index(flip.instance)
         pooling.take(self._members, slot, _NUMBERS[flip.role], now_s * 1000)
 
@@ -126,7 +127,7 @@ class Pools:
         return pooling.find_pressure(self._members, side, terms, True)
 
     def _follow(self, names: list[str]) -> None:
-        """Keep what is known of those that are still there."""
+        """Adapt the members to the present instances, keeping the state of those that remain."""
         if names == self._names:
             return
         members = pooling.make_members(len(names))
@@ -137,7 +138,7 @@ class Pools:
 
 
 class PoolManager:
-    """Looks at all pools of all models that a directory knows."""
+    """Flips roles of the instances of all models in a directory."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class PoolManager:
         note: Callable[[Flip], None],
         order: Callable[[Flip], Awaitable[None]] | None = None,
     ) -> None:
-        """`note` hears of each flip; `order` carries one out and raises AioRpcError."""
+        """`note`: called for each flip; `order`: executes a flip or raises AioRpcError."""
         self._directory = directory
         self._flipping = flipping
         self._terms = terms
@@ -157,36 +158,36 @@ class PoolManager:
         self._order = order or send
         self._pools: dict[tuple[str, str], Pools] = {}
         self._left_alone: set[str] = set()
-        """Instances that cannot be given another role, as has been logged."""
+        """Names of instances that cannot change roles and for which this has been logged."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check once per PERIOD_S until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             await self.look()
 
     async def look(self) -> None:
-        """One look at everything; at most one flip for each deployment and revision."""
-        seen = set()
-        # Adapters have their base's boards.
-        bases = [known for known in self._directory.models.values() if not known.base]
-        for known in bases:
-            for board in known.boards:
-                stated = board.instances[0].registration
-                key = stated.deployment, stated.revision
-                seen.add(key)
+        """Check all deployments and revisions; at most one flip for each of them."""
+        present = set()
+        # Adapters have the score tables of their base models.
+        bases = [model for model in self._directory.models.values() if not model.base]
+        for model in bases:
+            for board in model.boards:
+                registration = board.instances[0].registration
+                key = registration.deployment, registration.revision
+                present.add(key)
                 if _is_manager(board.instances):
                     flippable = [each for each in board.instances if self._may_flip(each)]
                     await self._tend(self._pools.setdefault(key, Pools()), flippable)
-        for key in self._pools.keys() - seen:
+        for key in self._pools.keys() - present:
             del self._pools[key]
         self._left_alone &= self._directory.instances.keys()
 
     def _may_flip(self, instance: Instance) -> bool:
-        """Whether it can be given another role; why not is logged once."""
-        stated = instance.registration
-        roles = {stated.role, stated.home or stated.role}
-        if stated.epoch < epochs.LAST and roles <= _NUMBERS.keys():
+        """Whether an instance can change its role; if not, the reason is logged once."""
+        registration = instance.registration
+        roles = {registration.role, registration.home or registration.role}
+        if registration.epoch < epochs.LAST and roles <= _NUMBERS.keys():
             self._left_alone.discard(instance.name)
             return True
         if instance.name not in self._left_alone:
@@ -194,9 +195,9 @@ class PoolManager:
             log.warning(
                 "%s is excluded from role changes: role %s, home %s, epoch %d",
                 instance.name,
-                name_of(agent_pb2.Role, stated.role),
-                name_of(agent_pb2.Role, stated.home),
-                stated.epoch,
+                name_of(agent_pb2.Role, registration.role),
+                name_of(agent_pb2.Role, registration.home),
+                registration.epoch,
             )
         return False
 
@@ -227,7 +228,7 @@ class PoolManager:
 
 
 async def send(flip: Flip) -> None:
-    """Tell the agent. Raises AioRpcError."""
+    """Send SetRole to the instance's agent. Raises AioRpcError."""
     async with dial(flip.agent) as channel:
         request = agent_pb2.SetRoleRequest(role=flip.role, epoch=flip.epoch, boot_id=flip.boot_id)
         await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=ORDER_TIMEOUT_S)
@@ -235,31 +236,31 @@ async def send(flip: Flip) -> None:
 
 def _find_present(ledgers: list[Ledger]) -> float:
     claimed = sum(each.resident.pending for each in ledgers)
-    # What others sent is claimed when their engines hold it, and prompts that wait hold nothing.
+    # Other routers' requests count as resident only from their prefill on, so `others` is excluded.
     pending = sum(each.prompt.pending - each.prompt.others for each in ledgers)
     return pooling.find_present(claimed, pending)
 
 
 def _measure(member: pooling.Members, instance: Instance, present: float, now_ms: float) -> None:
-    """Fill in what the policy looks at; `present`: share of claimed KV that is there."""
-    stated, ledger = instance.registration, instance.ledger
+    """Fill in the inputs of the policy; `present`: the result of `_find_present`."""
+    registration, ledger = instance.registration, instance.ledger
     queue = ledger.queue
     pending = ledger.prompt.pending
     pending_ms = queue.predict_ms(pending, ledger.count_prompts(pending))
-    # Of what others have sent nobody here knows when it began.
+    # The start of a prompt of another router is not known.
     worked_ms = max(now_ms - queue.since_ms, 0.0) if ledger.prompt.own >= 1.0 else 0.0
-    capacity = stated.kv_blocks_total * stated.kv_block_size
-    role = _NUMBERS[stated.role]
+    capacity = registration.kv_blocks_total * registration.kv_block_size
+    role = _NUMBERS[registration.role]
     if member["role"] != role:
-        # Somebody else flipped it.
+        # The operator, a user or another gateway has changed the role.
         member["since_ms"] = now_ms
     member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
     member["use"] = present * ledger.resident.pending / capacity if capacity else 0.0
-    member["home"] = _NUMBERS[stated.home or stated.role]
+    member["home"] = _NUMBERS[registration.home or registration.role]
     member["role"] = role
-    member["is_open"] = instance.selectable and stated.kv_path.verified
+    member["is_open"] = instance.selectable and registration.kv_path.verified
 
 
 def _is_manager(instances: list[Instance]) -> bool:
-    """Whether this router is the first that follows most of these."""
+    """Whether this router has rank 0 at most of these instances."""
     return 2 * sum(each.router_rank == 0 for each in instances) > len(instances)

@@ -1,7 +1,7 @@
-"""The Router service: the same picks for gateways that are not Cleave's own, over gRPC.
+"""The Router service over gRPC, for gateways other than Cleave's own.
 
-Started by the gateway when it is given a port. What is hard: a caller may die between Pick and
-Release, so every ticket is a lease, and the number of open ones is limited.
+Started by the gateway if a port is configured. What is hard: a caller may die between Pick and
+Release, so every ticket has a lease, and the number of open tickets is limited.
 """
 
 import asyncio
@@ -42,19 +42,19 @@ class _Lease:
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    """Tickets over one router."""
+    """The gRPC methods; each pick of the router gets a ticket with a lease."""
 
     def __init__(self, router: Router, clock: Callable[[], float]) -> None:
         self._router = router
         self._clock = clock
         self._leases: dict[int, _Lease] = {}
-        # A random start: a ticket of an earlier life must not close a book of this one.
+        # A random start: a ticket from before a restart must not release a new pick.
         self._tickets = itertools.count(random.getrandbits(62))
 
     async def Pick(  # noqa: N802
         self, request: router_pb2.PickRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> router_pb2.PickResponse:
-        """Place a request."""
+        """Select instances for a request."""
         try:
             pick = self._pick(request)
         except RouterError as error:
@@ -72,7 +72,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Release(  # noqa: N802
         self, request: router_pb2.ReleaseRequest, context: object
     ) -> router_pb2.ReleaseResponse:
-        """Close the books of a ticket; unknown tickets are ignored."""
+        """Release the load of a ticket or of one phase; unknown tickets are ignored."""
         del context
         phase = _PHASES.get(request.phase, Phase.WHOLE)
         lease = self._leases.get(request.ticket)
@@ -85,7 +85,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Fleet(  # noqa: N802
         self, request: router_pb2.FleetRequest, context: object
     ) -> router_pb2.FleetSnapshot:
-        """What the router knows."""
+        """A snapshot of all instances that the router knows."""
         del context
         now = self._clock()
         return router_pb2.FleetSnapshot(
@@ -97,7 +97,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
 
     def expire(self, now: float) -> None:
-        """Release every ticket whose lease has ended."""
+        """Release every ticket whose lease has expired."""
         for ticket, lease in tuple(self._leases.items()):
             if now >= lease.ends_at:
                 self._router.release(lease.pick)
@@ -116,13 +116,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
 
     def _was_prefill(self, name: str) -> bool:
-        """Whether a failed instance lost a prefill; one that is gone altogether counts as such."""
+        """Whether a failed instance had the prefill role; an unknown one counts as such."""
         instance = self._router.directory.instances.get(name)
         return instance is None or instance.registration.role == agent_pb2.ROLE_PREFILL
 
 
 class RouterServer:
-    """The service on a port, with the sweep of its leases."""
+    """Serves the gRPC methods on a port and expires leases periodically."""
 
     def __init__(self, router: Router, clock: Callable[[], float]) -> None:
         self._service = RouterService(router, clock)
@@ -131,7 +131,7 @@ class RouterServer:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, address: str) -> int:
-        """Listen on host:port; the port. Raises OSError."""
+        """Listen on host:port; returns the port. Raises OSError."""
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         router_pb2_grpc.add_RouterServicer_to_server(self._service, self._server)
         try:
@@ -165,8 +165,8 @@ def _to_message(target: Target) -> router_pb2.Target:
 
 
 def _serves(instance: Instance, model: str) -> bool:
-    stated = instance.registration
-    return model in ("", stated.model) or model in stated.adapters
+    registration = instance.registration
+    return model in ("", registration.model) or model in registration.adapters
 
 
 def _describe(instance: Instance, now: float) -> router_pb2.Instance:

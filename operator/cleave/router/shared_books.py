@@ -1,10 +1,10 @@
-"""Books that all processes of one gateway keep together, so that each picks as if it were the only.
+"""Load accounting shared by all processes of one gateway, so that they dispatch like a single one.
 
-Used by the directory where a gateway has several processes. A dispatch is entered in cells of the
-process's own, in a memory that all share; what is pending is the sum over all. What is
-hard: it must stay about as cheap as books of one's own, hence no lock and no message; and books
-belong to one boot of an engine, which each process hears of at a time of its own, hence rows by
-boot that are free again when nobody needs them.
+Used by the directory if a gateway has several processes. Each process adds its dispatches to its
+own cells in shared memory; the load is the sum over all processes. What is hard: it must be about
+as cheap as unshared accounting, hence no locks and no messages; and accounting belongs to one boot
+of an engine, which each process discovers at another time, hence rows are claimed by boot and are
+free again when no process uses them.
 """
 
 import functools
@@ -18,31 +18,31 @@ from cleave.router.instance import Ledger
 log = logging.getLogger(__name__)
 
 MAX_BOOTS = 4_096
-"""Boots of engines at a time. All further ones share a row: each then counts as being as busy as
-all of them together, and is taken last."""
+"""Limit of boots of engines at a time. All further ones share one row: each then has the sum of
+their loads and is picked last."""
 
 _PROMPTS, _REQUESTS, _PROMPT, _RESIDENT = 0, 1, 2, 3
 _OWN = 4
-"""Own cells: what the process has sent."""
+"""Number of own cells; they hold the load of the requests of each process."""
 _OTHERS_PROMPT, _OTHERS_RESIDENT, _TURN = 0, 1, 2
-"""Common cells that every score looks at; own ones that it does are just before them. Others': what
-other gateways have there, as the latest report tells any process."""
+"""Common cells that every score needs, directly after the own cells that it needs. `_OTHERS_*`: the
+load of other gateways, as of the latest report to any process."""
 _OTHERS_REQUESTS, _SINCE, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 3, 4, 5, 6, 7
-"""Some scores look at these. `_SINCE` and all behind it are of the queue."""
+"""Common cells that some scores need. `_SINCE` and all cells after it belong to the queue model."""
 _LEARNT, _NUM_LEARNT = 8, 9
-"""The sums of a queue."""
+"""First cell and number of the `policy.books.Sums` of the queue model."""
 _PROMPTS_LEARNT, _TOKENS = 1, 2
-"""Among these sums."""
+"""Indices in these sums: prompts and their tokens."""
 _COMMON = _LEARNT + _NUM_LEARNT
-"""Common cells."""
+"""Number of common cells."""
 _SPILL, _TURNS = 0, 1
-"""Rows that are no boot's."""
+"""Rows that belong to no boot: for all boots beyond MAX_BOOTS, and for the counter of picks."""
 _GONE = -1
-"""The row of a boot that is not followed any more."""
+"""Row number after `SharedLedger.leave`."""
 
 
 def make_table(processes: int) -> SharedTable:
-    """Before the processes are forked."""
+    """The table; to be created before the processes are forked."""
     table = SharedTable(MAX_BOOTS, processes, own=_OWN, common=_COMMON)
     table.claim(b"what has no row of its own")
     table.claim(b"turns")
@@ -50,7 +50,7 @@ def make_table(processes: int) -> SharedTable:
 
 
 class SharedBooks:
-    """The books of all instances, as one process keeps them."""
+    """Opens the shared accounting of instances for one process."""
 
     def __init__(self, table: SharedTable) -> None:
         self.table = table
@@ -69,11 +69,11 @@ class SharedBooks:
         return self._spill
 
     def find_row(self, ledger: Ledger) -> int:
-        """Where a ledger's scores are; those of another kind have none of their own."""
+        """Row of a ledger; the overflow row if it is not shared."""
         return ledger.row if isinstance(ledger, SharedLedger) else _SPILL
 
     def next_turn(self) -> int:
-        """Counts the picks of all processes; two at the very same time may get the same."""
+        """Count a pick; its number. Two picks at exactly the same time may get the same number."""
         turn = self._cells[self._turn_at] + 1.0
         self._cells[self._turn_at] = turn
         return int(turn)
@@ -81,12 +81,12 @@ class SharedBooks:
 
 @functools.cache
 def _to_cells(count: int) -> struct.Struct:
-    """One for all rows: it is read with each."""
+    """A struct of `count` cells, cached because it is used for all rows."""
     return struct.Struct(f"{count}d")
 
 
 class View:
-    """What scores look at in one row: the own cells of all processes and some common ones."""
+    """Reads the cells of one row that scores need: own cells of all processes and common cells."""
 
     __slots__ = ("_end", "_memory", "_processes", "_read", "_read_tokens", "_start", "_tokens_at")
 
@@ -99,38 +99,38 @@ class View:
         self._read_tokens = _to_cells(2 * table.processes + _TURN + 1).unpack_from
 
     def read(self) -> tuple[float, ...]:
-        """All of it, as it is now."""
-        seen: tuple[float, ...] = self._read(self._memory, self._start)
-        return seen
+        """The present values of all these cells."""
+        values: tuple[float, ...] = self._read(self._memory, self._start)
+        return values
 
     def read_tokens(self) -> tuple[float, float, float]:
-        """(prompt tokens that wait, resident tokens, last turn): half of it, in half the time."""
-        seen: tuple[float, ...] = self._read_tokens(self._memory, self._tokens_at)
-        here, end = self._processes, 2 * self._processes
-        prompt = _add_up(seen, 0, here) + seen[end + _OTHERS_PROMPT]
-        resident = _add_up(seen, here, end) + seen[end + _OTHERS_RESIDENT]
-        return prompt, resident, seen[end + _TURN]
+        """(pending prompt tokens, resident tokens, number of the last pick), in half the time."""
+        values: tuple[float, ...] = self._read_tokens(self._memory, self._tokens_at)
+        middle, end = self._processes, 2 * self._processes
+        prompt = _add_up(values, 0, middle) + values[end + _OTHERS_PROMPT]
+        resident = _add_up(values, middle, end) + values[end + _OTHERS_RESIDENT]
+        return prompt, resident, values[end + _TURN]
 
-    def add_up(self, seen: tuple[float, ...], field: int) -> float:
-        """What all have entered."""
-        return _add_up(seen, field * self._processes, (field + 1) * self._processes)
+    def add_up(self, values: tuple[float, ...], field: int) -> float:
+        """The sum of an own field over all processes, from the result of `read`."""
+        return _add_up(values, field * self._processes, (field + 1) * self._processes)
 
-    def find(self, seen: tuple[float, ...], field: int) -> float:
-        """A common cell among those that were read."""
-        return seen[self._end + field]
+    def find(self, values: tuple[float, ...], field: int) -> float:
+        """A common cell, from the result of `read`."""
+        return values[self._end + field]
 
 
-def _add_up(seen: tuple[float, ...], start: int, end: int) -> float:
-    """Sums of fractions do not come back to nothing exactly."""
-    here = 0.0
+def _add_up(values: tuple[float, ...], start: int, end: int) -> float:
+    """Sum, at least 0: rounding errors of added and removed fractions may leave it below."""
+    total = 0.0
     for at in range(start, end):
-        here += seen[at]
-    return here if here > 0.0 else 0.0
+        total += values[at]
+    return total if total > 0.0 else 0.0
 
 
 class SharedLedger(Ledger):
-    """A ledger in one row of the table. What is entered here the others see after the next `sync`,
-    which follows every change; what they have entered is read whenever it is asked for."""
+    """A ledger in one row of the table. Other processes see changes after the next `sync` or
+    `tell`, which follows every change; their changes are read whenever values are needed."""
 
     __slots__ = (
         "_cells",
@@ -162,13 +162,13 @@ class SharedLedger(Ledger):
         self.prompt = SharedBook(table, row, _PROMPT, _OTHERS_PROMPT)
         self.resident = SharedBook(table, row, _RESIDENT, _OTHERS_RESIDENT)
         self.queue: Queue = SharedQueue(table, row)
-        # What was told last.
+        # Values published last.
         self._prompt = self._resident = 0.0
         self._since_ms = self.queue.since_ms
         self._requests = self._prompts = self._turn = 0
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
-        """Of all processes, and other gateways; what else they have told is taken over."""
+        """As in the base class, over all processes; also loads what they have published."""
         view = self._view
         if not prompts:
             prompt, resident, turn = view.read_tokens()
@@ -180,27 +180,27 @@ class SharedLedger(Ledger):
         return prompt, self._count_prompts(seen), resident
 
     def count_prompts(self, pending: float) -> float:
-        """Of all processes, and other gateways' as long as usual."""
+        """Number of prompts of all processes; other gateways' prompts have the mean length."""
         del pending
         return self._count_prompts(self._view.read())
 
     def count_requests(self) -> int:
-        """Of all processes."""
+        """Number of requests of all processes."""
         return round(self._view.add_up(self._view.read(), _REQUESTS))
 
     def report_requests(self, here: int) -> None:
-        """The instance's own count arrived."""
+        """Include the number of requests that the instance reports."""
         super().report_requests(here)
         self._cells[self._common_at + _OTHERS_REQUESTS] = self.others
 
     def sync(self) -> None:
-        """Tell siblings what has changed, and learn what they have told."""
+        """Publish changes and load those of other processes."""
         if self.row != _GONE:
             self.tell()
             self.look()
 
     def tell(self) -> None:
-        """Tell siblings what has changed."""
+        """Publish the values that have changed to the other processes."""
         cells, prompt, resident = self._cells, self.prompt.own, self.resident.own
         if prompt != self._prompt:
             cells[self._prompt_at] = self._prompt = prompt
@@ -220,43 +220,44 @@ class SharedLedger(Ledger):
             cells[self._common_at + _SINCE] = self._since_ms = since_ms
 
     def look(self) -> tuple[float, ...]:
-        """What siblings have told, as cells; taken over here where it is no sum."""
+        """Load the common values that other processes published; returns all cells."""
         view, queue = self._view, self.queue
-        seen = view.read()
-        self.last_turn = self._turn = int(view.find(seen, _TURN))
-        queue.since_ms = self._since_ms = view.find(seen, _SINCE)
-        queue.prompt_ms = view.find(seen, _PROMPT_MS)
-        queue.token_ms = view.find(seen, _TOKEN_MS)
-        queue.safe_token_ms = view.find(seen, _SAFE_TOKEN_MS)
-        self.others = view.find(seen, _OTHERS_REQUESTS)
-        return seen
+        values = view.read()
+        self.last_turn = self._turn = int(view.find(values, _TURN))
+        queue.since_ms = self._since_ms = view.find(values, _SINCE)
+        queue.prompt_ms = view.find(values, _PROMPT_MS)
+        queue.token_ms = view.find(values, _TOKEN_MS)
+        queue.safe_token_ms = view.find(values, _SAFE_TOKEN_MS)
+        self.others = view.find(values, _OTHERS_REQUESTS)
+        return values
 
     def leave(self) -> None:
-        """Take what is this process's off the row; what is released later changes nothing there."""
+        """Release the row; later changes to this ledger are not shared."""
         if self.row > _TURNS:
             self._table.release(self.row)
             self.row = _GONE
             self.prompt, self.resident, self.queue = Book(), Book(), Queue()
 
-    def _count_prompts(self, seen: tuple[float, ...]) -> float:
-        here, others = self._view.add_up(seen, _PROMPTS), self._view.find(seen, _OTHERS_PROMPT)
-        return here + self.queue.count_prompts(others) if others else here
+    def _count_prompts(self, values: tuple[float, ...]) -> float:
+        own = self._view.add_up(values, _PROMPTS)
+        remote = self._view.find(values, _OTHERS_PROMPT)
+        return own + self.queue.count_prompts(remote) if remote else own
 
 
 class SharedBook(Book):
-    """Tokens outstanding at one instance in one phase: own ones, those of siblings, and others."""
+    """Outstanding tokens of one instance in one phase: of all processes and of other gateways."""
 
     __slots__ = ("_at", "_cells", "_others_at")
 
     def __init__(self, table: SharedTable, row: int, own: int, others: int) -> None:
-        """`own`, `others`: fields."""
+        """`own`, `others`: field numbers of the own cells and of the common cell."""
         super().__init__()
         self._cells, self._others_at = table.cells, table.common_at(row, others)
         self._at = [table.cell_at(row, own, process) for process in range(table.processes)]
 
     @property
     def others(self) -> float:
-        """What those have there that keep books of their own, as the latest report tells."""
+        """Tokens of routers that do not share this accounting, as of the latest report."""
         return self._cells[self._others_at]
 
     @property
@@ -265,29 +266,29 @@ class SharedBook(Book):
         return self._add_up() + self._cells[self._others_at]
 
     def report(self, reported: float) -> float:
-        """The instance's own count arrived; what is outstanding of those that keep this book."""
-        here = self._add_up()
-        self._cells[self._others_at] = estimate_pending(0.0, reported, here)
-        return here
+        """Include the tokens that the instance reports; returns those of all processes."""
+        own = self._add_up()
+        self._cells[self._others_at] = estimate_pending(0.0, reported, own)
+        return own
 
     def _add_up(self) -> float:
-        # One by one: a whole row takes longer to read.
-        cells, here = self._cells, 0.0
+        # Cell by cell: unpacking a full row takes longer.
+        cells, own = self._cells, 0.0
         for at in self._at:
-            here += cells[at]
-        return here if here > 0.0 else 0.0
+            own += cells[at]
+        return own if own > 0.0 else 0.0
 
 
 _Cells = tuple[
     float, float, float, float, float, float, float, float, float, float, float, float, float
 ]
-"""Of a queue: from `_SINCE` on."""
+"""The cells of a queue model, from `_SINCE` on."""
 
 
 class SharedQueue(Queue):
-    """How fast an instance computes the prompts of all processes, each of which tells the others.
+    """The queue model of an instance, shared by all processes.
 
-    Two that learn at the same moment may lose what one has seen; of two hundred that is little.
+    Of two simultaneous updates one may be lost, which matters little among two hundred samples.
     """
 
     __slots__ = ("_cells", "_learnt_at", "_memory", "_pack", "_place", "_unpack")
@@ -305,19 +306,19 @@ class SharedQueue(Queue):
         self._read()
 
     def answer(self, tokens: float, now_ms: float, others: float = 0.0) -> float:
-        """A prompt of that many tokens was answered, the next one begins; how long it took."""
+        """As in the base class; loads the shared model before and stores it afterwards."""
         self._read()
         ms = super().answer(tokens, now_ms, others)
         self._write()
         return ms
 
     def count_prompts(self, tokens: float) -> float:
-        """How many prompts that many tokens are."""
-        learnt = self._learnt_at
-        return tokens * self._cells[learnt + _PROMPTS_LEARNT] / self._cells[learnt + _TOKENS]
+        """Expected number of prompts with `tokens` tokens in total."""
+        start = self._learnt_at
+        return tokens * self._cells[start + _PROMPTS_LEARNT] / self._cells[start + _TOKENS]
 
     def _read(self) -> None:
-        """Whoever has seen the later prompt begin is right."""
+        """Load the shared model; of two start times of the first prompt the later one is right."""
         cells: _Cells = self._unpack(self._memory[self._place])
         since_ms, self.prompt_ms, self.token_ms, self.safe_token_ms, a, b, c, d, e, f, g, h, i = (
             cells
@@ -327,7 +328,7 @@ class SharedQueue(Queue):
 
     def _write(self) -> None:
         a, b, c, d, e, f, g, h, i = self._sums
-        # Not pack_into(): it clears the place first, and others read at any moment.
+        # Not pack_into(): it clears the cells first, and other processes may read at any moment.
         self._memory[self._place] = self._pack(
             self.since_ms,
             self.prompt_ms,

@@ -1,8 +1,8 @@
-"""How this process reaches the Kubernetes API server, and the two requests it makes there.
+"""Access to the Kubernetes API server, and its two requests: get and watch.
 
-Used by endpoints.py. Access comes from the kubeconfig that KUBECONFIG names, else from the pod's
-service account. Everything is read anew for each request: tokens are replaced every hour, and a
-request is made every few minutes.
+Used by endpoints.py. Access comes from the kubeconfig in KUBECONFIG, else from the pod's service
+account. Credentials are read again for each request: tokens are replaced every hour, and requests
+are made only every few minutes.
 """
 
 import base64
@@ -27,11 +27,11 @@ _MESSAGE_LIMIT = 1 << 16
 
 
 class AccessError(ValueError):
-    """This process has no usable way to the API server; one sentence."""
+    """No usable access to the API server; the message is one sentence."""
 
 
 class ApiError(RuntimeError):
-    """The API server refused."""
+    """The API server returned an error status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the API server answers {status}: {message}")
@@ -50,7 +50,7 @@ class Access:
 
 
 def find_access(env: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOUNT) -> Access:
-    """KUBECONFIG's, else the pod's own. Raises AccessError."""
+    """Access from KUBECONFIG, else from the pod's service account. Raises AccessError."""
     if path := env.get("KUBECONFIG"):
         return read_kubeconfig(Path(path.split(os.pathsep)[0]))
     host = env.get("KUBERNETES_SERVICE_HOST")
@@ -85,14 +85,14 @@ def read_kubeconfig(path: Path) -> Access:
 
 
 async def get(access: Access, path: str, seconds: float) -> Any:  # noqa: ANN401 - parsed JSON
-    """One object or list. Raises ApiError, HttpError."""
+    """Get one object or list. Raises ApiError, HttpError."""
     async with _open(access, path, seconds) as answer:
         await _check(answer)
         return _decode(await answer.read())
 
 
 async def watch(access: Access, path: str) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of a watch until the server ends it; the caller bounds it.
+    """The events of a watch until the server ends it; the caller sets a timeout.
 
     Raises ApiError, HttpError.
     """
@@ -166,15 +166,15 @@ def _build_tls(cluster: dict[str, Any], user: dict[str, Any], folder: Path) -> s
 
 
 def _trust(authority: str) -> ssl.SSLContext:
-    """A context that trusts this authority (PEM); the system's when empty."""
+    """A TLS context that trusts this CA certificate (PEM); the system's CAs when empty."""
     tls = ssl.create_default_context(cadata=authority or None)
-    # Authorities of many clusters lack the key identifiers that newer Pythons insist on.
+    # The CA certificates of many clusters lack the key identifiers that newer Pythons require.
     tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return tls
 
 
 def _read_pem(entry: dict[str, Any], field: str, folder: Path) -> bytes:
-    """What a field holds itself (base64) or the file it names; empty when there is none."""
+    """The content of FIELD-data (base64) or of the file in FIELD; empty when both are absent."""
     if data := entry.get(f"{field}-data"):
         try:
             return base64.b64decode(data, validate=True)

@@ -1,4 +1,4 @@
-"""Channels to agents. Used by whoever dials one."""
+"""gRPC channels to agents. Used by gateways, agents and the operator."""
 
 import grpc
 
@@ -6,5 +6,5 @@ Options = tuple[tuple[str, int], ...]
 
 
 def dial(address: str, options: Options = ()) -> grpc.aio.Channel:
-    """A channel that goes there straight: an HTTP proxy of the environment does not know pods."""
+    """A channel to `address` that ignores HTTP proxies, which cannot reach pods."""
     return grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0), *options))

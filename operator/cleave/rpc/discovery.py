@@ -1,13 +1,13 @@
-"""Where the agents are. Used by the gateway's fleet and by agents that look for a peer.
+"""Discovery of the agents' addresses. Used by gateways, and by agents that need a peer.
 
 A source is one string, so that it fits an environment variable in a pod:
-`file:PATH` (one host:port a line, read anew at each call; the process kubelet writes it),
-`endpoints:NAMESPACE/SERVICE:PORT` (the EndpointSlices of a Service, asked of the API server),
+`file:PATH` (one host:port per line, read at each call; written by the process kubelet),
+`endpoints:NAMESPACE/SERVICE:PORT` (the EndpointSlices of a Service, from the API server),
 `dns:NAME:PORT` (all addresses of a headless Service) or `HOST:PORT[,HOST:PORT...]`.
 
-Gateways ask all the time: for them Agents follows what can be followed. Agents ask until they have
-found one peer: a list now and then is far less work for the API server than a watch in every
-worker, each of which would be sent every change of all others.
+Gateways poll continuously; for them `Agents` uses a watch where the source supports one. Agents
+poll until they have results one peer: a few lists are far less work for the API server than a watch
+in every worker, each of which would receive the changes of all other workers.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ ENV = "CLEAVE_AGENTS"
 
 
 class DiscoveryError(ValueError):
-    """The source cannot be understood."""
+    """The source is malformed or not usable in this process."""
 
 
 class Unreachable(OSError):  # noqa: N818 - names the condition
-    """Whoever knows the agents cannot be asked now."""
+    """The API server cannot be reached now."""
 
 
 class Agents:
-    """The agents that a source names, for whoever asks all the time."""
+    """The addresses of a source, for callers that poll continuously."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -40,7 +40,7 @@ class Agents:
         self._task: asyncio.Task[None] | None = None
 
     async def find(self) -> frozenset[str]:
-        """Addresses (host:port) known now; the first call begins to follow.
+        """Addresses (host:port) known now; the first call starts a watch if possible.
 
         Raises DiscoveryError on a malformed source, OSError when it cannot be read.
         """
@@ -55,17 +55,17 @@ class Agents:
         return self._follower.addresses
 
     async def close(self) -> None:
-        """Follow no more."""
+        """Stop the watch."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
 
 async def find_agents(source: str) -> frozenset[str]:
-    """Addresses (host:port) of the agents that `source` names now.
+    """Present addresses (host:port) of the agents of `source`.
 
-    An absent file and an unknown name mean "none yet". Raises DiscoveryError on a malformed source,
-    Unreachable when the API server cannot be asked.
+    A missing file and an unknown DNS name mean "none yet". Raises DiscoveryError on a malformed
+    source, Unreachable when the API server cannot be reached.
     """
     kind, _, rest = source.partition(":")
     if kind == "file":
@@ -86,7 +86,7 @@ async def _list(service: Service) -> frozenset[str]:
 
 
 def _parse_service(text: str) -> Service:
-    """NAMESPACE/SERVICE:PORT."""
+    """Parse NAMESPACE/SERVICE:PORT. Raises DiscoveryError."""
     path, port = _split(text)
     namespace, _, name = path.partition("/")
     if not namespace or not name or "/" in name:
@@ -95,7 +95,7 @@ def _parse_service(text: str) -> Service:
 
 
 def _check_access() -> None:
-    """Raises DiscoveryError where there is no way to an API server at all."""
+    """Raises DiscoveryError when no access to an API server is configured."""
     try:
         find_access()
     except AccessError as error:
@@ -113,12 +113,12 @@ def _read(path: Path) -> frozenset[str]:
 async def _resolve(name_and_port: str) -> frozenset[str]:
     name, port = _split(name_and_port)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        results = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return frozenset()
     return frozenset(
         f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
-        for family, _, _, _, address in found
+        for family, _, _, _, address in results
     )
 
 

@@ -1,9 +1,9 @@
-"""The endpoints of a Service, listed once or followed. Used by discovery.py.
+"""The endpoints of a Service, listed once or watched. Used by discovery.py.
 
-All endpoints count, ready or not: an agent says itself what state it is in, and one that drains is
-heard to its end. What is hard: the API server may be away for minutes while requests go on, so what
-was known last stays until a new list has come; and hundreds of followers must not return to it in
-the same instant, so every wait is jittered.
+All endpoints count, ready or not: agents report their own state, and draining ones are watched to
+their end. What is hard: the API server may be unavailable for minutes while requests go on, so the
+last known addresses stay valid until a new list arrives; and hundreds of watchers must not
+reconnect at the same instant, so every wait is jittered.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 SERVICE_LABEL = "kubernetes.io/service-name"
 LIST_S = 10.0
 WATCH_S = 240
-"""The server ends a watch after so long; the list that follows is the resync."""
+"""Timeout of a watch on the server; the list that follows it is the resync."""
 WATCH_SLACK_S = 20.0
-"""What a watch may last longer before it counts as dead."""
+"""Additional time after which a watch counts as dead."""
 FIRST_DELAY_S = 0.2
 LAST_DELAY_S = 5.0
 
@@ -38,7 +38,7 @@ _Slices = dict[str, Addresses]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A Service, and the port of its endpoints to dial."""
+    """A Service, and the port of its endpoints."""
 
     namespace: str
     name: str
@@ -52,17 +52,17 @@ async def list_endpoints(service: Service, access: Access | None = None) -> Addr
 
 
 class Follower:
-    """Keeps the addresses of a Service's endpoints up to date while it runs."""
+    """Watches the endpoints of a Service and keeps their addresses up to date while it runs."""
 
     def __init__(self, service: Service, find: Callable[[], Access] = find_access) -> None:
         self._service = service
         self._find = find
         self._slices: _Slices = {}
         self.addresses: Addresses = frozenset()
-        """host:port of each, as last heard."""
+        """host:port of each endpoint, as of the last list or event."""
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """List and watch until cancelled; errors are logged and retried with back-off."""
         delay = FIRST_DELAY_S
         while True:
             try:
@@ -125,15 +125,15 @@ def read_slice(item: dict[str, Any], port: int) -> Addresses:
 
 
 async def _list(access: Access, service: Service) -> tuple[_Slices, str]:
-    """Addresses by slice, and the version from which to watch."""
-    # From the API server's cache: a list that is a moment old is made good by the watch.
-    found = await apiserver.get(access, _path(service, resourceVersion="0"), LIST_S)
+    """Addresses by slice, and the resource version from which to watch."""
+    # Version 0: from the API server's cache; the watch corrects a slightly old list.
+    listed = await apiserver.get(access, _path(service, resourceVersion="0"), LIST_S)
     try:
         slices = {
             item["metadata"]["name"]: read_slice(item, service.port)
-            for item in found.get("items") or ()
+            for item in listed.get("items") or ()
         }
-        return slices, found["metadata"]["resourceVersion"]
+        return slices, listed["metadata"]["resourceVersion"]
     except (KeyError, TypeError, AttributeError) as error:
         raise HttpError(f"the API server sent no list of EndpointSlices: {error!r}") from None
 

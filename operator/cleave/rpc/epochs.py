@@ -1,10 +1,10 @@
-"""Bounds of the epoch of a role, which grows by one with every order. Used by both ends of SetRole.
+"""Bounds of the epoch of a role, which grows by one with every SetRole. Used by both sides of it.
 
-An order must be newer than the agent's own epoch. One order with the last number there is would
-keep the agent from every later one, so the step is bounded.
+A SetRole request must have a newer epoch than the agent. A request with the largest epoch would
+block all later ones, so the step is bounded.
 """
 
 MAX_STEP = 1 << 20
-"""By so many an order may exceed the agent's epoch: far more than orders that cross."""
+"""Largest difference from the agent's epoch: far more than the number of concurrent requests."""
 LAST = (1 << 64) - 1
-"""What the message holds; an agent that has it can be given no other role before it restarts."""
+"""Largest value of the field; an agent with it cannot change its role until it restarts."""

@@ -1,14 +1,13 @@
-"""What a gateway says of its fleet at `GET /fleet`: the JSON as types.
+"""The JSON of a gateway's `GET /fleet`, as types.
 
-Written by the gateway, read by the operator. Fields that the other side does not know yet are
-skipped, and those that it no longer sends have defaults: gateways and operator are not replaced in
-the same instant.
+Written by the gateway, read by the operator. Unknown fields are skipped and missing ones have
+defaults, because gateways and operator are not upgraded at the same time.
 """
 
 import msgspec
 
 MAX_INSTANCES = 4_096
-"""In one page: about 2 MB."""
+"""Limit of instances in one response: about 2 MB."""
 
 
 class KvPath(msgspec.Struct, frozen=True):
@@ -18,9 +17,9 @@ class KvPath(msgspec.Struct, frozen=True):
     transport: str = ""
     """`nixl over tcp`, `emulated`, ..."""
     transfer_ms: float = 0.0
-    """Of the test's decode request, to its first token."""
+    """Time of the test's decode request to its first token."""
     bytes_per_s: float = 0.0
-    """Measured in the test; 0: not told."""
+    """Bandwidth measured in the test; 0: not reported."""
     detail: str = ""
 
 
@@ -35,37 +34,37 @@ class Instance(msgspec.Struct, frozen=True):
     role: str = ""
     """`prefill`, `decode`, `mixed`: what it serves now."""
     home: str = ""
-    """The role that it was made for."""
+    """The configured role."""
     state: str = ""
     """`starting`, `verifying`, `ready`, `draining`."""
     epoch: int = 0
-    """Of the role."""
+    """Epoch of the role."""
     contact: str = ""
-    """How well its agent is heard: heard, stale, silent, connection lost."""
+    """Connection to its agent: heard, stale, silent, connection lost."""
     selectable: bool = False
-    """Whether it is given new requests."""
+    """Whether it takes new requests."""
     reason: str = ""
     """Why it is not ready."""
     restarts: int = 0
-    """Of its engine, since its agent started."""
+    """Restarts of its engine since its agent started."""
     num_running: int = 0
     num_waiting: int = 0
     pending_tokens: int = 0
-    """Prompt tokens to compute and tokens that hold KV, as this gateway estimates them."""
+    """Prompt tokens to compute plus tokens with KV, as estimated by this gateway."""
     kv_cache_usage: float = 0.0
     """Used share, 0..1."""
     requests_in_flight: int = 0
-    """Of this gateway."""
+    """Requests of this gateway."""
     report_age_s: float = 0.0
-    """Since the agent was last heard."""
+    """Time since the last event from the agent."""
     kv_path: KvPath = KvPath()
 
 
 class FleetPage(msgspec.Struct, frozen=True):
-    """Everything one gateway knows."""
+    """The response of one gateway."""
 
     instances: tuple[Instance, ...] = ()
     left_out: int = 0
-    """Instances beyond what the page may hold."""
+    """Number of instances omitted because of MAX_INSTANCES."""
     draining: bool = False
-    """Whether this gateway ends."""
+    """Whether this gateway is shutting down."""

@@ -1,9 +1,10 @@
-"""HTTP over plain asyncio: agents ask engines, gateways the API server, the operator gateways.
+"""A small HTTP client over asyncio, for agents to engines, gateways to the API server, and the
+operator to gateways.
 
 A hundred lines instead of a library because 64 agents share a small machine, where aiohttp or httpx
-would add 8 MB and 0.15 s of CPU to each. One connection per request, bodies read piece by piece so
-that an endless one (a watch) can be followed. What is hard: every way in which an answer can be cut
-off has to be an error, or half a list would pass for a whole one.
+would add 8 MB and 0.15 s of CPU to each. One connection per request; bodies are read incrementally,
+so that an endless one (a watch) can be streamed. What is hard: every truncation of a response must
+be an error, otherwise half a list would be taken for the complete one.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ _HEADER_END = b"\r\n\r\n"
 
 
 class HttpError(RuntimeError):
-    """No usable answer: refused, cut off, too late, too large, or not HTTP."""
+    """No usable response: refused, truncated, too late, too large, or not HTTP."""
 
 
 class Response:
-    """An answer whose head has come."""
+    """A response whose head has been read."""
 
     def __init__(
         self, status: int, fields: Mapping[str, str], sent_at: float, reader: asyncio.StreamReader
@@ -35,11 +36,11 @@ class Response:
         self.sent_at = sent_at
         """When the request had been written, in seconds of the event loop's clock."""
         self.body_at: float | None = None
-        """When the first piece of the body came."""
+        """When the first part of the body arrived, on the same clock; None: not yet."""
         self._reader = reader
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The body as it comes. Raises HttpError when it is cut off."""
+        """The body in parts as they arrive. Raises HttpError when it is truncated."""
         with _told():
             async with contextlib.aclosing(self._framed()) as pieces:
                 async for piece in pieces:
@@ -48,7 +49,7 @@ class Response:
                     yield piece
 
     async def read(self, limit: int = BODY_LIMIT) -> bytes:
-        """The whole body. Raises HttpError when it is cut off or longer than `limit` bytes."""
+        """The complete body. Raises HttpError when it is truncated or longer than `limit` bytes."""
         with _told():
             if int(self.fields.get("content-length", 0)) > limit:
                 raise HttpError("answer too large")
@@ -61,7 +62,7 @@ class Response:
         return bytes(body)
 
     async def lines(self, limit: int = BODY_LIMIT) -> AsyncGenerator[bytes, None]:
-        """The lines of the body as they come, each at most `limit` bytes. Raises HttpError."""
+        """The lines of the body as they arrive, at most `limit` bytes each. Raises HttpError."""
         rest = bytearray()
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
@@ -111,10 +112,10 @@ async def open_response(
     tls: ssl.SSLContext | None = None,
     server_name: str | None = None,
 ) -> AsyncIterator[Response]:
-    """Send a request and wait at most `seconds` for the head of its answer; the body has no bound.
+    """Send a request and wait at most `seconds` for the head of the response, not for its body.
 
-    `tls` for an https URL; `server_name`: what its certificate must say, if not the host.
-    Raises HttpError.
+    `tls`: required for an https URL; `server_name`: expected in its certificate instead of the
+    host. Raises HttpError.
     """
     writer: asyncio.StreamWriter | None = None
     try:
@@ -136,12 +137,12 @@ async def open_response(
         yield response
     finally:
         if writer is not None:
-            # Not close(): over TLS that would wait for the other side, which may be gone.
+            # Not close(): over TLS that would wait for the peer, which may be unreachable.
             writer.transport.abort()
 
 
 async def get(url: str, *, seconds: float, limit: int = BODY_LIMIT) -> bytes:
-    """The body of a page within `seconds`. Raises HttpError, also unless the status is 200."""
+    """GET a URL within `seconds`; its body. Raises HttpError, also if the status is not 200."""
     with _told(seconds):
         async with asyncio.timeout(seconds), open_response("GET", url, seconds=seconds) as answer:
             body = await answer.read(limit)
@@ -152,7 +153,7 @@ async def get(url: str, *, seconds: float, limit: int = BODY_LIMIT) -> bytes:
 
 @contextlib.contextmanager
 def _told(seconds: float | None = None) -> Iterator[None]:
-    """Everything that can go wrong on a connection as one kind of error."""
+    """Convert all errors of a connection to HttpError."""
     try:
         yield
     except TimeoutError:
@@ -163,7 +164,7 @@ def _told(seconds: float | None = None) -> Iterator[None]:
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel notice within 25 s that the other machine is gone: a watch may be silent."""
+    """Make the kernel detect within 25 s that the peer is unreachable, even on a silent watch."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

@@ -1,7 +1,7 @@
-"""Words for the numbers of enums in messages. Used wherever an instance is shown to people.
+"""Names of protobuf enum values, for logs, status and error messages.
 
-Enums of proto3 are open: an agent of a newer version may state a role or a state that this version
-has no name for, and every reader has to go on.
+Enums of proto3 are open: an agent of a newer version may send a role or a state that this version
+does not know, which must not be an error.
 """
 
 from typing import Protocol, TypeVar

@@ -1,6 +1,6 @@
 """Where requests spend their time: the five stages of DistServe's section 6.3.
 
-Read by `cleave simulate` and the report. Pure.
+Used by `cleave simulate` and the report. Pure functions.
 """
 
 from enum import StrEnum
@@ -21,11 +21,11 @@ class Stage(StrEnum):
 
 
 def stage_ms(outcome: Outcome) -> dict[Stage, Times]:
-    """Milliseconds of every request in each stage; nan where it never got there.
+    """Milliseconds of every request in each stage; nan where it never reached the stage.
 
-    Decode queueing is both the wait for room on the decode instance, before the pull, and the wait
-    for its first pass after it. The five add up to the time from arrival to end. On a mixed
-    instance there is no transfer, and decode includes the passes that other prompts delayed.
+    Decode queueing is the wait for room on the decode instance before the pull plus the wait for
+    its first iteration after it. The five add up to the time from arrival to end. On a mixed
+    instance there is no transfer, and decode includes iterations that other prompts lengthened.
     """
     return {
         Stage.PREFILL_QUEUE: outcome.prefill_start_ms - outcome.arrival_ms,
@@ -38,8 +38,8 @@ def stage_ms(outcome: Outcome) -> dict[Stage, Times]:
 
 
 def stage_shares(outcome: Outcome) -> dict[Stage, float]:
-    """Each stage's share of the time of all requests that ended; zeros when none did."""
+    """Each stage's share of the total time of the requests that ended; zeros when none did."""
     ended = ~np.isnan(outcome.end_ms)
     totals = {stage: float(np.nansum(ms[ended])) for stage, ms in stage_ms(outcome).items()}
-    whole = sum(totals.values())
-    return {stage: total / whole if whole else 0.0 for stage, total in totals.items()}
+    overall = sum(totals.values())
+    return {stage: total / overall if overall else 0.0 for stage, total in totals.items()}

@@ -1,4 +1,4 @@
-"""Refuses fleets and traces that cannot be simulated, each with one line. Called by `run`."""
+"""Validation of fleets and traces: SimulationError with one line each. Called by `run`."""
 
 import math
 
@@ -10,11 +10,11 @@ from cleave.simulator.fleet import Dispatch, Engine, Fleet
 from cleave.simulator.trace import Trace
 
 LONGEST_TOKENS = 1 << 24
-"""Of a prompt or an output."""
+"""Limit of a prompt or an output."""
 
 
 def check_trace(trace: Trace) -> None:
-    """Refuse a trace that is empty, unsorted or holds what is no time or length."""
+    """Refuse a trace that is empty, unsorted or has an invalid time or length."""
     arrival, prompt, output = trace.arrival_ms, trace.prompt_tokens, trace.output_tokens
     if not len(arrival):
         raise SimulationError("the trace is empty; it needs at least one request")
@@ -49,15 +49,15 @@ def _explain_arrivals(arrival: NDArray[np.float64]) -> None:
             )
         if at and time < arrival[at - 1]:
             raise SimulationError(
-                f"arrival_ms[{at}] of the trace is {time}, before the one ahead of it "
+                f"arrival_ms[{at}] of the trace is {time}, earlier than the one before it "
                 f"({arrival[at - 1]}); sort the trace by arrival"
             )
 
 
 def check_fleet(fleet: Fleet) -> None:
-    """Refuse negative times and counts, and best fit without what it promises."""
+    """Refuse negative times and counts, and combinations of options that cannot work."""
     if fleet.dispatch is Dispatch.BEST_FIT and fleet.packing is None:
-        raise SimulationError("dispatch is BEST_FIT without packing; state the fleet's packing")
+        raise SimulationError("dispatch is BEST_FIT without packing; set the fleet's packing")
     if fleet.dispatch is Dispatch.LATE and fleet.flipping is not None:
         raise SimulationError("dispatch is LATE with flipping; choose another, or no flipping")
     for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed):
@@ -77,7 +77,7 @@ def check_fleet(fleet: Fleet) -> None:
 
 
 def check_engine(engine: Engine) -> None:
-    """Refuse limits below 1, memory below one block and a latency model that gives no times."""
+    """Refuse limits below 1, memory below one block and an incomplete latency model."""
     for name in ("kv_block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_sched_batch"):
         value = getattr(engine, name)
         if value < 1:
@@ -93,6 +93,6 @@ def check_engine(engine: Engine) -> None:
     if min(len(timing.prompt_ms), len(timing.decode_ms)) < 2 or not timing.decode_context_ms:
         raise SimulationError("timing: prompt_ms and decode_ms need two points, contexts one")
     points = (*timing.prompt_ms, *timing.decode_ms, *timing.decode_context_ms)
-    others = (timing.prompt_square_ms, timing.hop_ms, timing.hop_token_ms)
-    if not all(map(math.isfinite, (*points, *others))):
+    scalars = (timing.prompt_square_ms, timing.hop_ms, timing.hop_token_ms)
+    if not all(map(math.isfinite, (*points, *scalars))):
         raise SimulationError("timing: every value must be a finite number")

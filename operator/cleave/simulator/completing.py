@@ -1,4 +1,4 @@
-"""What happens when a pass ends: tokens, exits, prompts that are done. Compiled."""
+"""What happens at the end of an iteration: tokens, ended requests, computed prompts. Compiled."""
 
 import math
 
@@ -12,7 +12,7 @@ from cleave.simulator.tournament import wake
 
 
 def complete(state: State, i: int, s: int, now: float) -> None:
-    """The passes of slot `s` are over: its ended requests leave, its prompts are done."""
+    """The iterations of slot `s` are over: remove ended requests, complete computed prompts."""
     slot, inst = slot_at(state, s), instance_at(state, i)
     passes = slot.passes
     inst.busy += find_busy_ms(inst, slot)
@@ -24,24 +24,24 @@ def complete(state: State, i: int, s: int, now: float) -> None:
     r = slot.prompts
     slot.prompts = NONE
     while r != NONE:
-        following = request_at(state, r).next
+        next_r = request_at(state, r).next
         _end_prompt(state, i, s, r, now)
-        r = following
+        r = next_r
 
 
 def alert(state: State, i: int, now: float) -> None:
-    """Something new is at instance `i`: it looks as soon as its micro-batches allow."""
+    """Make instance `i` look for new work as soon as its current iterations allow."""
     inst = instance_at(state, i)
-    # With one stage nothing starts beside the leap, so it is accounted for when it ends.
+    # With one stage nothing else can start during the leap, so its end accounts for it.
     interrupt(state, i, now, inst.stages > 1)
     wake(state, i, now)
 
 
 def interrupt(state: State, i: int, now: float, is_accounted: bool) -> None:
-    """End a leap of instance `i`, if there is one, with the pass under way.
+    """Cut the leap of instance `i`, if there is one, after the current iteration.
 
-    `is_accounted`: something else may start, or memory may come free, before that pass ends; so all
-    passes before it are accounted for now.
+    `is_accounted`: account for all iterations before the current one now, because another batch may
+    start or memory may be freed before the current one ends.
     """
     inst = instance_at(state, i)
     s = inst.oldest
@@ -58,20 +58,20 @@ def interrupt(state: State, i: int, now: float, is_accounted: bool) -> None:
 
 
 def _account(state: State, i: int, s: int, passes: int, now: float) -> None:
-    """The first `passes` of a leap are over: others have to see what memory they took."""
+    """Account for the first `passes` iterations of a leap, whose memory other events now see."""
     slot, inst = slot_at(state, s), instance_at(state, i)
     slot.passes = passes
     inst.busy += find_busy_ms(inst, slot)
     inst.passes += passes
-    held_ms = now - slot.begin - sum_passes(slot, passes)
+    idle_ms = now - slot.begin - sum_passes(slot, passes)
     _advance(state, i, s, passes, now)
-    inst.kv_area += slot.batch * passes * held_ms
+    inst.kv_area += slot.batch * passes * idle_ms
     inst.free -= count_growth(state, inst, s, slot.steps, slot.steps + 1)
     slot.passes = passes + 1
 
 
 def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
-    """Each member has made `passes` tokens."""
+    """Each member has generated `passes` tokens; remove the members that have ended."""
     slot, inst = slot_at(state, s), instance_at(state, i)
     batch = slot.batch
     blocks = 0
@@ -98,7 +98,7 @@ def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
 
 
 def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
-    """All KV of a prompt is computed, which makes a token."""
+    """All KV of a prompt is computed, which yields an output token."""
     inst, request = instance_at(state, i), request_at(state, r)
     if math.isnan(request.prefill_end):
         request.prefill_end = now
@@ -122,7 +122,7 @@ def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
 
 
 def _end_prefill(state: State, i: int, r: int, now: float) -> None:
-    """A prefill instance holds the KV until it is pulled, if there is more to do."""
+    """A prefill instance has computed a prompt: end the request or offer its KV for the pull."""
     inst, request = instance_at(state, i), request_at(state, r)
     if not state.has_decode or not state.first_by_decode:
         request.made = 1
@@ -137,6 +137,6 @@ def _end_prefill(state: State, i: int, r: int, now: float) -> None:
 
 
 def end_request(state: State, r: int, now: float) -> None:
-    """All tokens of request `r` are made."""
+    """All output tokens of request `r` are generated."""
     request_at(state, r).end = now
     close_resident(state, r)

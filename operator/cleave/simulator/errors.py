@@ -1,4 +1,4 @@
-"""What can be wrong with a simulation that was asked for."""
+"""The error that the simulator raises."""
 
 
 class SimulationError(ValueError):

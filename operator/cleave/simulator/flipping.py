@@ -1,8 +1,8 @@
-"""The pool manager of a simulated fleet: once a second it may change an instance's role. Compiled.
+"""Role flipping of a simulated fleet: once a second an instance may change its role. Compiled.
 
-What is hard: a role says where new requests go, and nothing else. What was placed before stays, so
-everything behind dispatch asks which part of a request an instance has, not which role. And hours
-may pass between two requests, so looks that cannot find anything new are not taken.
+What is hard: a role decides only where new requests go. Requests that were dispatched before stay,
+so all code after dispatch checks which phase of a request an instance serves, not which role it
+has. And hours may lie between two requests, so checks that cannot find a change are skipped.
 """
 
 import math
@@ -18,28 +18,28 @@ PERIOD_MS = 1_000.0
 
 
 def look(state: State, now: float, until: float) -> bool:
-    """Decide as `policy.pooling` does, and change the role at once; whether one was changed.
+    """Apply the decision of `policy.pooling` at once; whether a role was changed.
 
-    Nothing else happens before `until`.
+    `until`: time of the next event, before which nothing else changes.
     """
     state.look = now + PERIOD_MS
     if state.look == now:
-        # Some 300,000 years on, floats tell no second from the next.
+        # After some 300,000 years, float64 milliseconds no longer resolve a second.
         state.look = math.inf
     count = state.num_instances
-    seen = members(state, 0, count)
-    claimed, pending = 0.0, 0.0
+    fleet_members = members(state, 0, count)
+    resident, pending = 0.0, 0.0
     for i in range(count):
-        claimed += instance_at(state, i).resident_book
+        resident += instance_at(state, i).resident_book
         pending += instance_at(state, i).prompt_book
-    present = find_present(claimed, pending)
+    present = find_present(resident, pending)
     for i in range(count):
-        inst, member = instance_at(state, i), seen[i]
+        inst, member = instance_at(state, i), fleet_members[i]
         pending_ms = inst.waiting * inst.prompt_ms + inst.prompt_book * inst.token_ms
         worked_ms = now - inst.since if inst.prompt_book > 0 else 0.0
         member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
         member["use"] = present * inst.resident_book / (inst.blocks * inst.block)
-    terms = Terms(
+    thresholds = Terms(
         state.wait,
         state.full,
         state.rise,
@@ -48,21 +48,21 @@ def look(state: State, now: float, until: float) -> bool:
         state.min_prefill,
         state.min_decode,
     )
-    i, role = decide(seen, watch(state, 0, 2), terms, now)
+    i, role = decide(fleet_members, watch(state, 0, 2), thresholds, now)
     if i == NONE:
-        # One look sooner than need be, so that rounding cannot matter.
-        soonest = min(until, find_next_ms(seen, watch(state, 0, 2), terms, now))
-        state.look = max(state.look, (soonest // PERIOD_MS - 1.0) * PERIOD_MS)
+        # One period earlier than necessary, so that rounding cannot matter.
+        earliest = min(until, find_next_ms(fleet_members, watch(state, 0, 2), thresholds, now))
+        state.look = max(state.look, (earliest // PERIOD_MS - 1.0) * PERIOD_MS)
         return False
-    take(seen, i, role, now)
+    take(fleet_members, i, role, now)
     state.num_flips += 1
     _flip(state, i, role, now)
     return True
 
 
 def _flip(state: State, i: int, role: int, now: float) -> None:
-    """Open the scores of the new role and close all others."""
-    # From its next pass on it may sort what waits there.
+    """Set the role and recompute the instance's scores, which open or close it for each use."""
+    # From its next iteration on it may sort its waiting prompts.
     interrupt(state, i, now, False)
     set_next(state, i)
     instance_at(state, i).role = role

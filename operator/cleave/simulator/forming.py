@@ -1,9 +1,9 @@
-"""What the next pass of a micro-batch computes, by batching policy. Compiled.
+"""What the next iteration of a micro-batch computes, by batching policy. Compiled.
 
-`form` is called between passes, as an engine's scheduler is. What is hard: VLLM has to choose what
-the emulated engine's scheduler chooses, request by request: members first, the youngest preempted
-when blocks run out, then requests whose KV has come, then waiting ones in order, all under one
-token budget.
+`form` is called between iterations, as an engine's scheduler is. What is hard: VLLM has to schedule
+the same requests as the emulated engine's scheduler, in this order and under one token budget:
+1. members, of which the youngest are preempted when blocks run out; 2. the partly computed prompt;
+3. requests whose KV has arrived; 4. waiting requests in order.
 """
 
 import math
@@ -37,7 +37,7 @@ _UNLIMITED = 1 << 60
 
 
 def form(state: State, i: int, s: int, now: float) -> bool:
-    """Gather and start the next pass of slot `s` of instance `i`; False: there is nothing to do."""
+    """Form and start the next iteration of slot `s` of instance `i`; False: nothing to compute."""
     inst, slot = instance_at(state, i), slot_at(state, s)
     begin = now
     if inst.stages > 1:
@@ -50,21 +50,21 @@ def form(state: State, i: int, s: int, now: float) -> bool:
     slot.decodes = 0
     slot.pulls = 0.0
     if inst.batching == Batching.VLLM:
-        sufficed = _gather_chunks(state, i, s, now, begin)
+        has_enough = _gather_chunks(state, i, s, now, begin)
     else:
-        sufficed = _gather_whole(state, i, s, now, begin)
+        has_enough = _gather_whole(state, i, s, now, begin)
     if slot.rows + slot.tokens == 0:
         return False
     interrupt(state, i, now, True)
-    is_alone = slot.prompts == NONE and inst.partial == NONE and sufficed
+    is_alone = slot.prompts == NONE and inst.partial == NONE and has_enough
     start_pass(state, i, s, begin, is_alone and not may_let_in(state, i))
     return True
 
 
 def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
-    """One pass of vLLM v1; False when something was preempted."""
+    """One iteration of vLLM v1; False when a request was preempted."""
     inst, slot = instance_at(state, i), slot_at(state, s)
-    sufficed = _grow(state, i, s, now)
+    has_enough = _grow(state, i, s, now)
     limit = inst.max_tokens
     if inst.partial != NONE and slot.rows < limit:
         r = inst.partial
@@ -72,20 +72,20 @@ def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bo
         count = cut_chunk(request.todo - request.computed, limit - slot.rows)
         if _count_chunk_blocks(state, inst, r, count) > inst.free:
             _preempt_partial(state, i, now)
-            sufficed = False
+            has_enough = False
         else:
             inst.partial = NONE
             _take_chunk(state, i, s, r, count, now, begin)
-    if not sufficed and slot.rows + slot.tokens > 0:
+    if not has_enough and slot.rows + slot.tokens > 0:
         return False
     while slot.tokens + slot.rows < limit and inst.running < inst.max_seqs:
         if not _join_loaded(state, i, s) and not _admit_chunk(state, i, s, now, begin):
             break
-    return sufficed
+    return has_enough
 
 
 def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool:
-    """Take the next waiting request into the pass or start its transfer, if there is room."""
+    """Add the next waiting request to the iteration or start its transfer; False: no room."""
     inst, slot = instance_at(state, i), slot_at(state, s)
     queue = find_waiting(state, i)
     if queue == NONE:
@@ -104,27 +104,27 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
 
 
 def _gather_whole(state: State, i: int, s: int, now: float, begin: float) -> bool:
-    """One pass of a policy that never cuts prompts; False when something was preempted."""
+    """One iteration of a policy without chunked prefill; False when a request was preempted."""
     inst, slot = instance_at(state, i), slot_at(state, s)
     policy = inst.batching
     if policy == Batching.PREFILL_FIRST or policy == Batching.LIGHTLLM:
         _admit_prompts(state, i, s, now, begin)
         if slot.tokens > 0:
             return True
-    sufficed = _grow(state, i, s, now)
-    if slot.rows > 0 and (policy == Batching.FASTER_TRANSFORMER or not sufficed):
-        return sufficed
+    has_enough = _grow(state, i, s, now)
+    if slot.rows > 0 and (policy == Batching.FASTER_TRANSFORMER or not has_enough):
+        return has_enough
     while inst.running < inst.max_seqs and _join_loaded(state, i, s):
         pass
     if policy != Batching.PREFILL_FIRST and policy != Batching.LIGHTLLM:
         _admit_prompts(state, i, s, now, begin)
         while inst.running < inst.max_seqs and _join_loaded(state, i, s):
             pass
-    return sufficed
+    return has_enough
 
 
 def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> None:
-    """Take waiting whole prompts into the pass, as many as the policy joins."""
+    """Add waiting prompts to the iteration, unchunked, as many as the policy allows."""
     inst, slot = instance_at(state, i), slot_at(state, s)
     limit = inst.max_tokens
     if inst.batching != Batching.PREFILL_FIRST and inst.batching != Batching.LIGHTLLM:
@@ -148,7 +148,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
 
 
 def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
-    """Reserve blocks for the KV of the request at the head of a queue and pull it."""
+    """Reserve blocks for the request at the head of a queue and pull its KV; False: no room."""
     r = queue_at(state, queue).head
     request = request_at(state, r)
     if not has_room(state, i, s, r, request.prompt + request.made):
@@ -162,7 +162,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
 
 
 def _pop(state: State, i: int, queue: int) -> None:
-    """Instance `i` takes the first request of a queue."""
+    """Remove the first request of a queue; from a central queue it is assigned to instance `i`."""
     request = request_at(state, pop(state, queue))
     if queue < 2 * state.num_instances:
         return
@@ -170,17 +170,17 @@ def _pop(state: State, i: int, queue: int) -> None:
         request.prefill = i
     else:
         request.decode = i
-    # The next one may have room where this one had none.
+    # Another instance may have room for the new head of the queue.
     hand_offs = 2 * state.num_instances + 1
     if queue_at(state, queue).size > 0:
         state.offered |= HAND_OFFS if queue == hand_offs else PROMPTS
     elif queue_at(state, hand_offs + 1).size > 0:
-        # Mixed instances take prompts once there are no more hand-offs.
+        # Mixed instances take prompts once no handoffs wait.
         state.offered |= PROMPTS
 
 
 def _join_loaded(state: State, i: int, s: int) -> bool:
-    """Take the next request whose KV has come into the pass; False when there is none."""
+    """Add the next request whose KV has arrived to the iteration; False when there is none."""
     loaded = state.num_instances + i
     if queue_at(state, loaded).size == 0:
         return False
@@ -196,7 +196,7 @@ def _join_loaded(state: State, i: int, s: int) -> bool:
 
 
 def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
-    """Compute the next `count` tokens of a prompt (or of what was preempted) in the pass."""
+    """Add the next `count` tokens of a prompt, or of a preempted request, to the iteration."""
     inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
     blocks = _count_chunk_blocks(state, inst, r, count)
     hold(inst, now, blocks, count)
@@ -205,7 +205,7 @@ def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, be
     start = request.computed
     end = start + count
     if count == 1 and inst.batching == Batching.VLLM:
-        # An engine cannot tell a single prompt token from a decoding request.
+        # An engine computes a single prompt token exactly like a decoding request.
         slot.rows += 1
         slot.contexts += end
     else:
@@ -225,7 +225,7 @@ def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, be
 
 
 def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
-    """Blocks missing for the next `count` tokens of a prompt."""
+    """Additional blocks for the next `count` tokens of a prompt."""
     request = request_at(state, r)
     if request.computed == 0:
         return count_blocks(inst, count)
@@ -233,12 +233,12 @@ def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
 
 
 def _grow(state: State, i: int, s: int, now: float) -> bool:
-    """Blocks for one more token of each member, who all decode; False: some were preempted."""
+    """Allocate blocks for one more token of each member; False: members were preempted for it."""
     inst, slot = instance_at(state, i), slot_at(state, s)
-    sufficed = True
+    has_enough = True
     need = count_growth(state, inst, s, slot.steps, slot.steps + 1)
     while need > inst.free:
-        sufficed = False
+        has_enough = False
         if inst.partial != NONE:
             _preempt_partial(state, i, now)
             continue
@@ -251,11 +251,11 @@ def _grow(state: State, i: int, s: int, now: float) -> bool:
         inst.free -= need
     slot.rows = slot.batch
     slot.contexts = slot.context
-    return sufficed
+    return has_enough
 
 
 def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
-    """Drop a member's KV; it waits before all others and is computed again."""
+    """Preempt a member: free its KV and put it at the head of the queue, to be recomputed."""
     inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
     heap_remove(state, s, slot.batch, request.end_step << 32 | r)
     if slot.fresh == r:
@@ -267,7 +267,7 @@ def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
 
 
 def _preempt_partial(state: State, i: int, now: float) -> None:
-    """Drop the KV of the prompt that is computed in part."""
+    """Preempt the prompt that is partly computed, as `_preempt` does."""
     inst = instance_at(state, i)
     r = inst.partial
     tokens = request_at(state, r).computed

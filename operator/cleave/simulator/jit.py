@@ -1,9 +1,9 @@
-"""Compiles plain functions, with everything of ours that they call, and keeps the machine code.
+"""Compiles plain functions and all functions of Cleave that they call, and caches the machine code.
 
 Called by `run`. What is hard: the same functions run uncompiled in the router and in engines, so
 they cannot be decorated; they are cloned instead, with compiled clones in place of the functions
-that they call. And numba's cache on disk notices a change in the file of the outermost function
-only, so the cache lies in a folder named by a hash of all sources that take part.
+that they call. And numba's cache on disk notices changes only in the file of the outermost
+function, so the cache lies in a folder named by a hash of all sources involved.
 """
 
 import dis
@@ -21,15 +21,15 @@ from typing import Any
 Function = Callable[..., Any]
 
 _KEPT = 4
-"""Versions whose machine code is kept."""
+"""Versions whose machine code stays in the cache."""
 _FOLDER = "cleave-simulator"
 
 
 def compile_function(function: Function, given: dict[Function, Any]) -> Function:
-    """A compiled `function`, the same for the same sources; it compiles at its first call.
+    """A compiled `function`, from the cache or compiled at its first call.
 
-    `given`: what stands for some of the functions that it calls, compiled already.
-    What it calls must be in numba's subset of Python and take only types that numba knows.
+    `given`: compiled replacements for some of the functions that it calls.
+    All called functions must be in numba's subset of Python and take only types that numba knows.
     """
     import numba
 
@@ -46,7 +46,7 @@ def compile_function(function: Function, given: dict[Function, Any]) -> Function
         copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__)
         copy.__module__ = inner.__module__
         copy.__qualname__ = inner.__qualname__
-        # Nothing here allocates, so references need no counting.
+        # Compiled code allocates nothing, so reference counting is not needed.
         compiled: Function = numba.njit(copy, error_model="numpy", _nrt=False, **more)
         return compiled
 
@@ -61,36 +61,36 @@ def compile_function(function: Function, given: dict[Function, Any]) -> Function
 
 
 def find_sources(function: Function) -> list[Path]:
-    """The files that `function` and everything of ours that it calls are defined in.
+    """The files that define `function` and the functions of Cleave that it calls.
 
-    All of this package are among them, for constants do not tell where they come from.
+    All files of this package are included, because the origin of a constant cannot be traced.
     """
     files = {str(file) for file in Path(__file__).parent.glob("*.py")}
-    seen: set[Function] = set()
-    rest = [function]
-    while rest:
-        inner = rest.pop()
-        if inner in seen or not isinstance(inner, FunctionType):
+    visited: set[Function] = set()
+    pending = [function]
+    while pending:
+        inner = pending.pop()
+        if inner in visited or not isinstance(inner, FunctionType):
             continue
-        seen.add(inner)
+        visited.add(inner)
         files.add(inner.__code__.co_filename)
         for name in _find_globals(inner):
             called = inner.__globals__.get(name)
             module = getattr(called, "__module__", None) or ""
             if module.startswith("cleave."):
                 files.add(str(sys.modules[module].__file__))
-                rest.append(called)  # type: ignore[arg-type]
+                pending.append(called)  # type: ignore[arg-type]
     return [Path(file) for file in sorted(files)]
 
 
 def _find_globals(function: FunctionType) -> set[str]:
-    """Names that the function looks up in its module."""
+    """Names of the module globals that the function reads."""
     code = dis.get_instructions(function)
     return {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
 
 
 def is_compiled(function: Function) -> bool:
-    """Whether the machine code for these very sources is kept; numba is not imported."""
+    """Whether the cache holds machine code for exactly these sources; does not import numba."""
     folder = _find_cache(_hash_sources(function))
     return any(folder.rglob("*.nbi"))
 
@@ -103,7 +103,7 @@ def _hash_sources(function: Function) -> str:
 
 
 def _find_cache(name: str) -> Path:
-    """A folder that can be written: the user's cache, else one for temporary files."""
+    """A writable cache folder: in the user's cache, else a private folder for temporary files."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     first = Path(given or home) / _FOLDER
@@ -119,32 +119,32 @@ def _find_cache(name: str) -> Path:
 
 
 def _fill(folder: Path) -> None:
-    """Make the folder, with the machine code that an image brings where nothing can be written."""
+    """Create the folder and copy the machine code that an image ships in a read-only place."""
     shipped = Path(sys.prefix) / "share" / _FOLDER / folder.name
     if not shipped.is_dir():
         folder.mkdir()
         return
-    # Under another name first: numba would read files that are half there.
+    # Copy under another name first: numba would read incomplete files.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as new:
         copied = shutil.copytree(shipped, Path(new) / folder.name)
         os.utime(copied)
         try:
             copied.rename(folder)
         except OSError:
-            # Another process was as fast.
+            # Another process has created the folder.
             if not folder.is_dir():
                 raise
 
 
 def _prune(cache: Path) -> None:
-    """Leave the code of the latest few versions; each takes some MB."""
+    """Delete all but the latest versions; each takes some MB."""
     versions = sorted(cache.iterdir(), key=lambda folder: folder.stat().st_mtime)
     for folder in versions[:-_KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _make_private(name: str) -> Path:
-    """A folder below the one for temporary files that belongs to this user alone."""
+    """A folder for temporary files that only this user can access."""
     folder = Path(tempfile.gettempdir()) / f"cleave-simulator-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

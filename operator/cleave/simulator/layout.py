@@ -1,8 +1,11 @@
 """The state of a running simulation, as flat arrays of records.
 
-Used by the compiled modules of this package alone. What is hard: numba compiles fast, and the
-result runs fast, only with few simple types; so there is one record type for each noun, references
-are numbers of rows, and lists are links between rows. NONE ends a list.
+Used only by the compiled modules of this package. Numba compiles fast, and the result runs fast,
+only with few simple types. So there is one record type for each noun, a reference is a row number,
+and a list is a chain of row numbers that ends with NONE.
+
+Names in all modules of this package: `r` is the row of a request, `i` of an instance, `s` of a slot
+(one micro-batch of an instance); `request`, `inst` and `slot` are these records, `state` the STATE.
 """
 
 from typing import Any
@@ -20,7 +23,7 @@ NONE = -1
 """No row."""
 
 HAND_OFFS, PROMPTS = 1, 2
-"""Central queues that have another head; both: their sum."""
+"""Bit flags: which central queues have a new head."""
 
 Record = Any
 """A row of one of the arrays below; compiled code reads and writes its fields."""
@@ -35,12 +38,13 @@ def _dtype(floats: str, integers: str) -> np.dtype[np.void]:
 
 REQUEST = _dtype(
     "arrival prefill_start prefill_end transfer_start transfer_end decode_start first_token end",
-    # made: tokens generated when it last joined a batch or queue; todo, computed: tokens of which
-    # KV is to be computed (again) and is; is_pulled: its KV comes from a prefill instance and has
-    # not come; end_step: the slot's step after which it ends; next: in a queue or list of a pass;
-    # older, younger: members of the slot.
-    # predicted: output as dispatch and admission take it; later, earlier: in the list of the
-    # decode instance.
+    # made: output tokens generated when the request last joined a batch or a queue.
+    # todo, computed: tokens whose KV must be computed (again after a preemption), and is computed.
+    # is_pulled: its KV comes from a prefill instance and has not arrived yet.
+    # end_step: the step of its slot after which it ends.
+    # next: link in a queue, or in a slot's list of prompts; older, younger: links among members.
+    # predicted: output tokens that dispatch and admission assume.
+    # later, earlier: links in the decode instance's list of assigned requests.
     "predicted later earlier "
     "prompt output made todo computed is_pulled end_step next older younger "
     "prefill decode preemptions fate",
@@ -51,64 +55,70 @@ QUEUE = _dtype("", "head tail size")
 """Requests linked by `next`."""
 
 SLOT = _dtype(
-    # first, change: ms of the leap's first pass and what each further one adds; pulls: ms by which
-    # the pulls that begin with the pass lengthen it.
+    # A leap is a series of decode iterations that is simulated in one event.
+    # first, change: ms of the leap's first iteration, and by how much each later one is longer.
+    # pulls: ms by which transfers that begin with the iteration lengthen it.
     "begin finish first change pulls",
-    # batch, context: members and the sum of their contexts in the next decode pass; steps: decode
-    # passes done; passes: in flight (0: idle); decodes: whether members take part; oldest,
-    # youngest: members; prompts: those that end in the pass, and the last of them; fresh: members
-    # that have not decoded; next: slot that started after it; tokens, squares, rows, contexts: what
-    # the pass computes.
+    # batch, context: members, and the sum of their contexts in the next decode iteration.
+    # steps: decode iterations completed; passes: iterations in flight (0: the slot is idle).
+    # decodes: whether members take part; oldest, youngest: ends of the list of members.
+    # prompts, last_prompt: list of the prompts that end in the iteration.
+    # fresh: list of the members that have not decoded yet; next: the slot that started after it.
+    # tokens, squares, rows, contexts: what the iteration computes.
     "batch context steps passes decodes oldest youngest prompts fresh next "
     "last_prompt tokens squares rows contexts",
 )
-"""One micro-batch of an instance; as many as it has pipeline stages."""
+"""One micro-batch of an instance; an instance has as many slots as pipeline stages."""
 
 INSTANCE = _dtype(
-    # The engine, constant:
+    # Constants of the engine:
     "prompt_step prompt_square hop hop_token "
-    # next, wake: of its next event and of an idle slot; link: when its transfers are through;
-    # prompt_book, resident_book: what the router counts, in tokens;
-    # since, learnt*, *_ms: its `policy.books.Queue`; kv_at, kv_area: integral.
+    # next, wake: ms of the next event, and when an idle slot looks for work; link: when the
+    # transfers over its link are finished; *_book: the router's load accounting in tokens;
+    # since, learnt_*, *_ms: the fields of `policy.books.Queue`; kv_at, kv_area: integral of the KV.
     "next wake link prompt_book resident_book context_book since prompt_ms token_ms safe_token_ms "
     "learnt_passes learnt_prompts learnt_tokens learnt_inverses learnt_ms learnt_rates "
     "learnt_squares learnt_last learnt_last_ms turn kv_at kv_area busy",
-    # requests: placed and not over; waiting: those whose prompt is not computed; heavy: those that
-    # decode there with long outputs, of `booked`; booked_first: the list of these.
+    # requests: dispatched and not finished; waiting: those whose prompt is not computed.
+    # booked, booked_first: number and list of the requests that decode here or will; heavy: those
+    # of them with long outputs.
     "requests waiting heavy booked booked_first "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "prompt_table prompt_points decode_table decode_points context_table context_points "
-    # first_slot: the row of its first slot; oldest, newest: slots in flight, in order; partial:
-    # prompt computed in part; window: waiting prompts that are sorted already.
+    # first_slot: row of its first slot; oldest, newest: ends of the list of slots in flight.
+    # partial: the prompt that is partly computed; window: number of prompts already sorted.
     "first_slot in_flight oldest newest partial free running window "
     "kv_tokens kv_peak passes decode_passes batch_peak prompt_tokens decode_tokens preemptions",
 )
 """One instance."""
 
 PULL = _dtype("time", "order request")
-"""A transfer that is under way; a heap by time."""
+"""A KV transfer in progress; the array is a heap by (time, order)."""
 
 NUMBER = _dtype("", "value")
 TIME = _dtype("value", "")
 
 STATE = _dtype(
-    # look: when the pool manager looks next; inf: there is none; wait to idle: its terms.
+    # look: ms of the next role-flip check, inf: roles are fixed; wait .. idle: flip thresholds.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
     "k1 c1 k2 c2 c3 ttft tpot gamma theta look wait full rise calm idle",
-    # offered: central queues that have another head; is_foretold: outputs are predicted, not known.
+    # offered: flags of the central queues with a new head; is_foretold: outputs are predicted.
     "whole_below dispatch overlap_from is_shared is_foretold first_by_decode has_prefill "
     "has_decode random turn entry decoder num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips "
-    # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
-    # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,
-    # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,
-    # max_block): members by when they next need a block, see `memory`. stages (instance,
-    # max_stages): when each is free. tables: points of all latency models. scores (use, instance):
-    # what policy.dispatch compares: prefill, decode, mixed, pending prompt, room, heaviness. tree:
-    # tournament over the instances' next events, the winner at 1, instance i at num_leaves + i.
-    # scratch: two numbers for each request and one more.
-    # members, watch: what policy.pooling looks at.
+    # The rest are addresses of arrays.
+    # queues: waiting requests by instance; then requests by instance whose KV has arrived; then
+    # hand-offs in delivery; then, for late dispatch, hand-offs and prompts not yet taken.
+    # heaps (slot, heap_size): `end_step << 32 | request` of the members, a binary heap.
+    # phases (slot, max_block): number of members by when they need a block, see `memory`.
+    # stages (instance, max_stages): when each pipeline stage is free.
+    # tables: points of all latency models, one after another.
+    # scores (use, instance): the inputs of policy.dispatch, by use: 0 prefill, 1 decode, 2 mixed,
+    # 3 pending prompt tokens, 4 free KV tokens, 5 heavy to light requests.
+    # tree: tournament over the instances' next events; winner at 1, instance i at num_leaves + i.
+    # scratch: two numbers for each request, and two more.
+    # members, watch: the inputs of policy.pooling.
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
     "watch",
 )

@@ -1,6 +1,6 @@
 """Queues and batches of requests: links between records, heaps in rows of an array. Compiled.
 
-What is hard: a request is in one queue or in one batch at a time, so one set of links serves all.
+A request is in at most one queue or batch at a time, so one set of links serves all of them.
 """
 
 from cleave.policy.ordering import Order, sort_prompts
@@ -30,7 +30,7 @@ def push(state: State, number: int, r: int) -> None:
 
 
 def push_first(state: State, i: int, r: int) -> None:
-    """Put request `r` before all others that wait at instance `i`."""
+    """Put request `r` at the head of the queue of instance `i`."""
     queue = queue_at(state, i)
     request_at(state, r).next = queue.head if queue.size else NONE
     queue.head = r
@@ -41,7 +41,7 @@ def push_first(state: State, i: int, r: int) -> None:
 
 
 def pop(state: State, number: int) -> int:
-    """Take the first request out of a queue that is not empty."""
+    """Remove the first request of queue `number`, which must not be empty; its row."""
     queue = queue_at(state, number)
     r = queue.head
     queue.head = request_at(state, r).next
@@ -53,7 +53,7 @@ def pop(state: State, number: int) -> int:
 
 
 def find_waiting(state: State, i: int) -> int:
-    """The queue whose head instance `i` takes next; NONE when nobody waits."""
+    """The queue whose head instance `i` takes next; NONE when no request waits for it."""
     num_instances = state.num_instances
     if queue_at(state, i).size > 0:
         inst = instance_at(state, i)
@@ -70,14 +70,14 @@ def find_waiting(state: State, i: int) -> int:
 
 
 def has_waiting(state: State, i: int) -> bool:
-    """Whether anybody waits whom instance `i` could take, now or later."""
+    """Whether requests wait at instance `i` or in a central queue."""
     central = 2 * state.num_instances + 1
     waiting: int = queue_at(state, i).size
     return waiting + queue_at(state, central).size + queue_at(state, central + 1).size > 0
 
 
 def _is_next(state: State, i: int, number: int) -> bool:
-    """Whether the first in a central queue could be served by instance `i`."""
+    """Whether instance `i` could serve the head of a central queue."""
     return queue_at(state, number).size > 0 and fits(state, i, queue_at(state, number).head)
 
 
@@ -87,15 +87,15 @@ def _sort(state: State, i: int) -> None:
     count = min(inst.sched_batch, queue.size)
     numbers, tokens = scratch(state, 0, count), scratch(state, count, count)
     r = queue.head
-    for place in range(count):
-        numbers[place] = r
-        tokens[place] = request_at(state, r).todo
+    for index in range(count):
+        numbers[index] = r
+        tokens[index] = request_at(state, r).todo
         r = request_at(state, r).next
     rest = r if count < queue.size else NONE
     sort_prompts(numbers, tokens, inst.order)
     queue.head = numbers[0]
-    for place in range(count - 1):
-        request_at(state, numbers[place]).next = numbers[place + 1]
+    for index in range(count - 1):
+        request_at(state, numbers[index]).next = numbers[index + 1]
     request_at(state, numbers[count - 1]).next = rest
     if rest == NONE:
         queue.tail = numbers[count - 1]
@@ -103,7 +103,7 @@ def _sort(state: State, i: int) -> None:
 
 
 def add_member(state: State, i: int, s: int, r: int) -> None:
-    """Request `r` decodes in slot `s` from its next decode pass on."""
+    """Request `r` decodes in slot `s` from its next decode iteration on."""
     slot, request = slot_at(state, s), request_at(state, r)
     request.end_step = slot.steps + request.output - request.made
     request.older = slot.youngest
@@ -122,7 +122,7 @@ def add_member(state: State, i: int, s: int, r: int) -> None:
 
 
 def remove_member(state: State, i: int, s: int, r: int) -> int:
-    """Take a member that is no longer in the heap out of its slot; the KV tokens that it holds."""
+    """Remove a member that is no longer in the heap from its slot; its number of KV tokens."""
     slot, request = slot_at(state, s), request_at(state, r)
     if request.older == NONE:
         slot.oldest = request.younger

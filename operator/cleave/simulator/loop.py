@@ -1,9 +1,9 @@
 """The events of a simulation in order of time. Compiled; `run.simulate` calls `run_events`.
 
-Events are: a request arrives at the router, it reaches its instance, a hand-off reaches its decode
-instance, a transfer ends, the passes of an instance end. What is hard: at equal times what comes
-in goes before what an instance starts, so that a burst is batched; hence idle instances are woken,
-not started.
+Events: a request arrives at the router, it reaches its instance, a handoff reaches its decode
+instance, a transfer ends, the iterations of an instance end. What is hard: at equal times, arrivals
+come before the start of an iteration, so that a burst is batched; therefore an idle instance is
+scheduled to wake up at the same time instead of being started at once.
 """
 
 import math
@@ -23,7 +23,12 @@ from cleave.simulator.transfers import end_pull, pop_pull
 
 
 def run_events(rows: Records) -> None:
-    """Serve all requests; `rows` holds one STATE."""
+    """Serve all requests; `rows` holds one STATE.
+
+    Each turn of the loop handles the earliest event: 1. a role-flip check, if it is due; 2. the end
+    of an instance's iterations; 3. otherwise an arrival, a delivery, a handoff or the end of a
+    transfer, in this order at equal times.
+    """
     state = rows[0]
     count = state.num_requests
     hand_offs = 2 * state.num_instances
@@ -41,10 +46,10 @@ def run_events(rows: Records) -> None:
         winner = node_at(state, 1).value
         passes = instance_at(state, winner).next
         now = min(min(arrival, delivery), min(hand_off, pull))
-        soonest = min(now, passes)
-        if state.look <= soonest < math.inf:
-            if not look(state, state.look, soonest):
-                # Time alone does not thrash.
+        earliest = min(now, passes)
+        if state.look <= earliest < math.inf:
+            if not look(state, state.look, earliest):
+                # A check that changes nothing cannot be part of thrashing.
                 state.events -= 1
             continue
         if passes < now:
@@ -77,12 +82,12 @@ def run_events(rows: Records) -> None:
 
 
 def _deliver(state: State, r: int, now: float) -> None:
-    """A placed request reaches its first instance."""
+    """A dispatched request reaches its first instance."""
     request = request_at(state, r)
     if request.fate != Fate.SERVED:
         return
     if not state.has_prefill:
-        # Its prompt was computed elsewhere.
+        # A fleet of decode instances only: the prompt was computed outside of the simulation.
         request.prefill_end = request.arrival
         request.is_pulled = 1
         if not state.first_by_decode:
@@ -103,13 +108,13 @@ def _deliver(state: State, r: int, now: float) -> None:
 
 
 def _find_hand_off_ms(state: State) -> float:
-    """When the oldest hand-off on its way reaches its decode instance."""
+    """When the oldest handoff in delivery reaches its decode instance, in ms."""
     r = queue_at(state, 2 * state.num_instances).head
     return request_at(state, r).prefill_end + state.dispatch_ms
 
 
 def _hand_off(state: State, now: float) -> None:
-    """A computed prompt is offered to its decode instance."""
+    """The oldest handoff in delivery reaches its decode instance, or the central queue."""
     r = pop(state, 2 * state.num_instances)
     if state.dispatch == Dispatch.LATE:
         push(state, 2 * state.num_instances + 1, r)
@@ -120,10 +125,10 @@ def _hand_off(state: State, now: float) -> None:
 
 
 def _step(state: State, i: int, now: float) -> None:
-    """Passes of instance `i` end, or it was woken: form what comes next."""
+    """Iterations of instance `i` end, or it wakes up: start its next iterations."""
     inst = instance_at(state, i)
-    was_running = inst.in_flight > 0 and slot_at(state, inst.oldest).finish <= now
-    if was_running:
+    has_ended = inst.in_flight > 0 and slot_at(state, inst.oldest).finish <= now
+    if has_ended:
         s = inst.oldest
         inst.oldest = slot_at(state, s).next
         inst.in_flight -= 1
@@ -131,7 +136,7 @@ def _step(state: State, i: int, now: float) -> None:
         form(state, i, s, now)
     if inst.wake <= now:
         inst.wake = math.inf
-    if inst.stages > 1 or not was_running:
+    if inst.stages > 1 or not has_ended:
         while inst.in_flight < inst.stages and _has_work(state, i):
             s = inst.first_slot
             while slot_at(state, s).passes > 0:
@@ -142,14 +147,14 @@ def _step(state: State, i: int, now: float) -> None:
 
 
 def _has_work(state: State, i: int) -> bool:
-    """Whether anything waits that a further micro-batch could take."""
+    """Whether requests wait that another micro-batch of instance `i` could take."""
     if queue_at(state, state.num_instances + i).size > 0:
         return True
     return instance_at(state, i).partial != NONE or has_waiting(state, i)
 
 
 def _announce(state: State, queues: int, now: float) -> None:
-    """Central queues have another head: whoever can take it first does."""
+    """Central queues have a new head: notify every instance that may take it."""
     state.offered = 0
     for i in range(state.num_instances):
         role = instance_at(state, i).role

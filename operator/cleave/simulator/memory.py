@@ -1,8 +1,8 @@
-"""KV blocks of an instance: who needs how many, and the integral of what is held. Compiled.
+"""KV blocks of an instance: how many a request needs, and the integral of their use. Compiled.
 
-What is hard: members of a batch take a block each time their context crosses a block's end. A
-slot counts its members by the step, modulo the block size, at which that happens (`phases`), so
-that the blocks of a thousand passes are known without making them.
+What is hard: a member of a batch takes another block each time its context crosses a block's end.
+A slot counts its members by the step, modulo the block size, at which that happens (`phases`), so
+that the blocks of a thousand iterations can be computed without simulating them one by one.
 """
 
 from cleave.simulator.layout import PREFILL, Record, State
@@ -10,23 +10,23 @@ from cleave.simulator.rows import instance_at, phase_at, request_at, slot_at
 
 
 def count_blocks(inst: Record, tokens: int) -> int:
-    """Blocks that a request with KV of `tokens` holds."""
+    """Blocks that a request with `tokens` of KV holds."""
     if inst.reserve:
         return inst.reserve
     return -(-tokens // inst.block)
 
 
 def fits(state: State, i: int, r: int) -> bool:
-    """Whether instance `i`, with nothing else to do, has the blocks for its part of request `r`."""
+    """Whether an empty instance `i` has the blocks for its part of request `r`."""
     inst, request = instance_at(state, i), request_at(state, r)
-    # The last token is never written.
+    # The last token's KV is never written.
     tokens = request.prompt if inst.role == PREFILL else request.prompt + request.output - 1
     blocks = -(-tokens // inst.block)
     return blocks <= inst.blocks and (inst.reserve == 0 or blocks <= inst.reserve <= inst.blocks)
 
 
 def hold(inst: Record, now: float, blocks: int, tokens: int) -> None:
-    """Take blocks for `tokens` more tokens; negative amounts give them back."""
+    """Allocate `blocks` for `tokens` more tokens; negative amounts free them."""
     inst.kv_area += inst.kv_tokens * (now - inst.kv_at)
     inst.kv_at = now
     inst.free -= blocks
@@ -35,7 +35,7 @@ def hold(inst: Record, now: float, blocks: int, tokens: int) -> None:
 
 
 def count_growth(state: State, inst: Record, s: int, start: int, end: int) -> int:
-    """Blocks that the members of slot `s` take for its steps `start` <= step < `end`."""
+    """Blocks that the members of slot `s` need for its steps `start` <= step < `end`."""
     if inst.reserve or end <= start:
         return 0
     cycles = (end - start) // inst.block
@@ -46,16 +46,16 @@ def count_growth(state: State, inst: Record, s: int, start: int, end: int) -> in
 
 
 def find_last_step(state: State, inst: Record, s: int, start: int, end: int) -> int:
-    """The first of the steps `start`..`end` for which free blocks do not suffice, else `end`."""
+    """The first step from `start` to `end` that lacks free blocks; `end` if none does."""
     batch = slot_at(state, s).batch
     if inst.reserve or batch * (-(-(end - start) // inst.block)) <= inst.free:
         return end
     cycles = inst.free // batch
-    left = inst.free - cycles * batch
+    remaining = inst.free - cycles * batch
     step = start + cycles * inst.block
     while step < end:
-        left -= phase_at(state, s * state.max_block + step % inst.block).value
-        if left < 0:
+        remaining -= phase_at(state, s * state.max_block + step % inst.block).value
+        if remaining < 0:
             break
         step += 1
     return min(step, end)

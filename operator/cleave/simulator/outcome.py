@@ -1,4 +1,4 @@
-"""What a simulation says, per request and per instance."""
+"""The result of a simulation, per request and per instance."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,38 +12,38 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Times in milliseconds on the trace's clock, one entry per request; nan: never reached.
+    """Times in milliseconds since the start of the trace, one per request; nan: never reached.
 
-    Instances are numbered prefill pools first, then decode, then mixed, as in the fleet.
+    Instances are numbered in the fleet's order: prefill pools, decode pools, mixed pools.
     """
 
     arrival_ms: Times
     prefill_start_ms: Times
-    """The first pass with its prompt begins (scheduling delay: minus arrival)."""
+    """The first iteration with its prompt begins (minus arrival: the scheduling delay)."""
     prefill_end_ms: Times
     """The prompt is computed."""
     transfer_start_ms: Times
     """The pull begins; equal to prefill_end_ms on a mixed instance."""
     transfer_end_ms: Times
     decode_start_ms: Times
-    """The first decode pass begins."""
+    """The first decode iteration begins."""
     first_token_ms: Times
     end_ms: Times
     output_tokens: Counts
     num_preemptions: Counts
     prefill_instance: Counts
-    """Where the prompt was computed; -1: nowhere (decode pools alone, or never started)."""
+    """Where the prompt was computed; -1: nowhere (only decode pools, or never started)."""
     decode_instance: Counts
-    """Where tokens were made; -1: nowhere. On a mixed instance both are the same."""
+    """Where output tokens were generated; -1: nowhere. On a mixed instance both are equal."""
     fate: Counts
-    """A `Fate` each: why a request that never ended did not."""
+    """A `Fate` per request: whether it was served, or why not."""
     instances: "Instances"
     num_flips: int = 0
-    """How often an instance changed its role."""
+    """Number of role changes of all instances."""
 
     @property
     def ttft_ms(self) -> Times:
-        """Time to first token, queueing included."""
+        """Time to first token, including queueing."""
         return self.first_token_ms - self.arrival_ms
 
     @property
@@ -60,19 +60,19 @@ class Outcome:
         return latency
 
     def attainment(self, ttft_ms: float, tpot_ms: float) -> float:
-        """Share of requests that meet both targets; those never finished meet none."""
+        """Share of requests that meet both targets; unfinished requests meet neither."""
         met = (self.ttft_ms <= ttft_ms) & (self.tpot_ms <= tpot_ms)
         return float(np.count_nonzero(met)) / len(met)
 
 
 class Fate(IntEnum):
-    """What became of a request."""
+    """How a request ended."""
 
     SERVED = 0
     TOO_LONG = 1
-    """Its KV does not fit the instances that it was sent to, even alone."""
+    """Its KV does not fit on the selected instances, even when they are empty."""
     UNFINISHED = 2
-    """It waited for room for ever."""
+    """It still waited for room when the simulation ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,32 +80,32 @@ class Instances:
     """One entry per instance, over the whole simulation."""
 
     busy_ms: Times
-    """Time with a pass running (with pipeline stages: on the first stage)."""
+    """Time with an iteration running (with pipeline stages: on the first stage)."""
     passes: Counts
     decode_passes: Counts
-    """Those with decoding requests among them."""
+    """Iterations that contain decoding requests."""
     batch_peak: Counts
-    """Most requests that decoded in one pass."""
+    """Largest number of requests that decoded in one iteration."""
     prompt_tokens: Counts
-    """Computed, recomputation included."""
+    """Computed prompt tokens, including recomputation."""
     decode_tokens: Counts
     kv_token_ms: Times
     """Integral of the KV tokens held over time."""
     kv_peak_tokens: Counts
     kv_left_tokens: Counts
-    """Still held at the end; 0 unless requests were left unfinished."""
+    """KV tokens still in use at the end; 0 unless requests were unfinished."""
     num_preemptions: Counts
     duration_ms: float
     """From 0 to the last event."""
 
     @property
     def mean_batch(self) -> Times:
-        """Decoding requests per pass that had any; nan without such passes."""
+        """Mean number of decoding requests per decode iteration; nan if there was none."""
         with np.errstate(invalid="ignore"):
             return np.asarray(self.decode_tokens / self.decode_passes, np.float64)
 
     def kv_usage(self, kv_capacity_tokens: Counts) -> Times:
-        """Share of the KV memory (tokens per instance) in use, mean over the simulation."""
+        """Mean share of the KV memory in use, given the capacity in tokens per instance."""
         return np.asarray(self.kv_token_ms / (kv_capacity_tokens * self.duration_ms), np.float64)
 
     def mfu(self, flops_per_token: float, peak_flops: float | Times) -> Times:

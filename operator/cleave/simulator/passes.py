@@ -1,9 +1,10 @@
-"""How long passes take, many at a time. Compiled.
+"""How long iterations take, many at a time. Compiled.
 
-What is hard: between two changes of a batch each decode pass adds one token to every context, so
-their times form an arithmetic series; a leap runs all of them at once, and is cut at the end of
-the pass during which something new comes. With pipeline stages a pass walks through the stages
-behind the one before it (a flow shop), and as many micro-batches as stages are under way.
+What is hard: between two changes of a batch each decode iteration adds one token to every context,
+so their times form an arithmetic series. A leap simulates the whole series in one event; when a
+request arrives, the leap is cut at the end of the current iteration. With pipeline stages an
+iteration runs through the stages behind the previous one (a flow shop), and as many micro-batches
+as stages are in flight.
 """
 
 import math
@@ -15,9 +16,9 @@ from cleave.simulator.rows import instance_at, key_at, points, request_at, slot_
 
 
 def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> None:
-    """Run what slot `s` has gathered, from `begin` on.
+    """Start what slot `s` has gathered at `begin`.
 
-    `is_alone`: nothing can join before one of the members ends, so that passes may be leapt over.
+    `is_alone`: no request can join before one of the members ends, so that a leap is possible.
     """
     inst, slot = instance_at(state, i), slot_at(state, s)
     first = find_pass_ms(state, inst, slot, slot.contexts) + slot.pulls
@@ -26,7 +27,7 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
     slot.change = 0.0
     slot.passes = 1
     slot.finish = walk(state, i, slot) if inst.stages > 1 else begin + first
-    # Only the first of several passes would be longer by the pulls.
+    # Pulls lengthen only the first iteration, so a series with pulls is not arithmetic.
     if is_alone and slot.tokens == 0 and slot.pulls == 0 and inst.in_flight == 0:
         end = key_at(state, s * state.heap_size).value >> 32
         end = find_last_step(state, inst, s, slot.steps + 1, end)
@@ -49,7 +50,7 @@ def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> No
 
 
 def find_pass_ms(state: State, inst: Record, slot: Record, contexts: int) -> float:
-    """One pass of what the slot has gathered, its decoding requests at `contexts`; all stages."""
+    """ms of one iteration of the slot over all stages, with the sum of contexts `contexts`."""
     ms = pass_ms(
         inst.prompt_step,
         points(state, inst.prompt_table, inst.prompt_points),
@@ -65,12 +66,12 @@ def find_pass_ms(state: State, inst: Record, slot: Record, contexts: int) -> flo
 
 
 def sum_passes(slot: Record, passes: int) -> float:
-    """Milliseconds of the first `passes` passes of a leap."""
+    """Milliseconds of the first `passes` iterations of a leap."""
     return passes * slot.first + slot.change * (passes * (passes - 1) / 2)
 
 
 def find_busy_ms(inst: Record, slot: Record) -> float:
-    """How long the first stage is busy with the passes of a slot."""
+    """How long the first stage is busy with the iterations of a slot, in ms."""
     passes = slot.passes
     ms = sum_passes(slot, passes)
     if inst.stages > 1:
@@ -80,7 +81,7 @@ def find_busy_ms(inst: Record, slot: Record) -> float:
 
 
 def cut_leap(slot: Record, now: float) -> None:
-    """End the leap of a slot with the pass that is under way at `now`."""
+    """Shorten the leap of a slot so that it ends with the iteration that runs at `now`."""
     elapsed = now - slot.begin
     half = slot.first - slot.change / 2
     root = half * half + 2 * slot.change * elapsed
@@ -97,7 +98,7 @@ def cut_leap(slot: Record, now: float) -> None:
 
 
 def keep_last_pass(state: State, i: int, s: int) -> None:
-    """All passes of a leap but the last have been accounted for: that one alone is under way."""
+    """Reduce a leap to its last iteration, after all others have been accounted for."""
     inst, slot = instance_at(state, i), slot_at(state, s)
     before = slot.passes - 1
     slot.begin += sum_passes(slot, before)
@@ -107,22 +108,21 @@ def keep_last_pass(state: State, i: int, s: int) -> None:
     slot.rows = slot.batch
     slot.contexts = slot.context
     if inst.stages > 1:
-        # The first one went through the stages when the leap began; behind a later one they are
-        # free for others too.
+        # The first iteration occupied the stages when the leap began; a later one does so now.
         last = stage_at(state, i * state.max_stages + inst.stages - 1).value
         slot.finish = walk(state, i, slot) if before > 0 else last
 
 
 def walk(state: State, i: int, slot: Record) -> float:
-    """Send a pass through all stages, each behind the pass before; when it leaves the last."""
+    """Run an iteration through all stages, each after the previous iteration; when it ends."""
     inst = instance_at(state, i)
     hop = _find_hop_ms(inst, slot)
     stage = (slot.first - (inst.stages - 1) * hop) / inst.stages
     at = slot.begin
     last = inst.stages - 1
-    for place in range(last):
-        at = max(at, stage_at(state, i * state.max_stages + place).value) + stage + hop
-        stage_at(state, i * state.max_stages + place).value = at
+    for index in range(last):
+        at = max(at, stage_at(state, i * state.max_stages + index).value) + stage + hop
+        stage_at(state, i * state.max_stages + index).value = at
     at = max(at, stage_at(state, i * state.max_stages + last).value) + stage
     stage_at(state, i * state.max_stages + last).value = at
     return at
@@ -135,7 +135,7 @@ def _find_hop_ms(inst: Record, slot: Record) -> float:
 
 
 def _note_first_pass(state: State, slot: Record) -> None:
-    """Members that decode for the first time: when, and their first token if they had none."""
+    """Record decode start and first token of the members that decode for the first time."""
     end = slot.begin + slot.first if slot.passes > 1 else slot.finish
     r = slot.fresh
     while r != NONE:

@@ -1,4 +1,4 @@
-"""A fleet in the form that the compiled code works on. Made by whoever simulates it often."""
+"""A fleet as arrays for the compiled code. Built once by callers that simulate a fleet often."""
 
 import math
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from cleave.simulator.flipping import PERIOD_MS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A fleet in the form that the compiled code works on; unchanged by simulations."""
+    """A fleet as arrays for the compiled code; simulations copy what they change."""
 
     fleet: Fleet
     instances: layout.Records
     slots: layout.Records
     state: layout.Records
     max_batch: int
-    """Most requests that any instance has in a batch: each holds a block at least."""
+    """Upper bound of the batch of any instance: every request holds at least one block."""
     max_block: int
     max_stages: int
     tables: NDArray[np.float64]
@@ -35,11 +35,11 @@ class Prepared:
 
 
 def prepare(fleet: Fleet) -> Prepared:
-    """Check and lay out a fleet. Raises SimulationError."""
+    """Validate a fleet and convert it to arrays. Raises SimulationError."""
     roles = ((layout.PREFILL, fleet.prefill), (layout.DECODE, fleet.decode))
     pools = [(role, pool) for role, some in (*roles, (layout.MIXED, fleet.mixed)) for pool in some]
     if not any(pool.replicas for _, pool in pools):
-        raise SimulationError("the fleet has no instances; state at least one pool with replicas")
+        raise SimulationError("the fleet has no instances; give at least one pool with replicas")
     for _, pool in pools:
         check_engine(pool.engine)
     check_fleet(fleet)
@@ -75,7 +75,7 @@ class _Tables:
         self.points: list[float] = []
 
     def add(self, points: tuple[float, ...]) -> tuple[int, int]:
-        """(where they begin, how many they are)."""
+        """Append the points of one table; (index of the first, number of points)."""
         start = len(self.points)
         self.points += points
         return start, len(points)
@@ -110,13 +110,13 @@ def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> layout.Record
         "token_ms": NOMINAL_TOKEN_MS,
         "safe_token_ms": NOMINAL_TOKEN_MS,
     }
-    learnt = (name for name in row.dtype.names or () if name.startswith("learnt_"))
-    values |= zip(learnt, NOMINAL_SUMS, strict=True)
+    sums = (name for name in row.dtype.names or () if name.startswith("learnt_"))
+    values |= zip(sums, NOMINAL_SUMS, strict=True)
     values["prompt_table"], values["prompt_points"] = prompt
     values["decode_table"], values["decode_points"] = decode
     values["context_table"], values["context_points"] = context
     if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
-        # -1: as long as the longest request of the trace.
+        # -1: reserve for the longest request of the trace.
         values["reserve"] = -(-(engine.max_model_len or 0) // engine.kv_block_size) or -1
     for name, value in values.items():
         row[name] = value
@@ -148,10 +148,14 @@ def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
     }
     values["look"] = math.inf
     if fleet.flipping is not None:
-        terms = fleet.flipping
-        values |= {"look": PERIOD_MS, "wait": terms.wait_ms, "full": terms.full}
-        values |= {"rise": terms.rise_ms, "calm": terms.calm_ms, "idle": terms.idle_ms}
-        values |= {"min_prefill": terms.min_prefill, "min_decode": terms.min_decode}
+        thresholds = fleet.flipping
+        values |= {"look": PERIOD_MS, "wait": thresholds.wait_ms, "full": thresholds.full}
+        values |= {
+            "rise": thresholds.rise_ms,
+            "calm": thresholds.calm_ms,
+            "idle": thresholds.idle_ms,
+        }
+        values |= {"min_prefill": thresholds.min_prefill, "min_decode": thresholds.min_decode}
     if fleet.packing is not None:
         packing = fleet.packing
         for name in ("k1", "c1", "k2", "c2", "c3"):

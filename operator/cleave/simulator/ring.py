@@ -1,7 +1,8 @@
-"""Decode passes of a pipeline, round after round. Compiled.
+"""Decode iterations of an instance with pipeline stages. Compiled.
 
-What is hard: the micro-batches of a pipeline wait for each other, so their passes do not form a
-series that can be leapt over; but while nobody joins or leaves, each one only needs its time.
+What is hard: the micro-batches of a pipeline wait for each other, so their iterations do not form a
+series that one leap could cover; but while no request joins or leaves, only times have to be
+updated.
 """
 
 import math
@@ -14,7 +15,8 @@ from cleave.simulator.rows import instance_at, key_at, node_at, queue_at, slot_a
 
 
 def spin(state: State, i: int, until: float) -> bool:
-    """Run the passes that end before `until` and before anybody else acts; False: none do."""
+    """Run the iterations of instance `i` that end before `until` and before the next event of any
+    other instance; False: there are none."""
     inst = instance_at(state, i)
     if inst.in_flight < 2 or inst.partial != NONE or has_waiting(state, i):
         return False
@@ -23,22 +25,22 @@ def spin(state: State, i: int, until: float) -> bool:
     until = min(until, inst.wake, _find_rival_ms(state, i))
     s = inst.oldest
     slot = slot_at(state, s)
-    turns = 0
+    iterations = 0
     while slot.finish < until and _goes_on(state, inst, slot, s):
         _turn(state, i, s)
-        turns += 1
-        following = slot.next
+        iterations += 1
+        next_slot = slot.next
         slot.next = NONE
         slot_at(state, inst.newest).next = s
         inst.newest = s
-        inst.oldest = following
-        s = following
+        inst.oldest = next_slot
+        s = next_slot
         slot = slot_at(state, s)
-    return turns > 0
+    return iterations > 0
 
 
 def _goes_on(state: State, inst: Record, slot: Record, s: int) -> bool:
-    """Whether the micro-batch's next pass is like the one under way, with one more token each."""
+    """Whether the slot's next iteration has the same members, with one more token each."""
     if slot.prompts != NONE or slot.tokens > 0 or slot.rows != slot.batch or slot.batch == 0:
         return False
     if key_at(state, s * state.heap_size).value >> 32 <= slot.steps + 1:
@@ -47,7 +49,7 @@ def _goes_on(state: State, inst: Record, slot: Record, s: int) -> bool:
 
 
 def _turn(state: State, i: int, s: int) -> None:
-    """End the pass under way and start the next one."""
+    """End the current iteration of slot `s` and start the next one."""
     inst, slot = instance_at(state, i), slot_at(state, s)
     batch = slot.batch
     inst.busy += find_busy_ms(inst, slot)
@@ -64,12 +66,12 @@ def _turn(state: State, i: int, s: int) -> None:
 
 
 def _find_rival_ms(state: State, i: int) -> float:
-    """When the first of all other instances acts."""
+    """The time of the next event of all other instances, in ms."""
     at = state.num_leaves + i
     earliest = math.inf
     while at > 1:
-        rival = node_at(state, at ^ 1).value
-        if rival != NONE:
-            earliest = min(earliest, instance_at(state, rival).next)
+        other = node_at(state, at ^ 1).value
+        if other != NONE:
+            earliest = min(earliest, instance_at(state, other).next)
         at //= 2
     return earliest

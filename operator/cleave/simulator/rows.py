@@ -2,9 +2,9 @@
 """Access to the rows of a simulation's state. Only compiled code calls these functions.
 
 What is hard: numba passes an array as seven values and counts its references atomically at each
-call, which costs more than all the rest of a simulation, in time and in compiling. So compiled
-functions pass around one pointer, the STATE record, which holds the addresses of all arrays; the
-functions here stand for a few machine instructions that `jit` puts in their place.
+call, which costs more than the rest of a simulation, in run time and in compile time. So compiled
+functions pass one pointer, the STATE record, which holds the addresses of all arrays. The functions
+below are placeholders that `jit` replaces by a few machine instructions.
 """
 
 from typing import Any
@@ -17,62 +17,62 @@ from cleave.simulator.layout import Record, State
 
 
 def request_at(state: State, row: int) -> Record:
-    """Row of the requests."""
+    """The REQUEST in that row."""
     raise NotImplementedError
 
 
 def instance_at(state: State, row: int) -> Record:
-    """Row of the instances."""
+    """The INSTANCE in that row."""
     raise NotImplementedError
 
 
 def slot_at(state: State, row: int) -> Record:
-    """Row of the slots."""
+    """The SLOT in that row."""
     raise NotImplementedError
 
 
 def queue_at(state: State, row: int) -> Record:
-    """Row of the queues."""
+    """The QUEUE in that row."""
     raise NotImplementedError
 
 
 def pull_at(state: State, row: int) -> Record:
-    """Row of the transfers under way."""
+    """The PULL in that row of the heap of transfers in progress."""
     raise NotImplementedError
 
 
 def key_at(state: State, row: int) -> Record:
-    """Row of the members' heaps."""
+    """The key in that row of the members' heaps."""
     raise NotImplementedError
 
 
 def phase_at(state: State, row: int) -> Record:
-    """Row of the members counted by phase."""
+    """The number of members in that row of `phases`, see `memory`."""
     raise NotImplementedError
 
 
 def stage_at(state: State, row: int) -> Record:
-    """Row of the pipeline stages."""
+    """When the pipeline stage in that row is free, in ms."""
     raise NotImplementedError
 
 
 def node_at(state: State, row: int) -> Record:
-    """Row of the tournament."""
+    """The instance at that node of the tournament tree."""
     raise NotImplementedError
 
 
 def score_at(state: State, row: int) -> Record:
-    """Row of the scores."""
+    """The score in that row."""
     raise NotImplementedError
 
 
 def points(state: State, start: int, count: int) -> Any:
-    """`count` points of the latency models from `start` on."""
+    """`count` points of the latency models, from `start` on."""
     raise NotImplementedError
 
 
 def scores(state: State, start: int, count: int) -> NDArray[np.float64]:
-    """`count` of the scores that dispatch compares; those of one use lie together."""
+    """`count` of the scores that dispatch compares, from `start` on; grouped by use."""
     raise NotImplementedError
 
 
@@ -82,17 +82,17 @@ def scratch(state: State, start: int, count: int) -> NDArray[np.int64]:
 
 
 def members(state: State, start: int, count: int) -> NDArray[np.void]:
-    """`count` of what the pool manager knows of instances."""
+    """`count` MEMBER records, the instances as the role-flipping policy sees them."""
     raise NotImplementedError
 
 
 def watch(state: State, start: int, count: int) -> NDArray[np.void]:
-    """`count` of what it has seen of prompts and decoding."""
+    """`count` WATCH records: since when each side has been under pressure or relieved."""
     raise NotImplementedError
 
 
 def build_intrinsics() -> dict[Any, Any]:
-    """What numba compiles in place of the functions above."""
+    """Placeholder -> the numba intrinsic that replaces it."""
     import numba
     from numba import types
 
@@ -116,7 +116,7 @@ def build_intrinsics() -> dict[Any, Any]:
 
 
 def _rows_of(name: str, dtype: Any) -> Any:
-    """(state, row) -> that record of the array whose address is in the field `name`."""
+    """(state, row) -> the record in that row of the array whose address is in field `name`."""
     import numba
     from numba import types
     from numba.extending import intrinsic
@@ -136,7 +136,7 @@ def _rows_of(name: str, dtype: Any) -> Any:
 
 
 def _slices_of(name: str, item: Any, itemsize: int = 8) -> Any:
-    """(state, start, count) -> an array of those items of the array with its address in `name`."""
+    """(state, start, count) -> a view of those items of the array whose address is in `name`."""
     from numba import types
     from numba.extending import intrinsic
     from numba.np.arrayobj import make_array, populate_array
@@ -162,7 +162,7 @@ def _slices_of(name: str, item: Any, itemsize: int = 8) -> Any:
 def _point(
     context: Any, builder: Any, state: Any, row: Any, name: str, itemsize: int, target: Any
 ) -> Any:
-    """Emit: the address in field `name` of `state`, plus `row` items, as a pointer."""
+    """Emit code for a pointer: the address in field `name` of `state`, plus `row` items."""
     from numba import types
 
     word = context.get_value_type(types.int64)

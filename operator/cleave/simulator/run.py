@@ -1,8 +1,8 @@
-"""`simulate`: a fleet serves a trace. The door of this package.
+"""`simulate`: a fleet serves a trace. The entry point of this package.
 
-Called by the planner thousands of times per answer, by the command line and the benchmarks. What is
-hard: with a thousand requests the compiled part takes half a millisecond, so nothing around it may
-take long; a fleet that is simulated often is prepared once.
+Called by the planner thousands of times per plan, by the command line and by the benchmarks. What
+is hard: with a thousand requests the compiled part takes half a millisecond, so nothing around it
+may take long; callers that simulate a fleet often prepare it once.
 """
 
 import functools
@@ -22,15 +22,16 @@ from cleave.simulator.prepared import prepare as prepare
 from cleave.simulator.trace import Trace
 
 _EVENTS_PER_TOKEN = 64
-"""A simulation that needs more thrashes: requests push each other out and never end."""
+"""A simulation that needs more thrashes: requests preempt each other and never end."""
 
 
 def simulate(fleet: "Fleet | Prepared", trace: Trace, seed: int = 0) -> Outcome:
     """Serve `trace` from an empty fleet until the last request has ended.
 
-    `seed` matters to random dispatch alone; equal arguments give equal outcomes. Raises
-    SimulationError when the fleet or the trace cannot be simulated. The first call of a process
-    loads the compiled code (a fraction of a second), the very first one compiles it (seconds).
+    `seed` matters only to random dispatch; equal arguments give equal results. Raises
+    SimulationError when the fleet or the trace cannot be simulated. The first call in a process
+    loads the compiled code (a fraction of a second); the first one after a change compiles it
+    (seconds).
     """
     prepared = fleet if isinstance(fleet, Prepared) else prepare(fleet)
     requests, instances, state = _run(prepared, trace, seed)
@@ -40,7 +41,7 @@ def simulate(fleet: "Fleet | Prepared", trace: Trace, seed: int = 0) -> Outcome:
 def measure(
     fleet: "Fleet | Prepared", trace: Trace, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(TTFT, TPOT) of each request in ms, as `simulate` finds them, and nothing else."""
+    """(TTFT, TPOT) of each request in ms, as in the result of `simulate`, which takes longer."""
     prepared = fleet if isinstance(fleet, Prepared) else prepare(fleet)
     requests, _, _ = _run(prepared, trace, seed)
     first = requests["first_token"]
@@ -49,7 +50,7 @@ def measure(
 
 
 def is_compiled() -> bool:
-    """Whether a first call only loads; else it compiles, which takes seconds."""
+    """Whether the machine code is cached on disk; if not, the first call compiles for seconds."""
     from cleave.simulator import jit
     from cleave.simulator.loop import run_events
 

@@ -1,11 +1,11 @@
-"""Which instance acts next: a tournament between the times of their next events. Compiled."""
+"""Which instance has the next event: a tournament tree over their next times. Compiled."""
 
 from cleave.simulator.layout import NONE, State
 from cleave.simulator.rows import instance_at, node_at, slot_at
 
 
 def wake(state: State, i: int, now: float) -> None:
-    """Let instance `i` look for work now if it has an idle micro-batch."""
+    """Make instance `i` look for work at `now` if it has an idle slot."""
     inst = instance_at(state, i)
     if inst.in_flight < inst.stages:
         inst.wake = now
@@ -13,12 +13,12 @@ def wake(state: State, i: int, now: float) -> None:
 
 
 def set_next(state: State, i: int) -> None:
-    """Note when instance `i` acts next, and play its matches of the tournament again."""
+    """Recompute the next event of instance `i` and its path to the root of the tree."""
     inst = instance_at(state, i)
-    following = inst.wake
+    earliest = inst.wake
     if inst.in_flight > 0:
-        following = min(following, slot_at(state, inst.oldest).finish)
-    inst.next = following
+        earliest = min(earliest, slot_at(state, inst.oldest).finish)
+    inst.next = earliest
     at = (state.num_leaves + i) // 2
     while at > 0:
         left, right = node_at(state, 2 * at).value, node_at(state, 2 * at + 1).value

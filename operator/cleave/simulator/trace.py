@@ -1,4 +1,4 @@
-"""A recorded or drawn sequence of requests: what a simulation serves."""
+"""A recorded or randomly drawn sequence of requests: the input of a simulation."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ class Trace:
     """Requests in order of arrival; arrays of equal length."""
 
     arrival_ms: NDArray[np.float64]
-    """From the start of the trace, never decreasing."""
+    """Since the start of the trace, never decreasing."""
     prompt_tokens: NDArray[np.int64]
     """At least 1 each."""
     output_tokens: NDArray[np.int64]
     """At least 1 each."""
     predicted_tokens: NDArray[np.int64] | None = None
-    """Outputs as dispatch and admission take them for; None: they know them."""
+    """Outputs that dispatch and admission assume; None: the true ones."""
 
     def __len__(self) -> int:
         return len(self.arrival_ms)

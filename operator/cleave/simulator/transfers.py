@@ -1,7 +1,7 @@
-"""Moving KV from prefill to decode instances. Compiled.
+"""Transfers of KV from prefill to decode instances. Compiled.
 
 What is hard: transfers of one prefill instance may share its link, and those that end at the same
-time end in the order in which they began.
+time must be completed in the order in which they began.
 """
 
 from cleave.simulator.completing import interrupt
@@ -13,9 +13,9 @@ from cleave.simulator.tournament import wake
 
 
 def start_pull(state: State, s: int, r: int, now: float) -> None:
-    """The decode instance of request `r` has reserved blocks: move its KV there.
+    """Start the transfer of request `r`, whose decode instance has reserved blocks for it.
 
-    `s`: the slot whose next pass is being formed; its cores begin the transfer.
+    `s`: the slot whose next iteration is being formed; the pull may lengthen that iteration.
     """
     request, slot = request_at(state, r), slot_at(state, s)
     end = now
@@ -40,13 +40,13 @@ def start_pull(state: State, s: int, r: int, now: float) -> None:
 
 
 def end_pull(state: State, r: int, now: float) -> None:
-    """The KV of request `r` has come: its prefill instance is free of it, it may decode."""
+    """The KV of request `r` has arrived: free it on the prefill instance; it may decode."""
     request = request_at(state, r)
     request.transfer_end = now
     request.is_pulled = 0
     if request.prefill != NONE:
         source = instance_at(state, request.prefill)
-        # Since it has changed its role it may decode; who waits there may have room now.
+        # Freed blocks may admit waiting requests, and after a role flip this instance may decode.
         interrupt(state, request.prefill, now, True)
         hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
         wake(state, request.prefill, now)
@@ -54,7 +54,7 @@ def end_pull(state: State, r: int, now: float) -> None:
 
 
 def _push(state: State, time: float, r: int) -> None:
-    """Note when the transfer of request `r` ends."""
+    """Add the transfer of request `r`, which ends at `time`, to the heap."""
     at = state.num_pulls
     state.num_pulls += 1
     state.pull_order += 1
@@ -68,7 +68,7 @@ def _push(state: State, time: float, r: int) -> None:
 
 
 def pop_pull(state: State) -> int:
-    """The request whose transfer ends first, which is no longer under way."""
+    """Remove the transfer that ends first from the heap; its request."""
     first: int = pull_at(state, 0).request
     state.num_pulls -= 1
     count = state.num_pulls
@@ -86,7 +86,7 @@ def pop_pull(state: State) -> int:
 
 
 def _ends_before(state: State, one: int, other: int) -> bool:
-    """Whether one transfer ends before another; of those that end together, the first started."""
+    """Whether one transfer ends before another; at equal times the one that started first does."""
     first, second = pull_at(state, one), pull_at(state, other)
     ends: bool = first.time < second.time
     if first.time == second.time:

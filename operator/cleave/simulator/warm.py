@@ -1,6 +1,6 @@
-"""`python -m cleave.simulator.warm`: compiles the simulator ahead of its first use.
+"""`python -m cleave.simulator.warm`: compiles the simulator before its first use.
 
-Called when a development tree or an image is built, so that nobody waits at the first plan.
+Called when a development tree or an image is built, so that the first plan does not wait for it.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from cleave.simulator.trace import Trace
 
 
 def warm() -> None:
-    """Compile unless the machine code is there."""
+    """Compile unless the machine code is cached on disk."""
     if is_compiled():
         return
     print("cleave: compiling the simulator, once for this version (about 10 seconds)")  # noqa: T201

@@ -1,1 +1,1 @@
-"""The traffic to plan for: recorded, published or stated, and what draws requests from it."""
+"""The traffic to plan for: recorded, published or specified, and random samples of it."""

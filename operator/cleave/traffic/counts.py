@@ -1,8 +1,8 @@
-"""What a gateway has counted at two moments, and what went on between them. Pure.
+"""Counters of a gateway at two times, and the traffic between them. Pure.
 
-Called by `cleave top` with pages of `GET /metrics`. What is hard: counters begin anew when a
-gateway is started again, so a window never reaches back over a start; and latencies are known by
-buckets, so quantiles are as exact as those are fine.
+Called by `cleave top` with pages of `GET /metrics`. What is hard: counters restart at 0 with the
+gateway, so a window never includes a restart; and latencies are histograms, so quantiles are only
+as exact as the buckets are narrow.
 """
 
 import math
@@ -21,12 +21,12 @@ _NOT_ASKED_OF_MODELS = "refused"
 
 
 class CountsError(ValueError):
-    """The page is none of a gateway."""
+    """The page contains no metrics of a gateway."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A histogram: how many were at most each bound (the last one is infinite).
+    """A histogram: number of values up to each bound (the last bound is infinite).
 
     Latencies are in seconds, lengths in tokens.
     """
@@ -34,17 +34,17 @@ class Buckets:
     bounds: tuple[float, ...] = ()
     counts: tuple[float, ...] = ()
     total: float = 0.0
-    """Of all values."""
+    """Sum of all values."""
 
     @classmethod
     def of(cls, values: Iterable[float], bounds: Sequence[float]) -> "Buckets":
-        """These values, counted; the last bound is infinite."""
+        """A histogram of these values; the last bound must be infinite."""
         ordered = sorted(values)
         counts = (float(bisect_right(ordered, bound)) for bound in bounds)
         return cls(tuple(bounds), tuple(counts), sum(ordered))
 
     def __add__(self, other: "Buckets") -> "Buckets":
-        """Both together. Gateways of unlike versions may have unlike bounds."""
+        """Sum of both. Gateways of different versions may have different bounds."""
         total = self.total + other.total
         if self.bounds == other.bounds:
             pairs = zip(self.counts, other.counts, strict=True)
@@ -54,7 +54,7 @@ class Buckets:
         return Buckets(bounds, tuple(sums), total)
 
     def __sub__(self, before: "Buckets") -> "Buckets":
-        """What has come since `before`."""
+        """The values added since `before`."""
         earlier = dict(zip(before.bounds, before.counts, strict=True))
         counts = (
             count - earlier.get(bound, 0.0)
@@ -64,18 +64,18 @@ class Buckets:
 
     @property
     def num(self) -> float:
-        """How many were observed."""
+        """Number of values."""
         return self.counts[-1] if self.counts else 0.0
 
     @property
     def mean(self) -> float | None:
-        """None: nothing was observed."""
+        """None: no values."""
         return self.total / self.num if self.num else None
 
     def find_quantile(self, share: float) -> float | None:
-        """As Prometheus has it: even inside a bucket, the last finite bound for what is beyond.
+        """As in Prometheus: linear inside a bucket, the last finite bound for values beyond it.
 
-        None: nothing was observed.
+        None: no values.
         """
         if not self.num:
             return None
@@ -89,32 +89,32 @@ class Buckets:
         return low + (self.bounds[at] - low) * part
 
     def find_quantile_ms(self, share: float) -> float | None:
-        """The same of seconds."""
-        found = self.find_quantile(share)
-        return None if found is None else found * 1000
+        """The same in milliseconds, for values in seconds."""
+        quantile_s = self.find_quantile(share)
+        return None if quantile_s is None else quantile_s * 1000
 
     def _up_to(self, bound: float) -> float:
-        """How many are known to be at most so much."""
+        """Number of values that are certainly at most `bound`."""
         at = bisect_right(self.bounds, bound)
         return self.counts[at - 1] if at else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """All models of one gateway, since it was started."""
+    """Counters of one gateway since its start, summed over all models."""
 
     at_s: float = 0.0
-    """Of the clock of whoever asked."""
+    """When they were read, by the clock of the reader."""
     started_s: float = 0.0
-    """When the gateway was started, Unix time."""
+    """Start of the gateway, Unix time."""
     requests: float = 0.0
-    """Those that ended, but for those that no model was to answer."""
+    """Completed requests, except those refused before they reached a model."""
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
     judged: float = 0.0
-    """Answers measured against the targets."""
+    """Responses that were measured against the targets."""
     attained: float = 0.0
-    """Of these, within both."""
+    """Measured responses that met both targets."""
     ttft: Buckets = Buckets()
     tpot: Buckets = Buckets()
     prompts: Buckets = Buckets()
@@ -125,42 +125,42 @@ class Counts:
     recoveries: float = 0.0
     flips: float = 0.0
     in_flight: float = 0.0
-    """Now."""
+    """At the time of reading."""
     waiting: float = 0.0
-    """Of these, for a turn at the gateway."""
+    """Requests in flight that wait for admission at the gateway."""
     ttft_target_ms: float | None = None
     tpot_target_ms: float | None = None
 
 
 def read_page(page: str, at_s: float) -> Counts:
-    """What a gateway's `/metrics` says at `at_s`. Raises CountsError."""
+    """Parse a gateway's `/metrics`, read at `at_s`. Raises CountsError."""
     try:
-        found = _gather(page)
+        samples = _gather(page)
     except ValueError as error:
-        raise CountsError("no page of metrics") from error
-    if not any(name.startswith(_PREFIX) for name in found):
-        raise CountsError("a page without a metric of a gateway")
+        raise CountsError("not a page of metrics") from error
+    if not any(name.startswith(_PREFIX) for name in samples):
+        raise CountsError("a page without metrics of a gateway")
 
     def total(name: str, **labels: str) -> float:
-        return sum(sample.value for sample in _find(found, name, labels))
+        return sum(sample.value for sample in _find(samples, name, labels))
 
     def target_ms(slo: str) -> float | None:
-        # 0 is none.
+        # 0 means that no target is set.
         return total("slo_target_seconds", slo=slo) * 1000 or None
 
     refused = total("requests_total", outcome=_NOT_ASKED_OF_MODELS)
     return Counts(
         at_s=at_s,
-        started_s=sum(sample.value for sample in found.get(_START, ())),
+        started_s=sum(sample.value for sample in samples.get(_START, ())),
         requests=total("requests_total") - refused,
         prompt_tokens=total("prompt_tokens_total"),
         output_tokens=total("output_tokens_total"),
         judged=total("slo_total"),
         attained=total("slo_total", missed=""),
-        ttft=_read_buckets(found, "ttft_seconds"),
-        tpot=_read_buckets(found, "tpot_seconds"),
-        prompts=_read_buckets(found, "request_prompt_tokens"),
-        outputs=_read_buckets(found, "request_output_tokens"),
+        ttft=_read_buckets(samples, "ttft_seconds"),
+        tpot=_read_buckets(samples, "tpot_seconds"),
+        prompts=_read_buckets(samples, "request_prompt_tokens"),
+        outputs=_read_buckets(samples, "request_output_tokens"),
         shed=total("shed_total"),
         retries=total("retries_total"),
         recoveries=total("recoveries_total"),
@@ -173,43 +173,43 @@ def read_page(page: str, at_s: float) -> Counts:
 
 
 def _gather(page: str) -> Mapping[str, list[Sample]]:
-    found = defaultdict(list)
+    samples = defaultdict(list)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            found[sample.name].append(sample)
-    return found
+            samples[sample.name].append(sample)
+    return samples
 
 
 def _find(
-    found: Mapping[str, list[Sample]], name: str, labels: Mapping[str, str]
+    samples: Mapping[str, list[Sample]], name: str, labels: Mapping[str, str]
 ) -> Iterator[Sample]:
-    for sample in found.get(_PREFIX + name, ()):
+    for sample in samples.get(_PREFIX + name, ()):
         if labels.items() <= sample.labels.items():
             yield sample
 
 
-def _read_buckets(found: Mapping[str, list[Sample]], name: str) -> Buckets:
-    """Of all labels together."""
+def _read_buckets(samples: Mapping[str, list[Sample]], name: str) -> Buckets:
+    """Sum of the histograms of all labels."""
     counts: dict[float, float] = defaultdict(float)
-    for sample in _find(found, name + "_bucket", {}):
+    for sample in _find(samples, name + "_bucket", {}):
         counts[float(sample.labels["le"])] += sample.value
     bounds = sorted(counts)
-    total = sum(sample.value for sample in _find(found, name + "_sum", {}))
+    total = sum(sample.value for sample in _find(samples, name + "_sum", {}))
     return Buckets(tuple(bounds), tuple(counts[bound] for bound in bounds), total)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What went on in a window. None: nothing happened that would tell."""
+    """Traffic of a window. None: no requests from which to compute the figure."""
 
     window_s: float
     requests_per_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    """Of requests that ended."""
+    """Of completed requests."""
     slo_attainment: float | None
     goodput: float | None
-    """Requests per second that met both targets; only streams are measured against them."""
+    """Requests per second that met both targets; only streamed responses are measured."""
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None
     tpot_p50_ms: float | None
@@ -221,19 +221,19 @@ class Traffic:
 
 
 def compare(before: Counts, after: Counts) -> Traffic | None:
-    """What went on between two moments of one run of a gateway; None: no time has passed."""
+    """Traffic between two readings of one gateway process; None: no time has passed."""
     window_s = after.at_s - before.at_s
     if window_s <= 0:
         return None
-    judged, attained = after.judged - before.judged, after.attained - before.attained
+    measured, attained = after.judged - before.judged, after.attained - before.attained
     ttft, tpot = after.ttft - before.ttft, after.tpot - before.tpot
     return Traffic(
         window_s=window_s,
         requests_per_s=(after.requests - before.requests) / window_s,
         prompt_tokens_per_s=(after.prompt_tokens - before.prompt_tokens) / window_s,
         output_tokens_per_s=(after.output_tokens - before.output_tokens) / window_s,
-        slo_attainment=attained / judged if judged else None,
-        goodput=attained / window_s if judged else None,
+        slo_attainment=attained / measured if measured else None,
+        goodput=attained / window_s if measured else None,
         ttft_p50_ms=ttft.find_quantile_ms(0.5),
         ttft_p90_ms=ttft.find_quantile_ms(0.9),
         tpot_p50_ms=tpot.find_quantile_ms(0.5),
@@ -246,28 +246,29 @@ def compare(before: Counts, after: Counts) -> Traffic | None:
 
 
 class History:
-    """The counts of one run of a gateway, so far as a window of `span_s` needs them."""
+    """Counters of one gateway process, as far back as a window of `span_s` needs them."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
         self._kept: deque[Counts] = deque()
 
     def add(self, counts: Counts) -> None:
-        """Counts that were just read."""
+        """Add counters that were just read; those of an earlier process are dropped."""
         if self._kept and self._kept[-1].started_s != counts.started_s:
             self._kept.clear()
         self._kept.append(counts)
-        # The last one before the window is where it begins.
+        # Retain the last counters before the window: its start.
         while len(self._kept) > 2 and self._kept[1].at_s <= counts.at_s - self._span_s:
             self._kept.popleft()
 
     def look_back(self, window_s: float) -> Traffic | None:
-        """The last `window_s`, or as much of it as is known; None: nothing yet."""
+        """Traffic of the last `window_s`, or of the time covered so far; None: no counters yet."""
         if not self._kept:
             return None
-        now = self._kept[-1]
-        begins = now.at_s - window_s
+        latest = self._kept[-1]
+        begins = latest.at_s - window_s
         before = next(
-            (one for one, after in pairwise(self._kept) if after.at_s > begins), self._kept[0]
+            (earlier for earlier, after in pairwise(self._kept) if after.at_s > begins),
+            self._kept[0],
         )
-        return compare(before, now)
+        return compare(before, latest)

@@ -1,8 +1,8 @@
-"""What recorded traffic is like, and how well distributions stand for it.
+"""Describes recorded traffic, and how well distributions fit it.
 
-Called by `cleave workload` and for the warnings beside a plan. A planner that fits distributions to
-traffic (DistServe, section 4.1) has to know when not to: waves of arrivals, drift and lengths that
-hang together are lost in a fit, and a replay keeps them.
+Called by `cleave workload` and for the warnings of a plan. A planner that fits distributions to
+traffic (DistServe, section 4.1) has to know when not to: waves of arrivals, drift and correlated
+lengths are lost in a fit, while a replay preserves them.
 """
 
 import math
@@ -16,21 +16,21 @@ from cleave.simulator.trace import Trace
 from cleave.traffic.workload import MAX_P90_TO_MEAN, Demand, DemandError, LogNormal, Replay
 
 THRESHOLDS = (512, 2048, 8192, 32768)
-"""Prompts above the first saturate a GPU (TetriInfer, section 2.2.1); above the second Splitwise's
-prompt batches lose throughput (section III-D)."""
+"""Prompts above the first threshold saturate a GPU (TetriInfer, section 2.2.1); above the second
+Splitwise's prompt batches lose throughput (section III-D)."""
 
 _FEW = 1000
 _TOO_FEW = 200
-"""Below so many requests chance alone looks like waves, drift and odd lengths."""
+"""With fewer requests, chance alone looks like waves, drift and unusual lengths."""
 _WINDOWS = 20
-"""At least so many windows, and on average so many requests in one, to speak of dispersion."""
+"""Dispersion needs at least this many windows, with on average this many requests each."""
 MAX_BURSTINESS = 20.0
 _MAX_RATE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
-    """Of prompts or outputs, in tokens."""
+    """Statistics of prompt or output lengths, in tokens."""
 
     mean: float
     p50: float
@@ -38,16 +38,16 @@ class LengthSummary:
     p99: float
     largest: int
     fit_distance: float
-    """Largest difference between the shares up to any length, recorded and fitted (Kolmogorov)."""
+    """Largest difference between the recorded and the fitted cumulative share (Kolmogorov)."""
 
     def to_spec(self) -> api.Lengths:
-        """The log-normal distribution that stands for it, its p90 as near as there is one."""
+        """The log-normal distribution with this mean, and with this p90 as far as possible."""
         return fit_lengths(self.mean, self.p90)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalSummary:
-    """Of requests that arrived over some time."""
+    """Statistics of arrivals."""
 
     duration_s: float
     rate: float
@@ -55,32 +55,32 @@ class ArrivalSummary:
     burstiness: float
     """Coefficient of variation of the gaps: 0 regular, 1 Poisson."""
     dispersion: float | None
-    """Variance by mean of the requests in a window: 1 for Poisson, near burstiness^2 when gaps are
-    independent, more when they come in waves. None: too few windows."""
+    """Variance divided by mean of the requests in a window: 1 for Poisson, near burstiness^2 for
+    independent gaps, more when arrivals come in waves. None: too few windows."""
     window_s: float
     peak_to_mean: float
-    """Highest rate of any tenth of the duration, by the mean rate."""
+    """Highest rate of any tenth of the duration, divided by the mean rate."""
     drift: float
-    """Rate of the second half by that of the first."""
+    """Rate of the second half divided by that of the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a planner must know of recorded traffic."""
+    """Description of recorded traffic for planning."""
 
     num_requests: int
     arrivals: ArrivalSummary | None
-    """None: all at once."""
+    """None: all requests arrive at once."""
     prompt_tokens: LengthSummary
     output_tokens: LengthSummary
     correlation: float
-    """Of prompt and output lengths, by ranks (Spearman)."""
+    """Rank correlation of prompt and output lengths (Spearman)."""
     prompts_above: tuple[tuple[int, float], ...]
     """Thresholds in tokens, each with the share of prompts above it."""
     warnings: tuple[str, ...]
-    """What to mind, a sentence each."""
+    """One sentence each."""
     is_fit_good: bool
-    """False: replay the trace, distributions do not stand for it."""
+    """False: replay the trace, because distributions do not fit it."""
 
 
 def diagnose(trace: Trace) -> Diagnosis:
@@ -88,13 +88,13 @@ def diagnose(trace: Trace) -> Diagnosis:
     prompts, outputs = _lengths(trace.prompt_tokens), _lengths(trace.output_tokens)
     arrivals = _arrivals(trace) if trace.rate else None
     correlation = _rank_correlation(trace.prompt_tokens, trace.output_tokens)
-    doubts = [
+    misfits = [
         *([] if arrivals is None else _arrival_doubts(arrivals, len(trace))),
         *_length_doubts(prompts, outputs, correlation),
     ]
     if len(trace) < _TOO_FEW:
-        doubts = []
-    verdict = ["replay the trace rather than its fit: " + "; ".join(doubts)] if doubts else []
+        misfits = []
+    verdict = ["replay the trace rather than its fit: " + "; ".join(misfits)] if misfits else []
     return Diagnosis(
         len(trace),
         arrivals,
@@ -103,30 +103,30 @@ def diagnose(trace: Trace) -> Diagnosis:
         correlation,
         tuple((limit, float(np.mean(trace.prompt_tokens > limit))) for limit in THRESHOLDS),
         (*_notes(trace, arrivals), *verdict),
-        not doubts,
+        not misfits,
     )
 
 
 def remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
-    """What to say of a demand beside a plan for a model of that length, a sentence each."""
-    said = []
+    """Warnings about a demand for a plan with a model of that length, one sentence each."""
+    messages = []
     cut = demand.share_longer_than(max_model_len)
     if cut > 0:
-        said.append(
+        messages.append(
             f"{cut:.1%} of the requests are longer than the model's {max_model_len:,} tokens and "
             "were cut"
         )
     if isinstance(demand.source, Replay):
         trace = demand.source.trace
-        said += _notes(trace, _arrivals(trace))
-    return tuple(said)
+        messages += _notes(trace, _arrivals(trace))
+    return tuple(messages)
 
 
 def fit(trace: Trace, rate: float | None = None, burstiness: float | None = None) -> api.Workload:
-    """The traffic as `spec.workload` states it, with log-normal lengths and gamma gaps.
+    """Fit log-normal lengths and gamma-distributed gaps, in the form of `spec.workload`.
 
-    `rate`, `burstiness`: instead of the trace's own. Raises DemandError when there is no rate
-    or none that can be stated.
+    `rate`, `burstiness`: used instead of the trace's own. Raises DemandError when there is no rate,
+    or one outside the allowed range.
     """
     arrivals = _arrivals(trace) if trace.rate else None
     if rate is None:
@@ -153,15 +153,15 @@ def _lengths(tokens: NDArray[np.int64]) -> LengthSummary:
 
 
 def fit_lengths(mean: float, p90: float) -> api.Lengths:
-    """The log-normal distribution with this mean, its p90 as near as there is one."""
+    """The log-normal distribution with this mean, and with this p90 as far as possible."""
     short = shorten(mean)
-    # Cut by more than rounding to four digits may add.
+    # Reduced by more than rounding to four digits may add.
     nearest = min(max(p90, short), short * MAX_P90_TO_MEAN * 0.999)
     return api.Lengths(mean=short, p90=max(shorten(nearest), short))
 
 
 def _distance(tokens: NDArray[np.int64], fitted: LogNormal) -> float:
-    """Both sides are whole numbers: the fitted share up to n is that below n + 1/2."""
+    """Kolmogorov distance of whole numbers: the fitted share up to n is that below n + 1/2."""
     values, counts = np.unique(tokens, return_counts=True)
     up_to = np.cumsum(counts) / len(tokens)
     below = np.concatenate(([0.0], up_to[:-1]))
@@ -189,43 +189,44 @@ def _arrivals(trace: Trace) -> ArrivalSummary:
 
 
 def _counts(seconds: NDArray[np.float64], num: int, width_s: float) -> NDArray[np.int64]:
-    """Requests in each of `num` windows from the first request on."""
+    """Requests in each of `num` windows, starting with the first request."""
     edges = seconds[0] + width_s * np.arange(num + 1)
     if num:
         edges[-1] = np.nextafter(edges[-1], np.inf)
     return np.diff(np.searchsorted(seconds, edges))
 
 
-def _rank_correlation(left: NDArray[np.int64], right: NDArray[np.int64]) -> float:
-    """Equal lengths share their mean rank; 0 when either side is constant."""
+def _rank_correlation(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
+    """Spearman's correlation. Equal lengths share their mean rank; 0 when either side is
+    constant."""
     ranks = []
-    for tokens in (left, right):
-        _, place, counts = np.unique(tokens, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place])
+    for tokens in (first, second):
+        _, inverse, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse])
     if min(float(np.std(each)) for each in ranks) == 0:
         return 0.0
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def _notes(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
-    """What to mind with a fit and with a replay alike."""
-    notes = []
+    """Warnings that concern a fit and a replay alike."""
+    cautions = []
     error = 1.96 * float(np.std(trace.prompt_tokens)) / math.sqrt(len(trace))
     if len(trace) < _FEW:
-        notes.append(
+        cautions.append(
             f"only {len(trace)} requests: the mean prompt is known to +-"
             f"{error / float(np.mean(trace.prompt_tokens)):.0%}, rare long ones hardly at all; "
             f"record {_FEW:,} or more"
         )
     if arrivals is None:
-        notes.append("no arrival times: state a rate and a burstiness")
+        cautions.append("no arrival times: state a rate and a burstiness")
     elif arrivals.peak_to_mean > 1.5 and _is_a_peak(arrivals, len(trace)):
-        notes.append(
+        cautions.append(
             f"the busiest tenth of the recording has {arrivals.peak_to_mean:.1f} times the mean "
             f"rate: to hold the SLO there, plan for {arrivals.rate * arrivals.peak_to_mean:.3g} "
             "req/s"
         )
-    return notes
+    return cautions
 
 
 def _is_a_peak(arrivals: ArrivalSummary, num: int) -> bool:
@@ -239,40 +240,40 @@ def _is_beyond_chance(difference: float, arrivals: ArrivalSummary, num: int) -> 
 
 
 def _arrival_doubts(arrivals: ArrivalSummary, num: int) -> list[str]:
-    doubts = []
+    misfits = []
     independent = max(1.0, arrivals.burstiness**2)
     if arrivals.dispersion is not None and arrivals.dispersion > 2 * independent:
-        doubts.append(
+        misfits.append(
             f"arrivals come in waves (counts in windows of {arrivals.window_s:.0f} s vary "
             f"{arrivals.dispersion:.1f} times as much as Poisson's, where independent gaps give "
             f"{independent:.1f})"
         )
     between_halves = num * abs(arrivals.drift - 1) / (arrivals.drift + 1)
     if not 0.75 < arrivals.drift < 1.33 and _is_beyond_chance(between_halves, arrivals, num):
-        doubts.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
+        misfits.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
     if arrivals.burstiness > MAX_BURSTINESS:
-        doubts.append(
+        misfits.append(
             f"gaps vary by {arrivals.burstiness:.0f} times their mean; up to "
             f"{MAX_BURSTINESS:.0f} can be stated"
         )
-    return doubts
+    return misfits
 
 
 def _length_doubts(prompts: LengthSummary, outputs: LengthSummary, correlation: float) -> list[str]:
-    doubts = [
+    misfits = [
         f"{name} lengths are not log-normal ({lengths.fit_distance:.0%} of requests lie elsewhere)"
         for name, lengths in (("prompt", prompts), ("output", outputs))
         if lengths.fit_distance > 0.1
     ]
     if abs(correlation) > 0.3:
         longer = "longer" if correlation > 0 else "shorter"
-        doubts.append(
+        misfits.append(
             f"longer prompts have {longer} outputs (correlation {correlation:.2f}), which a fit "
-            "draws apart"
+            "draws independently"
         )
-    return doubts
+    return misfits
 
 
 def shorten(value: float) -> float:
-    """Four significant digits: what a person wants to paste."""
+    """Round to four significant digits, for a value that a person will copy."""
     return float(f"{value:.4g}")

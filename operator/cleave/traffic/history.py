@@ -1,8 +1,8 @@
-"""Recorded requests in a file: what really arrived, and how long it was.
+"""Reads recorded requests from a file: arrival times and lengths.
 
-Called for `spec.workload.trace` and by `cleave workload`. What is hard: files come from everywhere,
-so columns go by many names and times by three units; and a fault in line 70,000 has to be told as
-that, though a column is converted at once because a line at a time takes seconds.
+Called for `spec.workload.trace` and by `cleave workload`. What is hard: files come from many tools,
+so columns have many names and times three units; and a fault must be reported with its line,
+although whole columns are converted at once, because single lines would take seconds.
 """
 
 import csv
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from cleave.simulator.trace import Trace
 
 MAX_BYTES = 1 << 29
-"""Larger files are refused: a planner needs thousands of requests, not all of last year's."""
+"""Larger files are refused: a planner needs thousands of requests, not those of a year."""
 MAX_REQUESTS = 5_000_000
 
 PROMPT_NAMES = (
     *("prompttokens", "inputtokens", "contexttokens", "numprefilltokens", "inputlength"),
     *("promptlength", "promptsize", "requesttokens"),
 )
-"""Names of columns as they are compared: small letters and digits only."""
+"""Column names in normalised form: lower-case letters and digits only."""
 OUTPUT_NAMES = (
     *("outputtokens", "generatedtokens", "completiontokens", "numdecodetokens", "outputlength"),
     *("outputsize", "tokensize", "responsetokens"),
@@ -36,7 +36,7 @@ ARRIVAL_NAMES = {
     **dict.fromkeys(("arrivals", "arrivedat", "arrivaltimestamp", "arrival"), 1.0),
     **dict.fromkeys(("arrivaltime", "timestamp", "timestamps", "time"), 1.0),
 }
-"""Names of the arrival -> seconds per unit. A date and time may stand in any of them."""
+"""Names of the arrival column -> seconds per unit. Any of them may contain dates and times."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _LONGEST_VALUE = 40
@@ -46,48 +46,54 @@ Value = TypeVar("Value")
 
 
 class HistoryError(ValueError):
-    """The recording cannot be used; one line that names file, line, value and remedy."""
+    """The recording cannot be used; one line with file, line, value and remedy."""
 
 
 class _Table(NamedTuple):
-    """Cells as they are in the file."""
+    """The cells of the file, not yet converted."""
 
     path: Path
     names: Sequence[str]
-    """Of the columns."""
+    """Column names."""
     rows: Sequence[Sequence[object]]
-    """One per request."""
+    """One row per request."""
     lines: Sequence[int]
-    """Line of each row, from 1."""
+    """Line number of each row, from 1."""
 
     def fault(self, row: int, what: str) -> HistoryError:
         return HistoryError(f"{self.path}:{self.lines[row]}: {what}")
 
 
 def read(path: Path) -> Trace:
-    """The requests in a CSV or JSONL file, the first one at 0 ms.
+    """Read the requests of a CSV or JSONL file; the first one arrives at 0 ms.
 
-    Known are the columns of Azure's, Mooncake's, BurstGPT's and Vidur's traces and plain names
+    Accepts the columns of Azure's, Mooncake's, BurstGPT's and Vidur's traces and plain names
     (`arrival_s` or `arrival_ms`, `prompt_tokens`, `output_tokens`). Without a column of arrivals
-    all requests arrive at once: lengths alone, for a stated rate. Raises HistoryError.
+    all requests arrive at once; such a trace supplies lengths for a given rate. Raises
+    HistoryError.
     """
     return _trace(_table(path))
 
 
 def read_with(path: Path, *named: Sequence[str]) -> tuple[Trace, list[NDArray[np.int64] | None]]:
-    """The same, and further columns of counts: for each of `named` the first of its names there is.
+    """The same with further columns of counts: for each of `named` the first name that the file
+    has.
 
-    Names as they are compared: small letters and digits only. None: no such column; where a request
-    states no count it is 0. Raises HistoryError.
+    Names are in normalised form: lower-case letters and digits only. None: no such column; an empty
+    cell counts as 0. Raises HistoryError.
     """
     table = _table(path)
     plain = _plain_names(table)
-    places = [next((plain.index(name) for name in names if name in plain), None) for names in named]
-    return _trace(table), [None if at is None else _stated_counts(table, at) for at in places]
+    indices = [
+        next((plain.index(name) for name in names if name in plain), None) for names in named
+    ]
+    return _trace(table), [
+        None if index is None else _stated_counts(table, index) for index in indices
+    ]
 
 
 def write(path: Path, trace: Trace) -> None:
-    """A CSV file that `read` understands, to the microsecond. Raises HistoryError."""
+    """Write a CSV file that `read` accepts, with microsecond resolution. Raises HistoryError."""
     rows = zip(
         np.round(trace.arrival_ms / 1000, 6).tolist(),
         trace.prompt_tokens.tolist(),
@@ -127,7 +133,7 @@ def _trace(table: _Table) -> Trace:
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            # Not by its size: pipes and devices have none.
+            # Not limited by its reported size: pipes and devices have none.
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise HistoryError(f"{path}: cannot be read: {error.strerror}") from error
@@ -150,7 +156,7 @@ def _csv_table(path: Path, text: str) -> _Table:
                 rows.append(row)
                 lines.append(reader.line_num)
     except csv.Error as error:
-        raise HistoryError(f"{path}:{reader.line_num}: no CSV: {error}") from error
+        raise HistoryError(f"{path}:{reader.line_num}: not CSV: {error}") from error
     table = _Table(path, names, rows, lines)
     for at, row in enumerate(rows):
         if len(row) != len(names):
@@ -166,20 +172,20 @@ def _json_table(path: Path, text: str) -> _Table:
         if not line or line.isspace():
             continue
         try:
-            found = decoder.decode(line)
+            record = decoder.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise HistoryError(f"{path}:{number}: no JSON object: {error}") from error
-        if not isinstance(found, dict):
-            raise HistoryError(f"{path}:{number}: no JSON object: {_shown(found)}")
-        objects.append(found)
+            raise HistoryError(f"{path}:{number}: not a JSON object: {error}") from error
+        if not isinstance(record, dict):
+            raise HistoryError(f"{path}:{number}: not a JSON object: {_shown(record)}")
+        objects.append(record)
         lines.append(number)
     names = list(objects[0]) if objects else []
-    # A request without a key that the first one has is told where the value is converted.
+    # A request that lacks a key of the first one is reported when its column is converted.
     return _Table(path, names, [[each.get(name) for name in names] for each in objects], lines)
 
 
 def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
-    """Places of prompt and output tokens, and place and unit of arrivals."""
+    """Indices of the prompt and output columns; index and unit of the arrival column."""
     plain = _plain_names(table)
     prompt = next((plain.index(name) for name in PROMPT_NAMES if name in plain), None)
     output = next((plain.index(name) for name in OUTPUT_NAMES if name in plain), None)
@@ -190,12 +196,12 @@ def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
             f"{table.path}: no column {missing} (or a usual name for it) among {named}; rename one"
         )
     units = ((plain.index(name), unit) for name, unit in ARRIVAL_NAMES.items() if name in plain)
-    place, unit = next(units, (None, 1.0))
-    if place is None:
+    column_index, unit = next(units, (None, 1.0))
+    if column_index is None:
         return prompt, output, None
-    # Mooncake's traces say `timestamp` and mean milliseconds.
-    is_mooncake = plain[prompt] == "inputlength" and plain[place] == "timestamp"
-    return prompt, output, (place, 0.001 if is_mooncake else unit)
+    # In Mooncake's traces `timestamp` is in milliseconds.
+    is_mooncake = plain[prompt] == "inputlength" and plain[column_index] == "timestamp"
+    return prompt, output, (column_index, 0.001 if is_mooncake else unit)
 
 
 def _plain_names(table: _Table) -> list[str]:
@@ -203,29 +209,30 @@ def _plain_names(table: _Table) -> list[str]:
 
 
 def _arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
-    """Milliseconds from the first arrival on."""
-    place, unit_s = column
-    cells = [row[place] for row in table.rows]
-    seconds = _dates(table, cells) if _is_date(cells[0]) else _numbers(table, place) * unit_s
+    """Milliseconds since the first arrival."""
+    column_index, unit_s = column
+    cells = [row[column_index] for row in table.rows]
+    seconds = _dates(table, cells) if _is_date(cells[0]) else _numbers(table, column_index) * unit_s
     backwards = np.flatnonzero(np.diff(seconds) < 0)
     if len(backwards):
         at = int(backwards[0]) + 1
         raise table.fault(
-            at, f"{_shown(cells[at])} is before the request above; sort by {table.names[place]}"
+            at,
+            f"{_shown(cells[at])} is before the request above; sort by {table.names[column_index]}",
         )
     arrivals_ms: NDArray[np.float64] = (seconds - seconds[0]) * 1000
     return arrivals_ms
 
 
 def _is_date(cell: object) -> bool:
-    # Numbers first: 20240131 would be both.
+    # Numbers first, as 20240131 would parse as a date too.
     if not isinstance(cell, str) or _parsed(float, cell) is not None:
         return False
     return _parsed(datetime.fromisoformat, cell.strip()) is not None
 
 
 def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
-    """Seconds from the first date on."""
+    """Seconds since the first date."""
     try:
         dates = [datetime.fromisoformat(str(cell).strip()) for cell in cells]
         since = [date - dates[0] for date in dates]
@@ -241,33 +248,33 @@ def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
     return np.array([each / timedelta(seconds=1) for each in since])
 
 
-def _stated_counts(table: _Table, place: int) -> NDArray[np.int64]:
-    """0 where nothing is stated."""
+def _stated_counts(table: _Table, column_index: int) -> NDArray[np.int64]:
+    """A column of counts in which an empty cell is 0."""
     rows = [
-        [0 if at == place and cell in (None, "") else cell for at, cell in enumerate(row)]
+        [0 if at == column_index and cell in (None, "") else cell for at, cell in enumerate(row)]
         for row in table.rows
     ]
-    return _tokens(table._replace(rows=rows), place, least=0)
+    return _tokens(table._replace(rows=rows), column_index, minimum=0)
 
 
-def _tokens(table: _Table, place: int, least: int = 1) -> NDArray[np.int64]:
-    numbers = _numbers(table, place)
-    wrong = np.flatnonzero((numbers < least) | (numbers > _MOST_TOKENS) | (numbers % 1 != 0))
+def _tokens(table: _Table, column_index: int, minimum: int = 1) -> NDArray[np.int64]:
+    numbers = _numbers(table, column_index)
+    wrong = np.flatnonzero((numbers < minimum) | (numbers > _MOST_TOKENS) | (numbers % 1 != 0))
     if len(wrong):
         at = int(wrong[0])
         raise table.fault(
             at,
-            f"{table.names[place]} {_shown(table.rows[at][place])}: must be a whole number from "
-            f"{least} to {_MOST_TOKENS:,}; drop or mend the request",
+            f"{table.names[column_index]} {_shown(table.rows[at][column_index])}: must be a "
+            f"whole number from {minimum} to {_MOST_TOKENS:,}; drop or correct the request",
         )
     return numbers.astype(np.int64)
 
 
-def _numbers(table: _Table, place: int) -> NDArray[np.float64]:
-    """A column of finite numbers, at once; the culprit is looked for when that fails."""
-    cells = [row[place] for row in table.rows]
+def _numbers(table: _Table, column_index: int) -> NDArray[np.float64]:
+    """Convert a column of finite numbers at once; search for the faulty line only if that fails."""
+    cells = [row[column_index] for row in table.rows]
     try:
-        # JSON's true is no number, though Python counts with it.
+        # Exclude bool, which Python accepts as a number.
         odd = bool in set(map(type, cells))
         numbers = np.array([_number(cell) for cell in cells] if odd else cells, dtype=np.float64)
     except (ValueError, TypeError, OverflowError):
@@ -276,7 +283,9 @@ def _numbers(table: _Table, place: int) -> NDArray[np.float64]:
     if len(wrong):
         at = int(wrong[0])
         raise table.fault(
-            at, f"{table.names[place]} {_shown(cells[at])}: no number; drop or mend the request"
+            at,
+            f"{table.names[column_index]} {_shown(cells[at])}: not a number; "
+            "drop or correct the request",
         )
     return numbers
 

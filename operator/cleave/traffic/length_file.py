@@ -1,9 +1,9 @@
-"""A trained classifier of output lengths as a file, with the judgement of it.
+"""The file of a trained classifier of output lengths, with the scores of its evaluation.
 
-Written by `cleave lengths train`, read by gateways at their start. What is hard: a gateway shall
-never be worse off for a file, so the file says how it did beside the mean by prompt length, on
-requests that came after those it was trained on; and a damaged one must be told at the start, not
-met by a request.
+Written by `cleave lengths train`, read by gateways at their start. What is hard: a file must never
+make a gateway worse. It therefore contains its scores beside those of the mean by prompt length, on
+requests that came after those it was trained on; and a damaged file is detected at the start, not
+when a request uses it.
 """
 
 import math
@@ -16,52 +16,52 @@ from cleave.policy.length_ranges import LIMIT, PROMPT_TOKENS, Nodes, RangeTree
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
-"""What a ConfigMap holds."""
+"""The size limit of a ConfigMap."""
 GRANULARITIES = (100, 200, 400)
-"""Widths of ranges in tokens, as TetriInfer's."""
+"""Widths of length ranges in tokens, as in TetriInfer."""
 
 _LEAST_GAIN = 0.02
-"""Of the mean absolute error; less is chance."""
+"""Smallest relative gain in mean absolute error that is not taken for chance."""
 _SLACK = 0.01
-"""Of the accuracy, mean over granularities; less is chance."""
+"""Loss of accuracy, averaged over granularities, that is taken for chance."""
 
 
 class LengthsError(ValueError):
-    """The file cannot be used; one line that names it, the fault and the remedy."""
+    """The file cannot be used; one line with its name, the fault and the remedy."""
 
 
 class Score(msgspec.Struct, frozen=True, rename="camel"):
-    """How well outputs were foretold."""
+    """How well output lengths were predicted."""
 
     accuracy: list[float]
-    """Share of requests whose range was foretold, by granularity."""
+    """Share of requests whose range was predicted, by granularity."""
     mean_absolute_error: float
-    """Tokens."""
+    """In tokens."""
     bias: float
-    """Of the sum of all outputs: 0.1 where a tenth too much was foretold."""
+    """Relative error of the sum of all outputs: 0.1 if a tenth too much was predicted."""
 
     def beats(self, other: "Score") -> bool:
-        """Whether errors are smaller, and ranges are not right less often."""
+        """Whether errors are smaller and ranges are not correct less often."""
         is_nearer = self.mean_absolute_error < (1 - _LEAST_GAIN) * other.mean_absolute_error
         return is_nearer and fmean(self.accuracy) >= fmean(other.accuracy) - _SLACK
 
 
 class Scores(msgspec.Struct, frozen=True, rename="camel"):
-    """Of the same requests."""
+    """Scores of three predictors on the same requests."""
 
     classifier: Score
     conditional_mean: Score
-    """The mean by prompt length, learning as it goes: what gateways do without a file."""
+    """The mean by prompt length, updated with every request: what gateways use without a file."""
     constant: Score
 
     @property
     def is_better(self) -> bool:
-        """Whether the classifier is, than what gateways do without it."""
+        """Whether the classifier is better than what gateways use without it."""
         return self.classifier.beats(self.conditional_mean)
 
     @property
     def comparison(self) -> str:
-        """In words."""
+        """One sentence that compares both."""
         mine, its = self.classifier, self.conditional_mean
         return (
             f"{'better' if self.is_better else 'not better'} than the mean by prompt length: "
@@ -72,17 +72,17 @@ class Scores(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class LengthFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What is in the file."""
+    """The content of the file."""
 
     format: int
     trace: str
-    """Name of the file that it was trained from."""
+    """Name of the training trace."""
     trained_on: int
-    """Requests, the first of the trace."""
+    """Number of training requests, the first ones of the trace."""
     judged_by: int
-    """Those after them."""
+    """Number of evaluation requests, those after them."""
     prompt_error: float
-    """By which prompt tokens were blurred, as those that gateways estimate are; 0: not at all."""
+    """Relative noise added to prompt tokens, to resemble the gateways' estimates; 0: none."""
     scores: Scores
     features: list[int]
     thresholds: list[float]
@@ -90,63 +90,65 @@ class LengthFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     above: list[int]
     tokens: list[float]
     ranges: list[list[int]]
-    """Of each node, the number of the likeliest range by granularity."""
+    """For each node, the index of the most frequent range by granularity."""
 
     @property
     def tree(self) -> RangeTree:
-        """What foretells."""
+        """The tree that predicts lengths."""
         nodes = Nodes(self.features, self.thresholds, self.below, self.above, self.tokens)
         return RangeTree(nodes)
 
 
 def read(path: Path) -> LengthFile:
-    """Raises LengthsError."""
+    """Read and validate a file. Raises LengthsError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise LengthsError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        found = msgspec.json.decode(content, type=LengthFile)
+        trained = msgspec.json.decode(content, type=LengthFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _fault(path, str(error)) from error
-    if fault := _find_fault(found):
+    if fault := _find_fault(trained):
         raise _fault(path, fault)
-    return found
+    return trained
 
 
-def write(path: Path, found: LengthFile) -> None:
-    """Raises LengthsError."""
+def write(path: Path, trained: LengthFile) -> None:
+    """Write a file. Raises LengthsError."""
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(trained), indent=1) + b"\n")
     except OSError as error:
         raise LengthsError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _fault(path: Path, what: str) -> LengthsError:
-    return LengthsError(f"{path}: no trained lengths: {what}; make it with cleave lengths train")
+    return LengthsError(
+        f"{path}: not a file of trained lengths: {what}; make it with cleave lengths train"
+    )
 
 
-def _find_fault(found: LengthFile) -> str:
-    """Empty: a request finds its way through it."""
-    if found.format != FORMAT:
-        return f"format {found.format} instead of {FORMAT}"
-    scores = (found.scores.classifier, found.scores.conditional_mean, found.scores.constant)
+def _find_fault(trained: LengthFile) -> str:
+    """The first fault of the tree or its scores; an empty string if there is none."""
+    if trained.format != FORMAT:
+        return f"format {trained.format} instead of {FORMAT}"
+    scores = (trained.scores.classifier, trained.scores.conditional_mean, trained.scores.constant)
     if any(len(score.accuracy) != len(GRANULARITIES) for score in scores):
         return f"accuracy must be {len(GRANULARITIES)} numbers"
-    count = len(found.tokens)
-    columns = (found.features, found.thresholds, found.below, found.above, found.ranges)
+    count = len(trained.tokens)
+    columns = (trained.features, trained.thresholds, trained.below, trained.above, trained.ranges)
     if count == 0 or any(len(column) != count for column in columns):
-        return "nodes are not whole"
+        return "nodes are incomplete"
     for at in range(count):
-        below, above = found.below[at], found.above[at]
-        # Children behind their parents: every way ends.
+        below, above = trained.below[at], trained.above[at]
+        # Children come after their parents, so every path ends.
         if (below, above) != (0, 0) and not (at < below < count and at < above < count):
-            return f"node {at} leads nowhere"
-        if found.features[at] not in (PROMPT_TOKENS, LIMIT):
-            return f"node {at} compares an unknown feature {found.features[at]}"
-        if not (math.isfinite(found.tokens[at]) and found.tokens[at] >= 0):
-            return f"node {at} foretells {found.tokens[at]} tokens"
-        if len(found.ranges[at]) != len(GRANULARITIES):
-            return f"node {at} has {len(found.ranges[at])} ranges"
+            return f"node {at} has invalid children"
+        if trained.features[at] not in (PROMPT_TOKENS, LIMIT):
+            return f"node {at} compares an unknown feature {trained.features[at]}"
+        if not (math.isfinite(trained.tokens[at]) and trained.tokens[at] >= 0):
+            return f"node {at} predicts {trained.tokens[at]} tokens"
+        if len(trained.ranges[at]) != len(GRANULARITIES):
+            return f"node {at} has {len(trained.ranges[at])} ranges"
     return ""

@@ -1,7 +1,7 @@
-"""How well outputs are foretold: a classifier, the mean by prompt length, one length for all.
+"""Scores predictors of output lengths: a classifier, the mean by prompt length, a constant.
 
-Called by the training and by `cleave lengths evaluate`. What is hard: the mean learns as it goes,
-and from answers only that have ended, so it is played in the order of the trace.
+Called by the training and by `cleave lengths evaluate`. What is hard: the mean is updated with
+every completed request and knows only those, so it is evaluated in the order of the trace.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from cleave.policy.lengths import ConditionalMean
 from cleave.traffic.length_file import GRANULARITIES, LengthFile, Score, Scores
 
 FIRST = 256.0
-"""Foretold before any answer has ended, as a gateway does."""
+"""Prediction before any request has completed, as in a gateway."""
 BEHIND = 500
-"""Requests that run when one comes: their outputs are not known yet."""
+"""Requests assumed in flight when one arrives: their outputs are not known yet."""
 
 Counts = NDArray[np.int64]
 Values = NDArray[np.float64]
@@ -26,36 +26,36 @@ class Answers:
     """Requests that ended by themselves, in the order of the trace; arrays of equal length."""
 
     prompt_tokens: Counts
-    """As estimated when they came."""
+    """As estimated on arrival."""
     limits: Counts
-    """Of their outputs; 0: none."""
+    """Limits of their outputs; 0: none."""
     output_tokens: Counts
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
     def part(self, begin: int, end: int) -> "Answers":
-        """Those from `begin` to before `end`."""
+        """Requests `begin` to `end`, the end excluded."""
         return Answers(
             self.prompt_tokens[begin:end], self.limits[begin:end], self.output_tokens[begin:end]
         )
 
 
-def judge(found: LengthFile, answers: Answers, begin: int = 0) -> Scores:
-    """Of the answers from `begin` on; the mean learns from those before, too."""
-    judged = answers.part(begin, len(answers))
-    outputs = judged.output_tokens
-    tree = found.tree
-    asked = list(zip(judged.prompt_tokens.tolist(), judged.limits.tolist(), strict=True))
-    leaves = np.array([tree.find_leaf(*each) for each in asked])
-    ranges = np.array(found.ranges)
+def judge(trained: LengthFile, answers: Answers, begin: int = 0) -> Scores:
+    """Score the predictors on requests from `begin` on; the mean also learns from those before."""
+    evaluated = answers.part(begin, len(answers))
+    outputs = evaluated.output_tokens
+    tree = trained.tree
+    inputs = list(zip(evaluated.prompt_tokens.tolist(), evaluated.limits.tolist(), strict=True))
+    leaves = np.array([tree.find_leaf(*each) for each in inputs])
+    ranges = np.array(trained.ranges)
     means = play_mean(answers)[begin:]
     return Scores(
-        score(np.array([tree.predict(*each) for each in asked]), ranges[leaves], outputs),
+        score(np.array([tree.predict(*each) for each in inputs]), ranges[leaves], outputs),
         score(means, _ranges_of(means), outputs),
-        # The root's: those of all requests that it was trained on.
+        # The root node holds the mean and the ranges of all training requests.
         score(
-            np.full(len(outputs), found.tokens[0]),
+            np.full(len(outputs), trained.tokens[0]),
             np.repeat(ranges[:1], len(outputs), axis=0),
             outputs,
         ),
@@ -63,7 +63,7 @@ def judge(found: LengthFile, answers: Answers, begin: int = 0) -> Scores:
 
 
 def score(tokens: Values, ranges: Counts, outputs: Counts) -> Score:
-    """`ranges`: foretold ones, a column for each granularity."""
+    """`ranges`: predicted range indices, one column per granularity."""
     right = (ranges == _ranges_of(outputs)).mean(axis=0)
     return Score(
         [round(float(share), 4) for share in right],
@@ -73,19 +73,19 @@ def score(tokens: Values, ranges: Counts, outputs: Counts) -> Score:
 
 
 def play_mean(answers: Answers) -> Values:
-    """What the mean by prompt length foretells of each, learning from those before."""
+    """Predictions of the mean by prompt length, which learns from the requests before each."""
     mean = ConditionalMean(FIRST)
-    foretold = np.empty(len(answers))
+    predictions = np.empty(len(answers))
     prompts, limits = answers.prompt_tokens.tolist(), answers.limits.tolist()
     outputs = answers.output_tokens.tolist()
     for at, prompt in enumerate(prompts):
-        foretold[at] = mean.predict(prompt, limits[at])
+        predictions[at] = mean.predict(prompt, limits[at])
         if at >= BEHIND:
             mean.learn(prompts[at - BEHIND], outputs[at - BEHIND])
-    return foretold
+    return predictions
 
 
 def _ranges_of(tokens: Values | Counts) -> Counts:
-    """Number of each one's range, a column for each granularity."""
+    """Index of each request's range, one column per granularity."""
     numbers: Counts = (tokens[:, None] // np.array(GRANULARITIES)).astype(np.int64)
     return numbers

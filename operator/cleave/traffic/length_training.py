@@ -1,8 +1,9 @@
 """Trains a classifier of output lengths from recorded requests. Called by `cleave lengths train`.
 
-What is hard: gateways estimate prompt tokens from bytes while a trace has counted them, so a tree
-that has seen counts alone splits finer than it will ever see again; counts are blurred as much.
-And requests that arrived late tell how it does later on: the last ones judge what the first taught.
+What is hard: gateways estimate prompt tokens from bytes, while a trace contains exact counts. A
+tree trained on exact counts would use splits finer than the estimates; so the same noise is added
+to the counts. And the classifier has to predict later traffic: it is trained on the first requests
+and evaluated on the last.
 
 Source: TetriInfer, section 3.3.2.
 """
@@ -27,23 +28,23 @@ from cleave.traffic.length_file import (
 from cleave.traffic.length_scores import Answers, Counts, judge
 
 LEAST = 1_000
-"""Requests: fewer tell nothing of the longest tenth."""
+"""Minimum number of requests: fewer say nothing about the longest tenth."""
 PROMPT_ERROR = 0.2
-"""Usual spread of prompt tokens that are estimated from bytes."""
+"""Usual relative error of prompt tokens that are estimated from bytes."""
 
 _TRAINED = 0.7
-"""Share of the trace; the rest judges."""
+"""Share of the trace used for training; the rest is for evaluation."""
 _MOST_LEAVES = 64
 _LEAST_IN_LEAF = 100
 _LONGEST = 4_000
-"""Outputs above it are one range."""
+"""Longer outputs form one range."""
 _ESTIMATES = ("estimatedprompttokens",)
 _LIMITS = ("maxtokens", "maxcompletiontokens", "maxoutputtokens")
 _UNJUDGED = Score([0.0] * len(GRANULARITIES), 0.0, 0.0)
 
 
 def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float]:
-    """The requests of a trace that ended by themselves, and how much their prompts were blurred.
+    """The requests of a trace that ended by themselves, and the noise added to their prompt tokens.
 
     Raises HistoryError and LengthsError.
     """
@@ -54,7 +55,7 @@ def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float
         prompts, error = estimates, 0.0
     if limits is None:
         limits = np.zeros(len(trace), dtype=np.int64)
-    # Those that were cut tell of the limit, not of the answer; gateways do not learn from them.
+    # Outputs cut by their limit do not show the natural length; gateways ignore them as well.
     ended = (limits == 0) | (trace.output_tokens < limits)
     answers = Answers(prompts[ended], limits[ended], trace.output_tokens[ended])
     if len(answers) < LEAST:
@@ -66,13 +67,13 @@ def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float
 
 
 def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
-    """A classifier trained on the first requests of a trace and judged by the last ones.
+    """Train a classifier on the first requests of a trace and evaluate it on the last ones.
 
     Raises HistoryError and LengthsError.
     """
     answers, error = read(path, prompt_error)
     trained = round(_TRAINED * len(answers))
-    found = _fit(answers.part(0, trained))
+    tree_fields = _fit(answers.part(0, trained))
     file = LengthFile(
         format=FORMAT,
         trace=path.name,
@@ -80,20 +81,20 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
         judged_by=len(answers) - trained,
         prompt_error=error,
         scores=Scores(_UNJUDGED, _UNJUDGED, _UNJUDGED),
-        **found,
+        **tree_fields,
     )
     return msgspec.structs.replace(file, scores=judge(file, answers, trained))
 
 
 def _blur(tokens: Counts, error: float) -> Counts:
-    """As if they had been estimated; the same each time."""
+    """Add noise as if the counts had been estimated; equal on every call."""
     factors = np.exp(np.random.default_rng(0).normal(0.0, error, len(tokens)))
     blurred: Counts = np.maximum(np.rint(tokens * factors), 1).astype(np.int64)
     return blurred
 
 
 def _fit(answers: Answers) -> dict[str, Any]:
-    """The nodes of a tree, by the file's names."""
+    """Fit a decision tree; returns its nodes as fields of `LengthFile`."""
     try:
         from sklearn.tree import DecisionTreeClassifier
     except ImportError:
@@ -101,14 +102,14 @@ def _fit(answers: Answers) -> dict[str, Any]:
             f"training needs the extra lengths: {distribution.install(['lengths'])} "
             "(gateways do not need it)"
         ) from None
-    asked = np.column_stack([answers.prompt_tokens, answers.limits])
+    inputs = np.column_stack([answers.prompt_tokens, answers.limits])
     outputs = answers.output_tokens
     classes = np.minimum(outputs, _LONGEST) // GRANULARITIES[0]
     model = DecisionTreeClassifier(
         max_leaf_nodes=_MOST_LEAVES, min_samples_leaf=_LEAST_IN_LEAF, random_state=0
     )
-    tree = model.fit(asked, classes).tree_
-    came = model.decision_path(asked).tocsc()
+    tree = model.fit(inputs, classes).tree_
+    came = model.decision_path(inputs).tocsc()
     members = [
         outputs[came.indices[begin:end]]
         for begin, end in zip(came.indptr[:-1], came.indptr[1:], strict=True)
@@ -125,5 +126,5 @@ def _fit(answers: Answers) -> dict[str, Any]:
 
 
 def _likeliest(outputs: Counts) -> Sequence[int]:
-    """Number of the range that most are in, by granularity."""
+    """Index of the range with most outputs, by granularity."""
     return [int(np.bincount(outputs // width).argmax()) for width in GRANULARITIES]

@@ -1,7 +1,8 @@
-"""Traffic as Prometheus remembers it: rate over time and histograms of vLLM's request lengths.
+"""Reads past traffic from Prometheus: rate over time and histograms of vLLM's request lengths.
 
-Called by `cleave workload --prometheus`. What is hard: histograms know buckets, not requests, so
-lengths are drawn evenly inside a bucket, prompt and output apart, and burstiness is not known.
+Called by `cleave workload --prometheus`. What is hard: histograms have buckets instead of requests.
+Lengths are therefore drawn evenly inside a bucket, prompt and output independently, and burstiness
+is unknown.
 """
 
 import math
@@ -24,44 +25,44 @@ OUTPUT_METRIC = "vllm:request_generation_tokens_bucket"
 SUCCESS_METRIC = "vllm:request_success_total"
 
 TIMEOUT_S = 15.0
-"""Longest wait for any part of an answer."""
+"""Longest wait for any part of a response."""
 MAX_ANSWER_BYTES = 1 << 24
 _MOST_POINTS = 1000
-"""Of the rate over time; Prometheus itself answers with 11,000 at most."""
+"""Most points of the rate over time; Prometheus itself returns at most 11,000."""
 _SHORTEST_STEP_S = 60.0
 _RATE_WINDOW_S = 240.0
-"""Rates over less see too few scrapes, which are 15 to 60 seconds apart."""
+"""Shorter windows contain too few scrapes, which are 15 to 60 seconds apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
-    """What a Prometheus server knows of past traffic."""
+    """Past traffic as read from a Prometheus server."""
 
     times_s: NDArray[np.float64]
     """Unix time at the end of each step."""
     rates: NDArray[np.float64]
-    """Mean req/s in each step, gaps in the recording left out."""
+    """Mean req/s in each step, without gaps in the recording."""
     prompt_tokens: Quantiles
     output_tokens: Quantiles
     num_requests: float
-    """In the window, by the histogram of prompts."""
+    """Number of requests in the window, by the histogram of prompts."""
     share_beyond: float
     """Share of prompts or outputs above the last finite bucket; they are drawn at its bound."""
 
     def demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
-        """Its lengths, arriving at `rate` (default: the mean of the window)."""
+        """A demand with these lengths, arriving at `rate` (default: the mean of the window)."""
         lengths = Independent(self.prompt_tokens, self.output_tokens)
         return Demand(rate or float(np.mean(self.rates)), Drawn(lengths, burstiness))
 
 
 def read(url: str, end_s: float, window_s: float, model: str | None = None) -> Observed:
-    """Traffic of the `window_s` seconds before the Unix time `end_s`.
+    """Read the traffic of the `window_s` seconds before the Unix time `end_s`.
 
-    `model`: only requests for this `model_name`. Raises HistoryError.
+    `model`: only requests with this `model_name`. Raises HistoryError.
     """
     if not (math.isfinite(window_s) and window_s >= _SHORTEST_STEP_S):
         raise HistoryError(f"window {window_s:g} s: must be at least {_SHORTEST_STEP_S:g} s")
-    # JSON quotes as PromQL does.
+    # PromQL strings are quoted like JSON's.
     chosen = f"{{model_name={msgspec.json.encode(model).decode()}}}" if model else ""
     with _client(url) as client:
         prompts = _histogram(client, PROMPT_METRIC + chosen, end_s, window_s)
@@ -79,56 +80,57 @@ def read(url: str, end_s: float, window_s: float, model: str | None = None) -> O
 
 @contextmanager
 def _client(url: str) -> Iterator[httpx.Client]:
-    """A client whose faults are HistoryErrors that name the server, without its password."""
+    """An HTTP client whose errors become HistoryErrors with the server's URL, without its
+    password."""
     try:
         base = httpx.URL(url)
         if base.scheme not in ("http", "https") or not base.host:
             raise httpx.InvalidURL("state a URL such as http://prometheus:9090")
-        shown = str(base.copy_with(userinfo=b""))
+        server = str(base.copy_with(userinfo=b""))
         with httpx.Client(base_url=base, timeout=TIMEOUT_S) as client:
             yield client
     except httpx.InvalidURL as error:
         raise HistoryError(f"Prometheus: {error}") from error
     except httpx.TimeoutException as error:
-        raise HistoryError(f"Prometheus at {shown}: no answer in {TIMEOUT_S:g} s") from error
+        raise HistoryError(f"Prometheus at {server}: no response within {TIMEOUT_S:g} s") from error
     except httpx.HTTPError as error:
-        raise HistoryError(f"Prometheus at {shown}: {error}") from error
+        raise HistoryError(f"Prometheus at {server}: {error}") from error
 
 
 class _Histogram(NamedTuple):
     bounds: NDArray[np.float64]
-    """Upper bounds of the buckets, finite."""
+    """Finite upper bounds of the buckets."""
     shares: NDArray[np.float64]
-    """Of the requests up to each bound."""
+    """Cumulative share of the requests up to each bound."""
     total: float
-    """Requests."""
+    """Number of requests."""
 
     @property
     def share_beyond(self) -> float:
         return 1 - float(self.shares[-1])
 
     def quantiles(self) -> Quantiles:
-        """Even inside each bucket; an empty one is a jump at its level."""
+        """Linear inside each bucket; an empty bucket is a jump."""
         levels = np.concatenate(([0.0], self.shares / self.shares[-1]))
         tokens = np.maximum(np.concatenate(([1.0], self.bounds)), 1.0)
         return Quantiles(tuple(levels.tolist()), tuple(tokens.tolist()))
 
 
 def _histogram(client: httpx.Client, metric: str, end_s: float, window_s: float) -> _Histogram:
-    # `increase` over the window counts right across restarts of engines.
+    # `increase` handles counters that restart with their engine.
     query = f"sum by (le) (increase({metric}[{int(window_s)}s]))"
     series = _ask(client, "/api/v1/query", {"query": query, "time": str(end_s)})
-    found = sorted(
+    buckets = sorted(
         (_number(each.metric.get("le")), _number(each.value[1])) for each in series if each.value
     )
-    if not found or not found[-1][1] > 0:
+    if not buckets or not buckets[-1][1] > 0:
         raise HistoryError(
             f"Prometheus holds no {metric} in these {int(window_s)} s: choose a longer window or "
-            "another model, or look whether vLLM is scraped"
+            "another model, or check whether vLLM is scraped"
         )
-    total = found[-1][1]
-    finite = np.array([each for each in found if math.isfinite(each[0])]).reshape(-1, 2)
-    # Counters scraped one after the other may make a cumulative count fall a little.
+    total = buckets[-1][1]
+    finite = np.array([each for each in buckets if math.isfinite(each[0])]).reshape(-1, 2)
+    # Buckets are not scraped at one instant, so a cumulative count may decrease slightly.
     shares = np.minimum(np.maximum.accumulate(finite[:, 1]) / total, 1.0)
     if not shares.any():
         raise HistoryError(f"Prometheus: no finite bucket of {metric} holds a request")
@@ -143,10 +145,10 @@ def _rates(
     span = {"start": str(end_s - window_s + step_s), "end": str(end_s), "step": str(step_s)}
     series = _ask(client, "/api/v1/query_range", {"query": query, **span})
     points = [(at, _number(rate)) for each in series for at, rate in each.values]
-    known = np.array([point for point in points if math.isfinite(point[1])]).reshape(-1, 2)
-    if not known[:, 1].any():
+    points_found = np.array([point for point in points if math.isfinite(point[1])]).reshape(-1, 2)
+    if not points_found[:, 1].any():
         raise HistoryError(f"Prometheus holds no rate of {metric} in the window")
-    return known[:, 0], known[:, 1]
+    return points_found[:, 0], points_found[:, 1]
 
 
 class _Series(msgspec.Struct):
@@ -160,7 +162,7 @@ class _Data(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """Of Prometheus' HTTP API, version 1."""
+    """A response of Prometheus' HTTP API, version 1."""
 
     status: str
     data: _Data | None = None
@@ -168,30 +170,30 @@ class _Answer(msgspec.Struct):
 
 
 def _ask(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[_Series]:
-    """The series that the server answers with."""
+    """The series in the server's response."""
     latest_s = time.monotonic() + TIMEOUT_S
     with client.stream("GET", path, params=query) as response:
         body = bytearray()
         for piece in response.iter_bytes():
             body += piece
             if len(body) > MAX_ANSWER_BYTES:
-                raise HistoryError(f"Prometheus: the answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+                raise HistoryError(f"Prometheus: the response is over {MAX_ANSWER_BYTES >> 20} MiB")
             if time.monotonic() > latest_s:
-                raise httpx.ReadTimeout("the answer trickles")
+                raise httpx.ReadTimeout("the response is too slow")
     try:
-        answer = msgspec.json.decode(body, type=_Answer)
+        reply = msgspec.json.decode(body, type=_Answer)
     except msgspec.DecodeError as error:
         raise HistoryError(
             f"Prometheus: {path} answered {response.status_code}, not as Prometheus does: {error}"
         ) from error
-    if answer.status != "success" or answer.data is None:
-        raise HistoryError(f"Prometheus: {path} answered {response.status_code}: {answer.error}")
-    return answer.data.result
+    if reply.status != "success" or reply.data is None:
+        raise HistoryError(f"Prometheus: {path} answered {response.status_code}: {reply.error}")
+    return reply.data.result
 
 
 def _number(text: object) -> float:
-    """Prometheus writes numbers as text, among them NaN and +Inf."""
+    """Prometheus writes numbers as text, including NaN and +Inf."""
     try:
         return float(str(text))
     except ValueError as error:
-        raise HistoryError(f"Prometheus: {text!r} is no number") from error
+        raise HistoryError(f"Prometheus: {text!r} is not a number") from error

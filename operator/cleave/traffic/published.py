@@ -1,8 +1,8 @@
 """Traffic with published statistics, by name: `--workload chat-1m`.
 
 Vidur's three workloads (section 5, table 1), DistServe's three (section 6.1, figure 7) and Azure's
-two production services (Splitwise, section III-A). A paper prints a mean and a few quantiles; what
-lies between is assumed, and `assumed` says so for each.
+two production services (Splitwise, section III-A). A paper prints a mean and a few quantiles;
+`assumed` states for each what is assumed between them.
 """
 
 from collections.abc import Sequence
@@ -31,44 +31,44 @@ class Published:
     source: str
     """Paper and table; for data sets repository, commit and licence."""
     known: str
-    """What is published."""
+    """What the source states."""
     assumed: str
-    """What is not."""
+    """What the source does not state and is assumed."""
     prompt_tokens: Marginal
     output_tokens: Marginal
     max_model_len: int | None
-    """Prompt and output together, as the data set was cut."""
+    """Limit on prompt and output together in the data set."""
     rate: float = 1.0
-    """Arrivals where the source has any, otherwise one request a second."""
+    """Rate of the source in req/s, or 1."""
 
     def demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
-        """Its requests, at its own rate unless another is stated."""
+        """Its requests, at its own rate unless `rate` is given."""
         lengths = Independent(self.prompt_tokens, self.output_tokens)
-        stated = self.rate if rate is None else rate
-        return Demand(stated, Drawn(lengths, burstiness), self.max_model_len)
+        arrivals_per_s = self.rate if rate is None else rate
+        return Demand(arrivals_per_s, Drawn(lengths, burstiness), self.max_model_len)
 
 
 def find(name: str) -> Published:
-    """The workload of that name. Raises DemandError, which lists the names there are."""
-    wanted = name.strip().lower().replace("_", "-")
+    """The workload of that name. Raises DemandError, which lists all names."""
+    normalized = name.strip().lower().replace("_", "-")
     for workload in WORKLOADS:
-        if workload.name == wanted:
+        if workload.name == normalized:
             return workload
-    near = get_close_matches(wanted, names(), n=1)
+    near = get_close_matches(normalized, names(), n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names())}"
     raise DemandError(f"no published workload {name!r}{hint}")
 
 
 def names() -> tuple[str, ...]:
-    """Every name that `find` knows."""
+    """All names that `find` accepts."""
     return tuple(workload.name for workload in WORKLOADS)
 
 
-def _geometric(least: float, median: float, p90: float, largest: float) -> Quantiles:
-    """Equal ratios between the four quantiles: right-skewed inside, as lengths are."""
-    known = (0.0, 0.5, 0.9, 1.0)
-    levels = np.unique(np.concatenate([np.linspace(a, b, 9) for a, b in pairwise(known)]))
-    logs = np.interp(levels, known, np.log([least, median, p90, largest]))
+def _geometric(smallest: float, median: float, p90: float, largest: float) -> Quantiles:
+    """Equal ratios between the four quantiles: skewed to the right, as lengths are."""
+    quantile_levels = (0.0, 0.5, 0.9, 1.0)
+    levels = np.unique(np.concatenate([np.linspace(a, b, 9) for a, b in pairwise(quantile_levels)]))
+    logs = np.interp(levels, quantile_levels, np.log([smallest, median, p90, largest]))
     return Quantiles(tuple(levels.tolist()), tuple(np.exp(logs).tolist()))
 
 
@@ -132,7 +132,7 @@ WORKLOADS = (
         _DISTSERVE,
         _DISTSERVE_KNOWN,
         _DISTSERVE_ASSUMED.format(2.0, 2.0),
-        # Above the published means, which hold for what is left within 2,048 tokens.
+        # Above the published means, which are those of requests cut to 2,048 tokens.
         LogNormal.through(808, 2.0 * 808),
         LogNormal.through(220, 2.0 * 220),
         2048,

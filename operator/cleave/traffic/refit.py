@@ -1,8 +1,8 @@
-"""The traffic of some windows as `spec.workload` states it: what a plan is made anew from. Pure.
+"""The traffic of some windows in the form of `spec.workload`, for replanning. Pure.
 
-DistServe, section 4.3: replanning rests on recent history. What is hard: too few requests say
-little of their lengths (Aladdin, section 5.2, for the same reason), and gateways keep histograms
-of lengths, not lengths: means are exact, quantiles are as exact as the buckets are fine.
+DistServe, section 4.3: replanning uses recent history. What is hard: too few requests do not
+determine their lengths (Aladdin, section 5.2), and gateways record histograms of lengths: means are
+exact, quantiles are only as exact as the buckets are narrow.
 """
 
 import math
@@ -17,66 +17,67 @@ from cleave.traffic.window import Window, join
 from cleave.traffic.workload import Demand, Drawn, Independent, Quantiles
 
 FEWEST = 200
-"""Requests below which lengths are not known: with usual ones, their mean is then off by a tenth
-of itself and more."""
+"""Minimum number of requests: with fewer of usual lengths, the mean is off by a tenth of itself or
+more."""
 _FEWEST_WINDOWS = 4
 _MOST_MARGIN = 0.25
 
 
 class RefitError(LookupError):
-    """The windows do not say enough; one line."""
+    """Too few requests; one line."""
 
 
 def refit(windows: Sequence[Window]) -> Workload:
-    """The workload that came in `windows`. Raises RefitError when too few requests did."""
-    whole = _join(windows)
+    """The workload of `windows`. Raises RefitError for too few requests."""
+    joined = _join(windows)
     return Workload(
-        rate=shorten(whole.rate),
-        prompt_tokens=_to_lengths(whole.prompts),
-        output_tokens=_to_lengths(whole.outputs),
+        rate=shorten(joined.rate),
+        prompt_tokens=_to_lengths(joined.prompts),
+        output_tokens=_to_lengths(joined.outputs),
         burstiness=shorten(_find_burstiness(windows)),
     )
 
 
 def to_demand(windows: Sequence[Window]) -> Demand:
-    """The same for the planner: lengths as the buckets have them, not as a formula does.
+    """The same for the planner, with the lengths of the histograms instead of fitted ones.
 
     Raises RefitError.
     """
-    whole = _join(windows)
-    lengths = Independent(_to_quantiles(whole.prompts), _to_quantiles(whole.outputs))
-    return Demand(whole.rate, Drawn(lengths, _find_burstiness(windows)))
+    joined = _join(windows)
+    lengths = Independent(_to_quantiles(joined.prompts), _to_quantiles(joined.outputs))
+    return Demand(joined.rate, Drawn(lengths, _find_burstiness(windows)))
 
 
 def find_margin(windows: Sequence[Window]) -> float:
-    """By what share more tokens per second may come than came, by chance alone.
+    """Relative excess of tokens per second that may occur by chance.
 
     Two standard errors of rate and mean length. Raises RefitError.
     """
-    whole = _join(windows)
-    lengths = max(find_variation(each) for each in (whole.prompts, whole.outputs))
+    joined = _join(windows)
+    lengths = max(find_variation(each) for each in (joined.prompts, joined.outputs))
     variance = find_dispersion(windows) + lengths**2
-    return min(2 * math.sqrt(variance / whole.num_requests), _MOST_MARGIN)
+    return min(2 * math.sqrt(variance / joined.num_requests), _MOST_MARGIN)
 
 
 def find_dispersion(windows: Sequence[Window]) -> float:
-    """Variance by mean of the requests in a window: near burstiness^2; 1, Poisson's, for few.
+    """Variance divided by mean of the requests in a window, near burstiness^2; 1 for few windows.
 
-    Less than Poisson's is not believed: it takes little else than chance to see that.
+    Values below 1 (Poisson) are raised to 1: with few windows they occur by chance.
     """
-    seen = [each for each in windows if each.length_s > 0]
-    requests = sum(each.num_requests for each in seen)
-    if len(seen) < _FEWEST_WINDOWS or not requests:
+    nonempty = [each for each in windows if each.length_s > 0]
+    requests = sum(each.num_requests for each in nonempty)
+    if len(nonempty) < _FEWEST_WINDOWS or not requests:
         return 1.0
-    rate = requests / sum(each.length_s for each in seen)
+    rate = requests / sum(each.length_s for each in nonempty)
     squares = (
-        (each.num_requests - rate * each.length_s) ** 2 / (rate * each.length_s) for each in seen
+        (each.num_requests - rate * each.length_s) ** 2 / (rate * each.length_s)
+        for each in nonempty
     )
-    return max(sum(squares) / (len(seen) - 1), 1.0)
+    return max(sum(squares) / (len(nonempty) - 1), 1.0)
 
 
 def find_variation(buckets: Buckets) -> float:
-    """Standard deviation by mean, each value counted as the middle of its bucket."""
+    """Standard deviation divided by mean, each value taken at the middle of its bucket."""
     pairs = [(low * math.sqrt(high / low), share) for low, high, share in _pieces(buckets)]
     mean = sum(middle * share for middle, share in pairs)
     squares = sum(middle**2 * share for middle, share in pairs)
@@ -84,13 +85,14 @@ def find_variation(buckets: Buckets) -> float:
 
 
 def _join(windows: Sequence[Window]) -> Window:
-    whole = join(windows) if windows else Window(0.0, 0.0, 0.0)
-    known = min(whole.prompts.num, whole.outputs.num, whole.num_requests)
-    if known < FEWEST:
+    joined = join(windows) if windows else Window(0.0, 0.0, 0.0)
+    num_requests = min(joined.prompts.num, joined.outputs.num, joined.num_requests)
+    if num_requests < FEWEST:
         raise RefitError(
-            f"{known:.0f} requests have been seen; {FEWEST} are needed to state their lengths"
+            f"{num_requests:.0f} requests were observed; {FEWEST} are needed to determine "
+            "their lengths"
         )
-    return whole
+    return joined
 
 
 def _find_burstiness(windows: Sequence[Window]) -> float:
@@ -108,7 +110,7 @@ def _to_quantiles(buckets: Buckets) -> Quantiles:
 
 
 def _scaled(buckets: Buckets) -> tuple[list[float], list[float]]:
-    """Levels and tokens, even inside the buckets, stretched so that the mean is what it was."""
+    """Levels and tokens, linear inside the buckets, scaled to the exact mean of the histogram."""
     levels, tokens, mean = [0.0], [1.0], 0.0
     for low, high, share in _pieces(buckets):
         if tokens[-1] != low:
@@ -123,7 +125,7 @@ def _scaled(buckets: Buckets) -> tuple[list[float], list[float]]:
 
 
 def _pieces(buckets: Buckets) -> Iterator[tuple[float, float, float]]:
-    """(low, high, share) of each bucket with values; beyond the last bound there is no width."""
+    """(low, high, share) of each non-empty bucket; the infinite bucket has width 0."""
     below, low = 0.0, 1.0
     for bound, count in zip(buckets.bounds, buckets.counts, strict=True):
         high = low if math.isinf(bound) else max(bound, 1.0)

@@ -1,8 +1,8 @@
-"""Several gateways counted as one that never begins anew. Pure.
+"""Sums the counters of several gateways into ones that never decrease. Pure.
 
-Called by the operator with the pages of a deployment's gateways. What is hard: gateways come, go
-and start again, each with counters of its own, and a sum over them would fall and jump; so what is
-added is what each has counted since it was looked at last.
+Called by the operator with the metrics pages of a deployment's gateways. What is hard: gateways
+start, stop and restart, each with counters of its own, so their sum would jump up and down; so the
+increase of each gateway since its last page is added up instead.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from cleave.traffic.counts import Counts
 
 _NOW = ("in_flight", "waiting")
-"""Of this moment: summed, not accumulated."""
+"""Gauges: summed over gateways, not accumulated."""
 _SAME_FOR_ALL = ("ttft_target_ms", "tpot_target_ms")
 _TIMES = ("at_s", "started_s")
 _COUNTED = tuple(
@@ -19,46 +19,46 @@ _COUNTED = tuple(
 )
 
 _RESTART_S = 5.0
-"""The start of a process is computed from the clock, which may be set meanwhile."""
+"""Tolerance: a process start is computed from the clock, which may be adjusted meanwhile."""
 PATIENCE_S = 60.0
-"""How long a gateway that does not answer is waited for before the others count without it."""
+"""How long to wait for a gateway that does not respond before the others are counted without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What a set of gateways has counted since the first look at them."""
+    """Counters of a set of gateways since they were first read."""
 
     counts: Counts | None = None
-    """None: nobody has been heard."""
+    """None: no gateway has responded yet."""
     heard: Mapping[str, Counts] = field(default_factory=dict)
     """The last page of each gateway, by address."""
 
-    def add(self, asked: frozenset[str], pages: Mapping[str, Counts], at_s: float) -> "Total":
-        """With the pages that came of the gateways `asked`; itself where it is better to wait.
+    def add(self, gateways: frozenset[str], pages: Mapping[str, Counts], at_s: float) -> "Total":
+        """The sum with the pages of `gateways` added; unchanged while it waits for a missing page.
 
-        What one has counted while it did not answer would come all at once later, as a wave of
-        traffic that there was not.
+        Without waiting, requests counted by a silent gateway would all be added later, as a burst
+        of traffic that did not occur.
         """
-        silent = (asked & self.heard.keys()) - pages.keys()
+        silent = (gateways & self.heard.keys()) - pages.keys()
         if not pages or (silent and self._waits(at_s)):
             return self
         grown = self.counts or Counts()
         for address, page in pages.items():
             if address in self.heard:
                 grown = _joined(grown, _since(self.heard[address], page))
-        now = {name: sum(getattr(page, name) for page in pages.values()) for name in _NOW}
-        one = next(iter(pages.values()))
-        same = {name: getattr(one, name) for name in _SAME_FOR_ALL}
-        known = {address: page for address, page in self.heard.items() if address in silent}
-        counts = replace(grown, at_s=at_s, started_s=0.0, **now, **same)
-        return Total(counts, {**known, **pages})
+        gauges = {name: sum(getattr(page, name) for page in pages.values()) for name in _NOW}
+        any_page = next(iter(pages.values()))
+        same = {name: getattr(any_page, name) for name in _SAME_FOR_ALL}
+        retained = {address: page for address, page in self.heard.items() if address in silent}
+        counts = replace(grown, at_s=at_s, started_s=0.0, **gauges, **same)
+        return Total(counts, {**retained, **pages})
 
     def _waits(self, at_s: float) -> bool:
         return self.counts is not None and at_s - self.counts.at_s < PATIENCE_S
 
 
 def _since(before: Counts, after: Counts) -> Counts:
-    """What has come since `before`; all of it where the gateway has begun anew meanwhile."""
+    """The increase since `before`; all of `after` if the gateway has restarted meanwhile."""
     if abs(after.started_s - before.started_s) > _RESTART_S or after.requests < before.requests:
         return after
     return replace(
@@ -66,5 +66,7 @@ def _since(before: Counts, after: Counts) -> Counts:
     )
 
 
-def _joined(one: Counts, other: Counts) -> Counts:
-    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in _COUNTED})
+def _joined(first: Counts, second: Counts) -> Counts:
+    return replace(
+        first, **{name: getattr(first, name) + getattr(second, name) for name in _COUNTED}
+    )

@@ -1,8 +1,8 @@
-"""What was seen of the traffic in some seconds: the difference of two looks at the counts. Pure.
+"""The traffic in a time window: the difference of two readings of the gateways' counters. Pure.
 
-Made by whoever follows a deployment's gateways; change detection, refits and the planner's guard
-read it. What is hard: gateways count requests when they end, and under overload that is not when
-they came; arrivals are therefore those that ended and what more is under way.
+Built by the operator; read by change detection, refits and the planner's model check. What is hard:
+gateways count requests when they end, which under overload is long after they arrive; arrivals are
+therefore computed as requests ended plus the increase of requests in flight.
 """
 
 import math
@@ -16,32 +16,32 @@ from cleave.traffic.counts import Buckets, Counts
 _NONE = Buckets()
 _LIFE = 0.9
 _CHANCE = 3.0
-"""Standard deviations by which the requests that come and those that end differ by chance."""
+"""Standard deviations by which arrivals and ended requests differ by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """So many seconds of traffic. None in a figure: nothing came that would tell."""
+    """Traffic of one time window. None: no requests from which to compute the figure."""
 
     end_s: float
-    """Of the clock of whoever looked."""
+    """End, by the clock of the reader."""
     length_s: float
     num_requests: float
-    """That arrived."""
+    """Number of arrivals."""
     prompts: Buckets = _NONE
-    """Tokens, of requests that were answered."""
+    """Tokens of requests that were answered."""
     outputs: Buckets = _NONE
     ttft: Buckets = _NONE
-    """Seconds."""
+    """In seconds."""
     tpot: Buckets = _NONE
     judged: float = 0.0
-    """Answers measured against the targets."""
+    """Responses that were measured against the targets."""
     attained: float = 0.0
-    """Of these, within both."""
+    """Measured responses that met both targets."""
 
     @property
     def start_s(self) -> float:
-        """When it began."""
+        """Start, by the same clock."""
         return self.end_s - self.length_s
 
     @property
@@ -51,12 +51,12 @@ class Window:
 
     @property
     def attainment(self) -> float | None:
-        """Share of judged answers that met both targets."""
+        """Share of measured responses that met both targets."""
         return self.attained / self.judged if self.judged else None
 
     @property
     def life_s(self) -> float:
-        """What all but a few requests took from first to last; 0: nothing ended."""
+        """Lifetime that 90 % of requests do not exceed, approximately; 0: no request ended."""
         first_s, token_s = self.ttft.find_quantile(_LIFE) or 0.0, self.tpot.find_quantile(_LIFE)
         return first_s + (self.outputs.find_quantile(_LIFE) or 0.0) * (token_s or 0.0)
 
@@ -67,7 +67,7 @@ class Window:
 
 
 def between(before: Counts, after: Counts) -> Window | None:
-    """What went on between two looks; None: no time has passed, or the counting began anew."""
+    """The window between two readings; None: no time has passed, or counters have restarted."""
     length_s = after.at_s - before.at_s
     if length_s <= 0 or after.started_s != before.started_s or after.requests < before.requests:
         return None
@@ -86,42 +86,43 @@ def between(before: Counts, after: Counts) -> Window | None:
 
 
 def join(windows: Sequence[Window]) -> Window:
-    """Windows as one, as long as all of them together. Raises ValueError for none."""
+    """One window with the sum of all lengths and counts. Raises ValueError for none."""
     if not windows:
-        raise ValueError("windows: there are none to join; look at the traffic twice")
+        raise ValueError("windows: there are none to join; read the counters twice")
     return reduce(_add, windows)
 
 
 def list_settled(windows: Sequence[Window], settle_s: float) -> tuple[Window, ...]:
-    """Those in which latencies tell of the traffic in them, not of that before.
+    """The windows whose latencies belong to their own traffic, not to earlier traffic.
 
-    The first `settle_s` are left out, and what comes before the end of a backlog: as long as more
-    requests end than come.
+    Leaves out the first `settle_s`, and windows up to the end of a backlog: while more requests end
+    than arrive.
     """
     if not windows:
         return ()
     begun_s = windows[0].start_s + settle_s
-    left = (windows[at:] for at in range(len(windows) + 1))
-    calm = next(each for each in left if not _drains(each))
+    suffixes = (windows[at:] for at in range(len(windows) + 1))
+    calm = next(each for each in suffixes if not _drains(each))
     return tuple(each for each in calm if each.start_s >= begun_s)
 
 
 def _drains(windows: Sequence[Window]) -> bool:
-    """Whether from the first one on, up to any other, clearly more requests ended than came."""
+    """Whether, from the first window up to some other, significantly more requests ended than
+    arrived."""
     came = accumulate(each.num_requests for each in windows)
     ended = accumulate(each.prompts.num for each in windows)
     return any(b - a > _CHANCE * math.sqrt(max(a, 1.0)) for a, b in zip(came, ended, strict=True))
 
 
-def _add(one: Window, other: Window) -> Window:
+def _add(first: Window, second: Window) -> Window:
     return Window(
-        end_s=max(one.end_s, other.end_s),
-        length_s=one.length_s + other.length_s,
-        num_requests=one.num_requests + other.num_requests,
-        prompts=one.prompts + other.prompts,
-        outputs=one.outputs + other.outputs,
-        ttft=one.ttft + other.ttft,
-        tpot=one.tpot + other.tpot,
-        judged=one.judged + other.judged,
-        attained=one.attained + other.attained,
+        end_s=max(first.end_s, second.end_s),
+        length_s=first.length_s + second.length_s,
+        num_requests=first.num_requests + second.num_requests,
+        prompts=first.prompts + second.prompts,
+        outputs=first.outputs + second.outputs,
+        ttft=first.ttft + second.ttft,
+        tpot=first.tpot + second.tpot,
+        judged=first.judged + second.judged,
+        attained=first.attained + second.attained,
     )

@@ -1,9 +1,9 @@
-"""The traffic to plan for, as something that draws requests: every simulation starts here.
+"""The traffic to plan for, as a source of random requests: every simulation starts here.
 
-Made from `spec.workload`, a recorded trace or published statistics; drawn by the search at many
-rates. What is hard: comparing two rates must not compare two samples. Lengths and the pattern of
-arrivals therefore depend on the seed alone, and the first requests are the same however many are
-drawn: another rate is the same sequence stretched (common random numbers).
+Built from `spec.workload`, a recorded trace or published statistics; drawn by the search at many
+rates. What is hard: a comparison of two rates must not compare two samples. Lengths and the pattern
+of arrivals therefore depend on the seed alone, and the first requests are the same however many are
+drawn: another rate is the same sequence with scaled gaps (common random numbers).
 """
 
 import math
@@ -24,17 +24,17 @@ Counts = NDArray[np.int64]
 Values = NDArray[np.float64]
 
 MAX_P90_TO_MEAN = 2.27
-"""No log-normal distribution has a larger 90th percentile: exp(1.2816^2 / 2) means."""
+"""Largest possible ratio of the 90th percentile to the mean of a log-normal: exp(1.2816^2 / 2)."""
 
 _Z90 = 1.2815515655446004
 _PROMPTS, _OUTPUTS, _GAPS = range(3)
-"""Random streams of one seed, kept apart so that none moves when another is drawn otherwise."""
+"""Separate random streams of one seed, so that a change of one does not affect the others."""
 _SURVEY = 20_000
-"""Requests drawn to find a mean or a share that no formula gives."""
+"""Requests drawn to estimate a mean or a share that has no formula."""
 
 
 class DemandError(ValueError):
-    """The traffic cannot be drawn; one line that names field, value and remedy."""
+    """The traffic cannot be drawn; one line with field, value and remedy."""
 
 
 class Marginal(Protocol):
@@ -46,7 +46,7 @@ class Marginal(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same."""
+    """One constant length."""
 
     tokens: float
 
@@ -57,17 +57,18 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """exp of a normal distribution."""
+    """Logarithm normally distributed with mean `mu` and standard deviation `sigma`."""
 
     mu: float
     sigma: float
 
     @classmethod
     def through(cls, mean: float, p90: float) -> Self:
-        """The one with this mean and 90th percentile.
+        """The distribution with this mean and 90th percentile.
 
-        p90 / mean = exp(z sigma - sigma^2 / 2) with z = 1.2816; the smaller of both solutions, the
-        larger one has nearly all its mass near 0. Raises DemandError outside 1 to 2.27 means.
+        p90 / mean = exp(z sigma - sigma^2 / 2) with z = 1.2816. The smaller of both solutions is
+        used; the larger one has nearly all its mass near 0. Raises DemandError for a ratio outside
+        1 to 2.27.
         """
         ratio = p90 / mean if mean > 0 else math.nan
         if not 1 <= ratio <= MAX_P90_TO_MEAN:
@@ -93,7 +94,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Straight lines between known quantiles, drawn by inverse transform."""
+    """Linear interpolation between given quantiles, drawn by inverse transform."""
 
     levels: tuple[float, ...]
     """Increasing, from 0 to 1."""
@@ -102,7 +103,7 @@ class Quantiles:
 
     @classmethod
     def evenly(cls, tokens: Sequence[float]) -> Self:
-        """Quantiles at equal distances, the least and the largest length included."""
+        """Quantiles at equidistant levels, from the smallest to the largest length."""
         return cls(tuple(np.linspace(0, 1, len(tokens)).tolist()), tuple(tokens))
 
     def draw(self, rng: np.random.Generator, num: int) -> Values:
@@ -115,12 +116,12 @@ class Lengths(Protocol):
     """Joint distribution of prompt and output lengths."""
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values]:
-        """`num` prompt and output lengths in tokens, not yet whole or limited."""
+        """`num` prompt and output lengths in tokens, not yet rounded or limited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Independent:
-    """Prompt and output lengths that know nothing of each other."""
+    """Independent prompt and output lengths."""
 
     prompt_tokens: Marginal
     output_tokens: Marginal
@@ -135,7 +136,7 @@ class Independent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Recorded pairs, drawn with replacement: whatever ties prompt to output is kept."""
+    """Recorded pairs, drawn with replacement, which preserves correlation of prompt and output."""
 
     prompt_tokens: Counts
     output_tokens: Counts
@@ -147,15 +148,15 @@ class Samples:
 
 
 class Source(Hashable, Protocol):
-    """Requests at one per second. Hashable, so that what it drew can be kept."""
+    """A source of requests at one per second. Hashable, so that its samples can be cached."""
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
-        """Arrivals in seconds, prompt and output lengths of `num` requests."""
+        """Arrival times in seconds, prompt and output lengths of `num` requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Lengths from a distribution; independent gaps between arrivals, gamma distributed."""
+    """Lengths from a distribution; independent, gamma-distributed gaps between arrivals."""
 
     lengths: Lengths
     burstiness: float = 1.0
@@ -174,7 +175,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """A recorded trace as it came, from its first request (seed 0) or another one on, in a ring."""
+    """A recorded trace, replayed in a loop from its first request (seed 0) or a random one."""
 
     trace: Trace
 
@@ -184,7 +185,7 @@ class Replay:
         start = int(_stream(seed, _GAPS).random() * recorded) if seed else 0
         order = (start + np.arange(num)) % recorded
         gaps = np.diff(self.trace.arrival_ms) / 1000 * self.trace.rate
-        # The ring is closed with a mean gap: the trace does not say what came before it.
+        # The loop is closed with a mean gap, since the gap before the first request is unknown.
         arrivals = np.cumsum(np.append(1.0, gaps)[order])
         return (
             arrivals,
@@ -195,55 +196,58 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests to plan for."""
+    """The requests to plan for."""
 
     rate: float
     """Expected arrivals in req/s."""
     source: Source
     max_model_len: int | None = None
-    """Prompts are cut below it, outputs so that both together reach it; None: no limit."""
+    """Prompts are cut below it, outputs so that prompt and output reach it at most; None: no
+    limit."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and self.rate > 0):
             raise DemandError(f"rate {self.rate:g}: must be above 0 requests per second")
 
     def draw(self, num_requests: int, rate: float | None = None, seed: int = 0) -> Trace:
-        """Requests at `rate` (default: the expected one), in arrays of their own.
+        """Draw requests at `rate` (default: the expected one), in new arrays.
 
-        Equal seeds give equal lengths and equal gaps apart from the rate; a longer draw begins with
-        the shorter one.
+        Equal seeds give equal lengths and, apart from the rate, equal gaps; a longer draw begins
+        with the shorter one.
         """
-        wanted = self.rate if rate is None else rate
-        if not (math.isfinite(wanted) and wanted > 0):
-            raise DemandError(f"rate {wanted:g}: must be above 0 requests per second")
+        requests_per_s = self.rate if rate is None else rate
+        if not (math.isfinite(requests_per_s) and requests_per_s > 0):
+            raise DemandError(f"rate {requests_per_s:g}: must be above 0 requests per second")
         if num_requests < 1:
             raise DemandError(f"num_requests {num_requests}: must be at least 1")
         unit = _unit(self.source, self.max_model_len, num_requests, seed)
-        return Trace(unit.arrival_ms / wanted, unit.prompt_tokens.copy(), unit.output_tokens.copy())
+        return Trace(
+            unit.arrival_ms / requests_per_s, unit.prompt_tokens.copy(), unit.output_tokens.copy()
+        )
 
     def at(self, rate: float) -> "Demand":
         """The same requests at another rate."""
         return replace(self, rate=rate)
 
     def limited(self, max_model_len: int) -> "Demand":
-        """The same requests for a model whose prompt and output together are at most so long."""
+        """The same requests for a model with at most this many tokens of prompt and output."""
         if max_model_len < 2:
             raise DemandError(f"max_model_len {max_model_len}: must be at least 2")
         return replace(self, max_model_len=max_model_len)
 
     def share_longer_than(self, max_model_len: int) -> float:
-        """Share of requests that `limited` would cut, found by drawing."""
+        """Share of requests that `limited` would cut, estimated from a sample."""
         drawn = _unit(self.source, None, _SURVEY, 0)
         return float(np.mean(drawn.prompt_tokens + drawn.output_tokens > max_model_len))
 
     @property
     def mean_prompt_tokens(self) -> float:
-        """Found by drawing, as the limited distribution has no formula."""
+        """Estimated from a sample, as the limited distribution has no formula."""
         return float(np.mean(self._survey().prompt_tokens))
 
     @property
     def mean_output_tokens(self) -> float:
-        """Found by drawing."""
+        """Estimated from a sample."""
         return float(np.mean(self._survey().output_tokens))
 
     def _survey(self) -> Trace:
@@ -251,10 +255,10 @@ class Demand:
 
 
 def from_spec(spec: api.Workload, base_dir: Path) -> Demand:
-    """The demand that `spec.workload` states; a relative trace is looked for in `base_dir`.
+    """Build the demand of `spec.workload`; a relative trace path starts at `base_dir`.
 
     A trace alone is replayed; with a rate, its lengths are resampled and arrive at that rate with
-    the stated burstiness. Raises DemandError.
+    the given burstiness. Raises DemandError.
     """
     if spec.trace is not None:
         try:
@@ -273,7 +277,7 @@ def from_spec(spec: api.Workload, base_dir: Path) -> Demand:
 
 
 def from_trace(trace: Trace) -> Demand:
-    """The trace as it came, replayed. Raises DemandError when it has no rate."""
+    """Replay the trace. Raises DemandError when it has no rate."""
     if trace.rate == 0:
         raise DemandError(
             f"the {len(trace)} recorded requests span no time: state a rate beside the trace"
@@ -287,7 +291,7 @@ def resampled(trace: Trace, rate: float, burstiness: float = 1.0) -> Demand:
 
 
 def fixed(prompt_tokens: int, output_tokens: int, rate: float, burstiness: float = 1.0) -> Demand:
-    """Requests that are all alike."""
+    """Requests of equal lengths."""
     lengths = Independent(Fixed(prompt_tokens), Fixed(output_tokens))
     return Demand(rate, Drawn(lengths, burstiness))
 
@@ -304,7 +308,7 @@ def _stream(seed: int, stream: int) -> np.random.Generator:
 
 @lru_cache(maxsize=16)
 def _unit(source: Source, max_model_len: int | None, num: int, seed: int) -> Trace:
-    """`num` requests at one per second. A search draws the same ones again and again."""
+    """`num` requests at one per second, cached: a search draws the same ones many times."""
     arrivals, prompts, outputs = source.draw(num, seed)
     prompt_tokens, output_tokens = _whole(prompts), _whole(outputs)
     if max_model_len is not None:
@@ -314,5 +318,5 @@ def _unit(source: Source, max_model_len: int | None, num: int, seed: int) -> Tra
 
 
 def _whole(lengths: Values) -> Counts:
-    whole: Counts = np.maximum(np.rint(lengths), 1).astype(np.int64)
-    return whole
+    rounded: Counts = np.maximum(np.rint(lengths), 1).astype(np.int64)
+    return rounded

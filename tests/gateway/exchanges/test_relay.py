@@ -105,7 +105,7 @@ def test_of_other_answers_nothing_is_known_and_all_passes() -> None:
 
 def test_the_prompts_ids_are_kept_from_the_client_but_not_lost() -> None:
     first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6,7],"token_ids":[8]}]}\n\n'
-    stream = Relay(HEAD, False, 0.0, numbered=True)
+    stream = Relay(HEAD, False, 0.0, has_token_ids=True)
     sent = stream.pass_on(first[:30], False) + stream.pass_on(first[30:], False)
     assert sent == HEAD + first.replace(b"[5,6,7]", b"null")
     assert stream.prompt_ids == b"5,6,7"
@@ -113,7 +113,7 @@ def test_the_prompts_ids_are_kept_from_the_client_but_not_lost() -> None:
 
 def test_a_client_that_asked_for_ids_gets_them() -> None:
     first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6]}]}\n\n'
-    stream = relay(numbered=True, shows_ids=True)
+    stream = relay(has_token_ids=True, return_token_ids=True)
     assert stream.pass_on(first, False) == first
     assert stream.prompt_ids == b"5,6"
 

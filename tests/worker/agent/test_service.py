@@ -133,7 +133,7 @@ async def test_role_orders_are_refused_with_the_codes_of_the_contract(served: Se
     [
         ({"role": 2, "epoch": 2**64 - 1}, "epoch 18446744073709551615 is more than 1048576 beyond"),
         ({"role": 2, "epoch": 2**20 + 2}, "state 2"),
-        ({"role": 9, "epoch": 2}, r"role 9 is none of prefill \(1\), decode \(2\), mixed \(3\)"),
+        ({"role": 9, "epoch": 2}, r"role 9 must be one of prefill \(1\), decode \(2\)"),
     ],
 )
 async def test_orders_that_no_order_could_follow_are_refused(
@@ -157,7 +157,7 @@ async def test_watchers_are_bounded_in_number_and_their_names_in_length(
     watches = [served.stub.Watch(agent_pb2.WatchRequest(), timeout=SECONDS) for _ in range(2)]
     for watch in watches:
         await watch.read()
-    with pytest.raises(grpc.aio.AioRpcError, match="2 watchers are there already"):
+    with pytest.raises(grpc.aio.AioRpcError, match="2 watchers are connected already"):
         await served.stub.Watch(agent_pb2.WatchRequest(), timeout=SECONDS).read()
     assert await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)
     watches[0].cancel()

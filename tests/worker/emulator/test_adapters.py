@@ -65,7 +65,7 @@ def test_adapters_are_named_in_either_of_vllms_forms() -> None:
         (["=/a"], True, "name"),
         (["{"], True, "malformed"),
         (['{"path": "/a"}'], True, "malformed"),
-        (["sql=/a", "sql=/b"], True, "its own"),
+        (["sql=/a", "sql=/b"], True, "unique name"),
     ],
 )
 def test_adapters_that_vllm_would_refuse_are_refused(modules, enabled, message) -> None:

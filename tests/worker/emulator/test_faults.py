@@ -90,7 +90,7 @@ async def test_the_asked_number_of_hand_offs_is_computed_wrong(serve) -> None:
     [
         ("corrupt_handoff", "is not what the prefill instance wrote"),
         ("stale_handoff", "is not what the prefill instance wrote"),
-        ("short_handoff", "unexpected answer"),
+        ("short_handoff", "unexpected response"),
     ],
 )
 async def test_a_transfer_that_delivers_other_blocks_fails_once(serve, fault, message) -> None:

@@ -123,7 +123,7 @@ async def test_a_hand_off_is_good_for_one_pull(serve) -> None:
     params = await one.prefill(PROMPT)
     await other.text(with_params(params))
     await one.until(lambda: one.num_used_blocks == 0)
-    assert "no KV is held" in await refused(third, params)
+    assert "no KV is leased" in await refused(third, params)
 
 
 async def test_blocks_of_another_request_are_refused(serve) -> None:
@@ -197,7 +197,7 @@ async def test_an_unclaimed_prefill_is_freed_after_its_lease(serve) -> None:
     assert one.num_used_blocks == 8
     await one.until(lambda: one.num_used_blocks == 0)
     assert one.engine.metrics.kv_expired == 1
-    assert "no KV is held" in await refused(other, params)
+    assert "no KV is leased" in await refused(other, params)
 
 
 async def test_heartbeats_keep_the_lease_of_a_request_that_waits_its_turn(serve) -> None:

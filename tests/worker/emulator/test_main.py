@@ -201,7 +201,7 @@ def test_a_broken_model_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_side_channel_port_must_be_a_number() -> None:
-    with pytest.raises(ConfigError, match="is no port"):
+    with pytest.raises(ConfigError, match="is not a port"):
         parse(
             [*BASE, "--kv-transfer-config", json.dumps(KV)],
             {"VLLM_NIXL_SIDE_CHANNEL_PORT": "x"},

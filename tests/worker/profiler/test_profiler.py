@@ -88,7 +88,7 @@ def test_decoding_makes_one_row_for_each_query_head(shape, place: Place) -> None
 
 
 def test_what_cannot_be_measured_is_refused(shape) -> None:
-    with pytest.raises(ShardError, match="4 attention heads cannot be split over 3"):
+    with pytest.raises(ShardError, match="4 attention heads cannot be sharded over 3"):
         Shard(shape, 3)
     latent = LatentAttention(0, 32, 16, 8, 16)
     with pytest.raises(ShardError, match="MLA"):
@@ -159,7 +159,7 @@ def test_the_command_writes_a_profile_that_gives_passes(tmp_path: Path) -> None:
         (["--model", "opt-13b"], 1, "no GPU; --cpu"),
         (["--model", "opt-13b", "--longest", "9"], 2, "must be 64 or more"),
         (["--model", "opt-13b", "--tensor-parallel-sizes", "0,1"], 2, "must be 1 or more"),
-        (["--model", "opt-13b", "--tensor-parallel-sizes", "3", "--cpu"], 1, "cannot be split"),
+        (["--model", "opt-13b", "--tensor-parallel-sizes", "3", "--cpu"], 1, "cannot be sharded"),
     ],
 )
 def test_a_fault_is_one_line(

@@ -26,7 +26,7 @@ def test_each_role_has_its_own() -> None:
         ("[]", "is not a JSON object"),
         ('{"both": {}}', "both: must be one of prefill, decode, mixed"),
         ('{"mixed": 3}', "mixed: must be one of"),
-        ('{"mixed": {"ordre": "sjf"}}', "mixed.ordre: unknown; there are admission,"),
+        ('{"mixed": {"ordre": "sjf"}}', "mixed.ordre: unknown; must be one of admission,"),
         ('{"mixed": {"order": "lifo"}}', "mixed.order: must be one of fcfs, sjf, ljf"),
         ('{"mixed": {"max_num_seqs": 1.5}}', "mixed.max_num_seqs: must be a whole number"),
         ('{"mixed": {"max_num_seqs": -1}}', "mixed.max_num_seqs must be at least 0"),

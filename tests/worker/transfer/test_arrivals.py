@@ -108,7 +108,7 @@ def test_with_too_many_lost_nothing_is_lent_and_nobody_waits_for_it() -> None:
     made, _ = met("p")
     for _ in range(MOST):
         made.give_back(made.lend("p", now()), [FakeFlight(State.FAILED)], "p")
-    with pytest.raises(LinkError, match="have not ended"):
+    with pytest.raises(LinkError, match="have not completed"):
         made.lend("p", now() + BOUND_S)
 
 

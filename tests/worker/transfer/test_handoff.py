@@ -84,7 +84,7 @@ def test_blocks_arrive_where_they_belong_and_are_freed(
     assert engine.values(5) == caches_value(5), "no other block is touched"
     assert owner.tell("freed") == {"freed": ["r"], "held": 0}
     (line,) = [line for line in caplog.messages if "GB/s" in line]
-    assert line.startswith(f"KV of boot-p comes over {way} at ")
+    assert line.startswith(f"KV from boot-p arrives over {way} at ")
 
 
 def caches_value(block: int) -> list[float]:

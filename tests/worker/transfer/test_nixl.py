@@ -132,7 +132,9 @@ def test_what_is_not_installed_is_left_out_and_said(
     assert nixl.usable(ways) == ways
     monkeypatch.setattr(nixl, "installed", lambda: False)
     assert nixl.usable(ways) == (Way.SHARED_MEMORY, Way.GLOO)
-    assert caplog.messages == ["NIXL is not installed: KV moves over shared memory or gloo"]
+    assert caplog.messages == [
+        "NIXL is not installed: KV is transferred over shared memory or gloo"
+    ]
     with pytest.raises(ValueError, match="install it"):
         nixl.usable([Way.NIXL])
 

@@ -168,9 +168,9 @@ def test_of_copies_one_is_read_and_the_other_told_that_it_is_not_wanted() -> Non
     [
         (Shape(4, (0, 2)), 8, ""),
         (Shape(8), 2, ""),
-        (Shape(3), 8, "8 KV heads cannot be shared out to 3 tensor ranks"),
-        (Shape(0), 8, "cannot be shared out"),
-        (Shape(1), 0, "cannot be shared out"),
+        (Shape(3), 8, "8 KV heads cannot be sharded over 3 tensor parallel ranks"),
+        (Shape(0), 8, "cannot be sharded"),
+        (Shape(1), 0, "cannot be sharded"),
         (Shape(1, ()), 8, "must ascend from 0"),
         (Shape(1, (1, 2)), 8, "must ascend from 0"),
         (Shape(1, (0, 2, 2)), 8, "must ascend from 0"),
@@ -187,8 +187,8 @@ def test_what_a_rank_does_not_hold_cannot_be_cut_from_it() -> None:
     share = Share(Shape(2, (0, 2)), 1, (0, 1))
     assert cut(planes, share, Part(1, 9, 5, 7), 8) == (Plane(0, 16, 64, 32),)
     for part in (Part(0, 9, 3, 5), Part(0, 9, 6, 9), Part(2, 9, 4, 8), Part(0, 9, 5, 5)):
-        with pytest.raises(ValueError, match="rank 1 holds"):
+        with pytest.raises(ValueError, match="rank 1 has"):
             cut(planes, share, part, 8)
     for layers in ((0,), (0, 2)):
-        with pytest.raises(ValueError, match="cannot hold layers"):
+        with pytest.raises(ValueError, match="cannot have layers"):
             cut(planes, Share(share.shape, 1, layers), Part(0, 1, 4, 8), 8)

@@ -70,11 +70,11 @@ def test_what_a_rank_should_hold_passes(module: Any) -> None:
 @pytest.mark.parametrize(
     ("share", "caches", "fault"),
     [
-        (Share(Shape(3), 0), [cache(1)], "4 KV heads cannot be shared out to 3 tensor ranks"),
-        (Share(Shape(1, (0, 3)), 0, (3,)), [cache(4)], "cannot hold layers"),
+        (Share(Shape(3), 0), [cache(1)], "4 KV heads cannot be sharded over 3 tensor"),
+        (Share(Shape(1, (0, 3)), 0, (3,)), [cache(4)], "cannot have layers"),
         (Share(Shape(2), 0), [cache(4)], "has not 2 heads after its blocks"),
         (Share(Shape(2), 0), [torch.zeros(7, 32, 128)], "has not 2 heads after its blocks"),
-        (Share(Shape(2), 0), [cache(2, blocks=14)], "cuts 7 blocks of 32 tokens into 14"),
+        (Share(Shape(2), 0), [cache(2, blocks=14)], "splits 7 blocks of 32 tokens into 14"),
     ],
 )
 def test_what_cannot_be_moved_ends_the_engine_with_one_line(

@@ -1,7 +1,7 @@
 """One worker from start to end: gRPC server, engine supervisor, signals, drain.
 
-Called by main. What is hard is the order at the end: DRAINING goes out first, the engine ends only
-when it is empty, and the answer to the Drain call that asked for it still gets through.
+Called by main. What is hard is the order at the end: DRAINING is announced first, the engine ends
+only when it is empty, and the response to the Drain call still gets through.
 """
 
 import asyncio
@@ -22,27 +22,27 @@ _ANSWER_SECONDS = 1.0
 
 
 class Agent:
-    """Everything of one worker process."""
+    """The parts of one worker process."""
 
     def __init__(self, config: AgentConfig, cores: tuple[int, ...], gpu: bool) -> None:
         self._config = config
         self._instance = Instance(config)
         self._supervisor = Supervisor(config, self._instance, cores, gpu)
-        prove = partial(prove_role, config, self._instance)
-        self._server = AgentServer(self._instance, self._drain_call, prove, config.address)
+        verify_role = partial(prove_role, config, self._instance)
+        self._server = AgentServer(self._instance, self._drain_call, verify_role, config.address)
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[Drained] | None = None
 
     async def run(self) -> int:
-        """Serve until drained (0) or told to end at once (1). Raises OSError: port taken."""
+        """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
         await self._server.start()
         self._catch_signals()
-        keeper = asyncio.create_task(self._supervisor.run())
+        supervising = asyncio.create_task(self._supervisor.run())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait({keeper, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if keeper.done() and not self._instance.draining:
-                keeper.result()
+            await asyncio.wait({supervising, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if supervising.done() and not self._instance.draining:
+                supervising.result()
             if self._drain:
                 await asyncio.wait({self._drain, stopping}, return_when=asyncio.FIRST_COMPLETED)
             drained = self._drain is not None and self._drain.done()
@@ -50,7 +50,7 @@ class Agent:
             return 0 if drained else 1
         finally:
             stopping.cancel()
-            await self._end(keeper)
+            await self._end(supervising)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -83,13 +83,13 @@ class Agent:
             lambda: self._instance.load, seconds, timing.quiet, timing.drain_poll
         )
         if not drained.empty:
-            _log.warning("drain timed out with %d requests left", drained.num_left)
+            _log.warning("drain timed out with %d unfinished requests", drained.num_left)
         return drained
 
-    async def _end(self, keeper: "asyncio.Task[None]") -> None:
+    async def _end(self, supervising: "asyncio.Task[None]") -> None:
         if self._drain and not self._drain.done():
             self._drain.cancel()
-        keeper.cancel()
-        await asyncio.wait({keeper})
+        supervising.cancel()
+        await asyncio.wait({supervising})
         self._instance.end()
         await self._server.stop(_ANSWER_SECONDS)

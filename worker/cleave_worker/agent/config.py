@@ -1,7 +1,7 @@
-"""What one agent was told: its command line, checked and frozen.
+"""The command line of the agent, checked and frozen.
 
-Read once by main. Hard part: everything after `--` belongs to the engine and is passed on unread,
-except --kv-transfer-config and --block-size, which launch.py has to know about.
+Read once by main. What is hard: all arguments after `--` belong to the engine and are passed on
+unread, except --kv-transfer-config, --block-size and others that `launch` has to read.
 """
 
 import argparse
@@ -16,51 +16,53 @@ from cleave_worker.scheduling.terms import ROLES, Role, Terms, TermsError
 from cleave_worker.scheduling.terms import parse as parse_terms
 
 CONNECTORS = ("nixl", "cleave")
-"""Names of KV connectors on command lines."""
+"""Names of KV connectors in command lines."""
 PACES = {"push": "prompt", "perchunk": "chunk", "perlayer": "layer", "auto": "layer"}
-"""Transfers that begin before the prefill has ended, and how much of its KV goes at a time."""
+"""Transfers that begin before the prefill has ended, and how much KV they announce at a time."""
 TRANSFERS = ("pull", *PACES)
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Every period and bound of the agent, in seconds."""
+    """All periods and time limits of the agent, in seconds."""
 
     start_timeout: float = 900.0
-    """From the engine's start to its first good /health; models load for minutes."""
+    """From the start of the engine to its first good /health; models load for minutes."""
     start_poll: float = 0.25
     health_interval: float = 5.0
     health_retry: float = 1.0
-    """Between a bad answer and the next question."""
+    """From a failed health check to the next one."""
     health_timeout: float = 5.0
     health_failures: int = 3
-    """Bad answers in a row after which the engine is killed."""
+    """Consecutive failed health checks after which the engine is killed."""
     stall_timeout: float = 300.0
-    """An engine with work that makes no step for so long is killed, although /health answers.
-    Far above any step: a chunk of a large model's prompt takes a minute on a slow CPU."""
+    """An engine that has requests and makes no step for so long is killed, even if /health answers.
+
+    Far above any step: a chunk of a large model's prompt takes a minute on a slow CPU.
+    """
     restart_delay: float = 1.0
     """Before the first restart; doubles up to restart_delay_max."""
     restart_delay_max: float = 30.0
     stable_after: float = 60.0
-    """An engine that lived this long does not count as crash-looping."""
+    """An engine that ran this long does not count as crash-looping."""
     stop_grace: float = 10.0
     """Between SIGTERM and SIGKILL of the engine."""
     peer_wait: float = 20.0
-    """How long a worker with no peer in sight waits before it is ready unverified."""
+    """How long a worker without any peer waits before it becomes ready unverified."""
     peer_poll: float = 0.5
     peer_search: float = 5.0
-    """Between looks for a peer once ready unverified."""
+    """Interval between searches for a peer once ready unverified."""
     verify_timeout: float = 30.0
-    """Of each request of the KV test."""
+    """Limit of each request of the KV test."""
     verify_delay_max: float = 30.0
     quiet: float = 0.3
-    """How long the load page must show no work before a drain counts the engine empty."""
+    """How long the load page must show no work before a drain counts the engine as empty."""
     drain_poll: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """One worker: who it is, which engine it runs and where."""
+    """The configuration of one worker: its identity, its engine and its addresses."""
 
     name: str
     deployment: str
@@ -71,24 +73,24 @@ class AgentConfig:
     engine: str
     """`vllm` or `emulated`."""
     host: str
-    """The pod's own address: agent, engine and KV side channel all listen here."""
+    """The pod's own address, at which agent, engine and KV side channel listen."""
     port: int = 9000
     engine_port: int = 0
-    """0: a free one for every start of the engine."""
+    """0: a free port for every start of the engine."""
     peers: str = ""
-    """Source for cleave.rpc.discovery; empty: none."""
+    """Source for `cleave.rpc.discovery`; empty: no peers."""
     cell: str = ""
-    """Hand-offs had better stay within it; empty: none."""
+    """Co-location group within which KV transfers are preferred; empty: none."""
     cores: str = "auto"
     allow_shared_cores: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int = 0
-    """Tokens; 0: the model's own."""
+    """In tokens; 0: the model's own."""
     scheduling: Mapping[Role, Terms] = field(default_factory=dict)
-    """Terms by role, which the engine follows while it has the role; empty: it is as it comes."""
+    """Configurations by role, applied while the engine has the role; empty: its defaults."""
     connector: str = "nixl"
-    """`nixl`, or `cleave`: what hands KV over, unless the engine's arguments name one."""
+    """`nixl` or `cleave`: the KV connector, unless the engine's arguments name one."""
     transfer: str = "pull"
     """`pull` after the prefill, or one of PACES."""
     drain_timeout: float = 30.0
@@ -98,22 +100,22 @@ class AgentConfig:
 
     @property
     def address(self) -> str:
-        """host:port as discovery names this agent."""
+        """host:port of this agent in discovery."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def is_followed(self) -> bool:
-        """Whether KV may be taken while it is computed."""
+        """Whether KV may be pulled while it is computed."""
         return self.connector == "cleave" and self.transfer in PACES
 
     @property
     def ranks(self) -> int:
-        """Processes that hold a part of the model."""
+        """Number of processes that hold a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConfig:
-    """Command line to config. Bad usage ends the process with exit code 2, as argparse does."""
+    """Parse the command line. Bad usage ends the process with exit code 2, as argparse does."""
     own, engine_args = _split(argv)
     parser = _parser(env)
     options = parser.parse_args(own)
@@ -154,20 +156,22 @@ def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     arguments = list(argv)
     if "--" not in arguments:
         return arguments, ()
-    cut = arguments.index("--")
-    return arguments[:cut], tuple(arguments[cut + 1 :])
+    separator = arguments.index("--")
+    return arguments[:separator], tuple(arguments[separator + 1 :])
 
 
 def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cleave-worker",
-        description="Runs one engine and tells the control plane about it.",
+        description="Runs one engine and reports its state to the control plane.",
         epilog="Arguments after -- go to the engine.",
         allow_abbrev=False,
     )
     parser.add_argument("--name", help="unique instance name (default: $CLEAVE_POD_NAME)")
     parser.add_argument("--deployment", required=True, help="the LLMDeployment it belongs to")
-    parser.add_argument("--revision", default="", help="unlike revisions never pair")
+    parser.add_argument(
+        "--revision", default="", help="instances of different revisions never pair"
+    )
     parser.add_argument("--role", choices=sorted(ROLES), required=True)
     parser.add_argument("--model", required=True, metavar="FOLDER_OR_ID")
     parser.add_argument("--served-model-name", metavar="NAME", help="default: --model")
@@ -176,7 +180,7 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--port", type=_port, default=9000)
     parser.add_argument("--engine-port", type=_port, default=0, help="0: a free one")
     parser.add_argument("--peers", metavar="SOURCE", default=env.get(AGENTS_ENV, ""))
-    parser.add_argument("--cell", default="", help="instances that KV moves fast between")
+    parser.add_argument("--cell", default="", help="co-location group with fast KV transfers")
     parser.add_argument("--cores", default="auto", help="auto, none or a list: 0,2-3")
     parser.add_argument(
         "--allow-shared-cores",
@@ -187,15 +191,15 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--pipeline-parallel-size", type=_count, default=1)
     parser.add_argument("--max-model-len", type=_count, default=0, metavar="TOKENS")
     parser.add_argument(
-        "--scheduling", type=_terms, metavar="JSON", help="terms of the engine, by role"
+        "--scheduling", type=_terms, metavar="JSON", help="scheduling of the engine, by role"
     )
     parser.add_argument("--connector", choices=CONNECTORS, default="nixl", help="of KV, with vLLM")
     parser.add_argument(
         "--transfer",
         choices=TRANSFERS,
         default=TRANSFERS[0],
-        help="when connector cleave moves KV: after the prefill, or while it runs; auto: as the "
-        "gateway says",
+        help="when connector cleave transfers KV: after the prefill, or during it; auto: as the "
+        "gateway decides",
     )
     parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
     parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")

@@ -1,7 +1,7 @@
-"""Which CPU cores the engine gets, and that no two engines get the same one.
+"""Chooses the CPU cores of the engine and locks them against other engines.
 
-Called by main before anything else starts. Two vLLM CPU servers bound to one core hang, so a core
-is taken by a lock file that the kernel releases with the process, however it ends.
+Called by main before anything else starts. Two vLLM CPU servers on one core hang, so each core has
+a lock file that the kernel unlocks when the process ends in any way.
 """
 
 import errno
@@ -18,20 +18,20 @@ Cores = frozenset[int]
 
 
 class CoresError(RuntimeError):
-    """The engine cannot have the cores; the message names core, holder and remedy."""
+    """The engine cannot have the cores; the message names the core, its owner and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to take: all of `cores`, or any `count` free ones of them."""
+    """Cores to lock: all of `cores`, or any `count` free ones of them."""
 
     cores: tuple[int, ...]
     count: int | None = None
-    """None: every one of `cores`."""
+    """None: all of `cores`."""
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """`0,2-3` to (0, 2, 3). Raises CoresError."""
+    """Parse `0,2-3` to (0, 2, 3). Raises CoresError."""
     cores: set[int] = set()
     try:
         for part in text.split(","):
@@ -45,19 +45,19 @@ def parse(text: str) -> tuple[int, ...]:
 
 
 def wish(option: str, affinity: Cores, online: Cores, pinned_by_default: bool, ranks: int) -> Wish:
-    """What `--cores option` means on this machine; a wish for no core means: do not pin.
+    """Translate `--cores option` to cores on this machine; no cores mean: do not pin.
 
-    An affinity smaller than the machine was set by a static CPU manager: those cores are ours.
-    Otherwise an engine that wants pinning gets one free core for each of its ranks.
+    An affinity smaller than the machine was set by a static CPU manager: all of its cores are ours.
+    Otherwise an engine that is pinned by default gets one free core per rank.
     """
     if option == "none":
         return Wish(())
     if option != "auto":
-        wanted = parse(option)
-        absent = sorted(set(wanted) - affinity)
+        cores = parse(option)
+        absent = sorted(set(cores) - affinity)
         if absent:
             raise CoresError(f"--cores {option}: this process may not use core {absent[0]}")
-        return Wish(wanted)
+        return Wish(cores)
     if not pinned_by_default:
         return Wish(())
     if affinity < online:
@@ -66,19 +66,19 @@ def wish(option: str, affinity: Cores, online: Cores, pinned_by_default: bool, r
 
 
 def omp_binding(cores: Sequence[int], ranks: int) -> str:
-    """VLLM_CPU_OMP_THREADS_BIND: equal shares of `cores`, one for each rank, joined by `|`.
+    """Return VLLM_CPU_OMP_THREADS_BIND: equal parts of `cores`, one per rank, joined by `|`.
 
     Raises CoresError when there are fewer cores than ranks.
     """
-    share = len(cores) // ranks
-    if not share:
-        raise CoresError(f"{ranks} ranks need as many cores; --cores gives {len(cores)}")
-    shares = (cores[rank * share : (rank + 1) * share] for rank in range(ranks))
-    return "|".join(",".join(map(str, part)) for part in shares)
+    per_rank = len(cores) // ranks
+    if not per_rank:
+        raise CoresError(f"{ranks} ranks need {ranks} cores; --cores gives {len(cores)}")
+    groups = (cores[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks))
+    return "|".join(",".join(map(str, group)) for group in groups)
 
 
 def online() -> Cores:
-    """Cores of this machine, whether or not this process may use them."""
+    """Return the cores of this machine, including those that this process may not use."""
     try:
         return frozenset(parse(Path("/sys/devices/system/cpu/online").read_text().strip()))
     except OSError:
@@ -86,31 +86,31 @@ def online() -> Cores:
 
 
 class CoreLocks:
-    """Cores that this process holds until it ends."""
+    """Locks on cores, until they are released or the process ends."""
 
-    def __init__(self, where: Path, owner: str) -> None:
-        self._where = where
+    def __init__(self, folder: Path, owner: str) -> None:
+        self._where = folder
         self._owner = owner
         self._held: dict[int, int] = {}
 
-    def take(self, wish: Wish, allow_shared: bool) -> tuple[int, ...]:
-        """Lock what is wished for, in order. Raises CoresError when a core is taken."""
-        if wish.count is None:
-            return self._take_all(wish.cores, allow_shared)
-        free = self._take_some(wish.cores, wish.count)
-        if len(free) == wish.count:
+    def take(self, request: Wish, allow_shared: bool) -> tuple[int, ...]:
+        """Lock the cores of a request in order. Raises CoresError when one is taken."""
+        if request.count is None:
+            return self._take_all(request.cores, allow_shared)
+        free = self._take_some(request.cores, request.count)
+        if len(free) == request.count:
             return free
         if allow_shared:
-            others = (core for core in wish.cores if core not in free)
-            return tuple(sorted((*free, *others)))[: wish.count]
+            occupied = (core for core in request.cores if core not in free)
+            return tuple(sorted((*free, *occupied)))[: request.count]
         self.release()
         raise CoresError(
-            f"{wish.count} free core(s) wanted, {len(free)} left: {self._holders(wish.cores)}"
-            "; stop one or pass --allow-shared-cores"
+            f"{request.count} free core(s) needed, {len(free)} available: "
+            f"{self._holders(request.cores)}; stop one or pass --allow-shared-cores"
         )
 
     def release(self) -> None:
-        """Give all cores back."""
+        """Unlock all cores."""
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
@@ -153,7 +153,7 @@ class CoreLocks:
         try:
             self._where.mkdir(parents=True, exist_ok=True)
             if self._where.stat().st_uid == os.getuid():
-                # Agents of other users lock here too, and must not remove our files.
+                # Agents of other users lock here, too, and must not remove our files.
                 self._where.chmod(0o777 | stat.S_ISVTX)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except PermissionError:

@@ -1,12 +1,12 @@
-"""When a draining engine is empty.
+"""Decides when a draining engine is empty.
 
 Called by the agent after SIGTERM or a Drain call. What is hard: a prefill engine may have finished
-every request and still hold KV that a decode engine has yet to pull; ending it then would cost
-those requests a second prefill. Held blocks show as KV usage (cached prefixes do not: they are
-free to be reused), and vLLM keeps stepping, and so reporting, while hand-offs are open. An engine
-is empty when nothing runs, waits or is held for the whole quiet period; requests that a gateway
-sent before it heard of the drain arrive within that period. A hand-off that nobody ever pulls
-holds the drain for its lease or the time-out, whichever is shorter.
+every request and still lease KV that a decode engine has not pulled yet; ending it then costs those
+requests a second prefill. Leased blocks show as KV usage (cached prefixes do not: they are free for
+reuse), and vLLM keeps stepping, and so reporting, while leases are open. An engine is empty when
+for the whole quiet period nothing runs, waits or is leased; requests that a gateway sent before it
+learned of the drain arrive within that period. A handoff that is never pulled delays the drain
+until its lease or the time-out ends.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ class Drained:
 
     empty: bool
     num_left: int
-    """Requests still running or waiting when time was up."""
+    """Requests still running or waiting at the time-out."""
 
 
 def is_idle(load: Load) -> bool:
-    """Whether ending the engine now would hurt nobody."""
+    """Return whether ending the engine now loses no request and no leased KV."""
     return not load.num_running and not load.num_waiting and load.kv_cache_usage <= 0.0
 
 

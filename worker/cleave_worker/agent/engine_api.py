@@ -1,4 +1,4 @@
-"""What the agent asks engines over HTTP, beside completions: how they are, what they have done.
+"""Requests of the agent to its engine over HTTP: health, served models and pull counters.
 
 Used by the supervisor and the KV test. vLLM and the emulated engine answer alike.
 """
@@ -29,21 +29,21 @@ _WAYS = re.compile(rb'^cleave_kv_pulled_bytes_total\{.*\bway="([^"]+)".*\} (\S+)
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What an engine has counted of KV from other engines since it started, all ranks together."""
+    """KV pulled from other engines since the engine started, summed over ranks."""
 
     num_bytes: float
     seconds: float
     num_tokens: float
-    """Of prompts that came with a hand-off, whether or not its KV arrived."""
+    """Tokens of prompts that came with a handoff, whether or not its KV arrived."""
     num_lost: float
-    """Failures. NixlConnector counts failed handshakes and notifications beside transfers; with
-    either connector each rank counts its own."""
+    """Failures. NixlConnector also counts failed handshakes and notifications. With either
+    connector each rank counts its own failures."""
     way: str = ""
-    """What carried most of it; empty: the engine does not tell."""
+    """The transport that carried most bytes; empty when the engine does not report it."""
 
 
 async def fault(url: str, seconds: float) -> str:
-    """Why the engine is not well; empty when it is."""
+    """Return why the engine is unhealthy; empty when it is healthy."""
     try:
         answer = await http.request("GET", f"{url}/health", seconds=seconds)
     except http.HttpError as error:
@@ -52,25 +52,25 @@ async def fault(url: str, seconds: float) -> str:
 
 
 async def facts(url: str, engine: str, block_size: int, seconds: float) -> EngineFacts:
-    """What the engine says about itself; `block_size` where it is silent. Raises HttpError."""
+    """Return what the engine serves; `block_size` is the default. Raises HttpError."""
     models = await _json(f"{url}/v1/models", seconds)
     version = (await _json(f"{url}/version", seconds)).get("version", "")
     cards = models.get("data")
     served = cards if isinstance(cards, list) else []
     first = served[0] if served else {}
     metrics = await http.request("GET", f"{url}/metrics", seconds=seconds)
-    told = _BLOCK_SIZE.search(metrics.body)
+    match = _BLOCK_SIZE.search(metrics.body)
     return EngineFacts(
         engine=f"{engine} {version}".strip() if engine == "vllm" else engine,
         max_model_len=int(first.get("max_model_len") or 0),
-        kv_block_size=int(told.group(1)) if told else block_size,
-        # Only what changes another model has a parent.
+        kv_block_size=int(match.group(1)) if match else block_size,
+        # Only adapters have a parent.
         adapters=tuple(str(card["id"]) for card in served if card.get("parent")),
     )
 
 
 async def pulled(url: str, seconds: float) -> Pulled | None:
-    """What the engine has pulled so far; None where it counts no such bytes. Raises HttpError."""
+    """Return the pull counters; None when the engine has none. Raises HttpError."""
     answer = await http.request("GET", f"{url}/metrics", seconds=seconds)
     if answer.status != 200:
         raise http.HttpError(f"{url}/metrics answers {answer.status}")
@@ -87,9 +87,11 @@ async def pulled(url: str, seconds: float) -> Pulled | None:
 
 
 def _way(metrics: bytes) -> str:
-    found = [(float(value), way.decode()) for way, value in _WAYS.findall(metrics)]
-    num_bytes, way = max(found, default=(0.0, ""))
-    return way if num_bytes else ""
+    bytes_by_transport = [
+        (float(value), transport.decode()) for transport, value in _WAYS.findall(metrics)
+    ]
+    num_bytes, transport = max(bytes_by_transport, default=(0.0, ""))
+    return transport if num_bytes else ""
 
 
 def _sum(pattern: re.Pattern[bytes], metrics: bytes) -> float:

@@ -1,11 +1,11 @@
-"""The share of an engine that runs on another node than its agent.
+"""Runs the ranks of an engine on a node other than its agent's.
 
-The container command of the further pods of an instance that is spread over nodes. What is hard:
-all shares live and die together. A share starts when the leader's agent has started an engine and
-takes that engine's boot id; it ends when the leader has another one or is gone; and when it is told
-to end, it has the leader drained first.
+The container command of the further pods of a multi-node instance. What is hard: the ranks of all
+nodes live and die together. A worker node starts its ranks when the leader's agent has started an
+engine, with that engine's boot id. It ends them when the leader has another engine or is gone. When
+it must stop, it has the leader drained first.
 
-Exit codes: 0 the leader is drained; 2 bad usage; 1 the share ended by itself, or anything else.
+Exit codes: 0 the leader is drained; 2 bad usage; 1 the ranks ended by themselves, or other errors.
 """
 
 import argparse
@@ -34,32 +34,32 @@ from cleave_worker.agent.process import EngineProcess, find_sink
 _log = logging.getLogger(__name__)
 
 _SLACK_S = 5.0
-"""For the leader to answer, beyond its drain."""
+"""Time for the leader to answer, beyond its drain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Periods and bounds, in seconds."""
+    """Periods and time limits, in seconds."""
 
     poll: float = 1.0
-    """Between two questions to the leader."""
+    """Interval between requests to the leader."""
     lost: float = 15.0
-    """Without an answer for so long, the leader is gone."""
+    """Time without an answer after which the leader counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowerConfig:
-    """What one follower was told."""
+    """The command line of one worker node."""
 
     leader: str
     """host:port of the leader's agent."""
     engine: AgentConfig
-    """Model, sizes and the engine's own arguments."""
+    """Model, parallelism and the engine's own arguments."""
     patience: Patience = Patience()
 
 
 class Follower:
-    """One share, over all lives of the leader's engine."""
+    """The ranks of one node, through all boots of the leader's engine."""
 
     def __init__(self, config: FollowerConfig, gpu: bool) -> None:
         self._config = config
@@ -71,19 +71,19 @@ class Follower:
         self._told.set()
 
     async def run(self) -> int:
-        """Follow until told to end (0) or until a share ends by itself (1). Raises LaunchError."""
-        following = asyncio.create_task(self._follow())
-        told = asyncio.create_task(self._told.wait())
+        """Run until stopped (returns 0) or until the ranks end (1). Raises LaunchError."""
+        engines = asyncio.create_task(self._follow())
+        stopping = asyncio.create_task(self._told.wait())
         try:
-            await asyncio.wait({following, told}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                return following.result()
+            await asyncio.wait({engines, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if engines.done():
+                return engines.result()
             await self._drain_leader()
             return 0
         finally:
-            for task in (following, told):
+            for task in (engines, stopping):
                 task.cancel()
-            await asyncio.wait({following, told})
+            await asyncio.wait({engines, stopping})
 
     async def _follow(self) -> int:
         while True:
@@ -93,7 +93,7 @@ class Follower:
             await asyncio.sleep(self._config.patience.poll)
 
     async def _life(self, boot_id: str) -> bool:
-        """One share, from start to end; whether it ended because its boot was over."""
+        """Run the ranks of one boot; return whether they ended because the boot did."""
         config = self._config
         with tempfile.TemporaryDirectory(
             prefix="cleave-share-", ignore_cleanup_errors=True
@@ -106,7 +106,7 @@ class Follower:
                 stop_grace=config.engine.timing.stop_grace,
                 sink=find_sink(config.engine.log_format),
             )
-            _log.info("share of engine %s starts", boot_id)
+            _log.info("ranks of engine %s start", boot_id)
             ended = asyncio.create_task(process.wait())
             over = asyncio.create_task(self._until_over(boot_id))
             try:
@@ -114,7 +114,7 @@ class Follower:
                 if over.done():
                     over.result()
                     return True
-                _log.error("share of engine %s ended: %s", boot_id, process.last_words)
+                _log.error("ranks of engine %s ended: %s", boot_id, process.last_words)
                 return False
             finally:
                 for task in (ended, over):
@@ -123,21 +123,21 @@ class Follower:
                 await process.stop()
 
     async def _until_over(self, boot_id: str) -> None:
-        """Return when the leader has another engine, or has not answered for long."""
-        clock, patience = asyncio.get_running_loop().time, self._config.patience
-        seen = clock()
-        while clock() - seen < patience.lost:
-            await asyncio.sleep(patience.poll)
-            now = await self._boot_id()
-            if now == boot_id:
-                seen = clock()
-            elif now:
-                _log.info("the leader starts engine %s", now)
+        """Return when the leader has another engine, or has not answered for `lost` seconds."""
+        clock, timing = asyncio.get_running_loop().time, self._config.patience
+        answered_at = clock()
+        while clock() - answered_at < timing.lost:
+            await asyncio.sleep(timing.poll)
+            current = await self._boot_id()
+            if current == boot_id:
+                answered_at = clock()
+            elif current:
+                _log.info("the leader has started engine %s", current)
                 return
-        _log.warning("the leader has not answered for %g s", patience.lost)
+        _log.warning("the leader has not answered for %g s", timing.lost)
 
     async def _boot_id(self) -> str:
-        """Of the leader's engine; empty: it does not answer, or has none yet."""
+        """Return the boot id of the leader's engine; empty without an answer or an engine."""
         registration = await ask(self._config.leader)
         return registration.boot_id if registration else ""
 
@@ -153,17 +153,17 @@ class Follower:
 def launched(
     config: FollowerConfig, boot_id: str, folder: Path, gpu: bool, env: Mapping[str, str]
 ) -> Launch:
-    """The process of a share. Raises LaunchError."""
+    """Build the process of the ranks of this node. Raises LaunchError."""
     host = config.engine.host
     boot = Boot(boot_id, engine_port=0, kv_port=free_port(host), load_page=folder / "load", gpu=gpu)
     return share(config.engine, boot, env)
 
 
 def parse(argv: Sequence[str]) -> FollowerConfig:
-    """Command line to config. Bad usage ends the process with exit code 2, as argparse does."""
+    """Parse the command line. Bad usage ends the process with exit code 2, as argparse does."""
     arguments = [*argv]
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _parser().parse_args(arguments[:cut])
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _parser().parse_args(arguments[:separator])
     return FollowerConfig(
         leader=options.leader,
         engine=AgentConfig(
@@ -182,13 +182,13 @@ def parse(argv: Sequence[str]) -> FollowerConfig:
             transfer=options.transfer,
             drain_timeout=options.drain_timeout,
             log_format=options.log_format,
-            engine_args=tuple(arguments[cut + 1 :]),
+            engine_args=tuple(arguments[separator + 1 :]),
         ),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until told to end; returns the exit code."""
+    """Run until stopped; return the exit code."""
     config = parse(sys.argv[1:] if argv is None else argv)
     named = logs.TextLines("%(asctime)s %(levelname)s %(message)s")
     logs.set_up(config.engine.log_format, text=named, always={"instance": config.engine.name})
@@ -211,8 +211,8 @@ async def _run(config: FollowerConfig) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cleave-follower",
-        description="Runs the share of an engine that is spread over nodes.",
-        epilog="Arguments after -- go to the engine, its rank among them.",
+        description="Runs the ranks of a multi-node engine on this node.",
+        epilog="Arguments after -- go to the engine, including the rank of this node.",
         allow_abbrev=False,
     )
     add = parser.add_argument

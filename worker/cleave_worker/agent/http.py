@@ -1,6 +1,6 @@
-"""What an agent asks of engines over HTTP: probes, and the requests of the KV test.
+"""HTTP requests of the agent to engines: probes and the requests of the KV test.
 
-No TLS: engines speak plain HTTP inside the cluster. Bodies fit in memory.
+Without TLS, as engines speak plain HTTP inside the cluster. Bodies are held in memory.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ _BODY_LIMIT = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine said."""
+    """Response of an engine."""
 
     status: int
     body: bytes
     first_body_ms: float
-    """From sending the request to the first byte of the body."""
+    """From sending the request to the first byte of the response body."""
 
 
 async def request(
@@ -32,7 +32,7 @@ async def request(
     seconds: float,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """One request and its whole answer within `seconds`. Raises HttpError."""
+    """Send a request and read its response within `seconds`. Raises HttpError."""
     body = b"" if payload is None else json.dumps(payload).encode()
     fields = {"Content-Type": "application/json", **(headers or {})}
     clock = asyncio.get_running_loop().time

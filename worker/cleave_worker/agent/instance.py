@@ -1,8 +1,8 @@
-"""What the agent says about its engine: the one state that everything else reads.
+"""The state of a worker and its engine, which the agent reports to its watchers.
 
-The supervisor, the KV test and the drain write it; the gRPC service and the health probe follow
-it. What is hard: followers must see every change at once without polling, so each change replaces
-an event that they wait on.
+The supervisor, the KV test and the drain write it; the gRPC service and the health probe read it.
+What is hard: watchers must see every change at once without polling, so each change replaces an
+event that they wait on.
 """
 
 import asyncio
@@ -19,51 +19,52 @@ from cleave_worker.scheduling.terms_page import TermsPage
 
 
 class RoleRefused(RuntimeError):  # noqa: N818
-    """The role stays what it is; the message says why."""
+    """The role does not change; the message says why."""
 
 
 class StaleEpoch(RoleRefused):
-    """The order is not newer than the role's own epoch, or comes too late."""
+    """The command's epoch is not newer than the role's, or the instance drains."""
 
 
 class EpochLeap(RoleRefused):
-    """The order's epoch is so far beyond the role's own that no order could follow it for long."""
+    """The command's epoch is so far ahead that it would block valid commands for a long time."""
 
 
 class OtherBoot(RoleRefused):
-    """The order was meant for an earlier life of the engine."""
+    """The command was meant for an earlier boot of the engine."""
 
 
 class Flow(Enum):
-    """Which way the KV of an engine goes."""
+    """Direction in which an engine transfers KV."""
 
     OUT = "out"
     IN = "in"
 
     @property
     def other(self) -> "Flow":
-        """The other way."""
+        """The opposite direction."""
         return Flow.IN if self is Flow.OUT else Flow.OUT
 
 
 def flow_of(role: "agent_pb2.Role.ValueType") -> Flow:
-    """Which way it goes for requests that are split over an instance of this role and another.
+    """Return the direction for disaggregated requests on an instance of this role.
 
-    Mixed instances serve whole requests, and decode those whose prompt a prefill instance computed.
+    Mixed instances serve colocated requests, and decode those that a prefill instance has
+    prefilled.
     """
     return Flow.OUT if role == agent_pb2.ROLE_PREFILL else Flow.IN
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine that answers says about itself."""
+    """What an engine reports about itself."""
 
     engine: str
-    """`vllm 0.32.0`, `emulated`."""
+    """`vllm 0.32.0` or `emulated`."""
     max_model_len: int
     kv_block_size: int
     adapters: tuple[str, ...] = ()
-    """LoRA adapters, by the names that clients ask for."""
+    """LoRA adapters, by the names that clients use."""
 
 
 class Instance:
@@ -78,7 +79,7 @@ class Instance:
             cell=config.cell,
             role=config.role,
             home=config.role,
-            # 0 is what a message without an epoch carries; it must never pass for a valid one.
+            # 0 is the epoch of a message without one, so it must never be valid.
             epoch=1,
             state=agent_pb2.STATE_STARTING,
             engine=config.engine,
@@ -93,36 +94,36 @@ class Instance:
         self._page: LoadPage | None = None
         self._terms: TermsPage | None = None
         self._proven: dict[Flow, agent_pb2.KvPath] = {}
-        """By this life of the engine."""
+        """Directions that passed a KV test in this boot of the engine."""
         self._changed = asyncio.Event()
         self.ended = False
-        """Whether followers should leave."""
+        """Whether watchers should disconnect."""
         self.version = 0
         """Grows with every change of the registration."""
 
     @property
     def state(self) -> "agent_pb2.State.ValueType":
-        """Where the instance is in its life."""
+        """Life-cycle state of the instance."""
         return self._registration.state
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no new requests any more."""
+        """Whether it accepts no new requests any more."""
         return self.state == agent_pb2.STATE_DRAINING
 
     @property
     def load(self) -> Load:
-        """The engine's newest numbers; zeros while there is none."""
+        """The engine's newest load; zeros without an engine."""
         return self._page.read() if self._page else Load()
 
     def registration(self) -> agent_pb2.Registration:
-        """A copy of what the instance states now."""
+        """Return a copy of the present registration."""
         copy = agent_pb2.Registration()
         copy.CopyFrom(self._registration)
         return copy
 
     def report(self) -> agent_pb2.LoadReport:
-        """The load report of this moment."""
+        """Return the present load report."""
         load = self.load
         return agent_pb2.LoadReport(
             boot_id=self._registration.boot_id,
@@ -149,12 +150,12 @@ class Instance:
         self,
         boot_id: str,
         engine_url: str,
-        page: LoadPage,
-        terms: TermsPage | None = None,
+        load_page: LoadPage,
+        scheduling_page: TermsPage | None = None,
         kv_port: int = 0,
     ) -> None:
-        """A new engine was started: it writes its load into a page and follows another."""
-        self._page, self._terms = page, terms
+        """Record a new engine, which writes the load page and reads the scheduling page."""
+        self._page, self._terms = load_page, scheduling_page
         self._tell_engine()
         state = self._registration
         state.boot_id = boot_id
@@ -167,7 +168,7 @@ class Instance:
         self._enter(agent_pb2.STATE_STARTING, reason)
 
     def answered(self, facts: EngineFacts) -> None:
-        """The engine answers; what remains is the test of its KV path."""
+        """Record that the engine answers; the KV test comes next."""
         state = self._registration
         state.engine = facts.engine
         state.max_model_len = facts.max_model_len
@@ -177,24 +178,24 @@ class Instance:
         self._enter(agent_pb2.STATE_VERIFYING, "KV path is being tested")
 
     def is_proven(self, flow: Flow) -> bool:
-        """Whether a KV test passed that way, in this life of the engine."""
+        """Return whether a KV test in this direction passed in this boot of the engine."""
         return flow in self._proven
 
     def verified(self, kv_path: agent_pb2.KvPath, flow: Flow | None = None) -> None:
-        """The KV test passed, that way or the way of the role: ready once it is the role's."""
+        """Record a passed KV test; the instance becomes ready if the test was for its role."""
         self._proven[flow or flow_of(self._registration.role)] = kv_path
         if shown := self._proven.get(flow_of(self._registration.role)):
             self._show(shown)
 
     def unverified(self, detail: str) -> None:
-        """A test cannot show anything: ready, but for whole requests only."""
+        """Become ready for colocated requests only, as no test can show more."""
         kv_path = agent_pb2.KvPath(verified=False, detail=detail)
         if self.state == agent_pb2.STATE_READY and self._registration.kv_path == kv_path:
             return
         self._show(kv_path)
 
     def verification_failed(self, reason: str) -> None:
-        """The KV test failed. An instance that serves whole requests already goes on doing so."""
+        """Record a failed KV test. An instance that serves colocated requests goes on."""
         kv_path = agent_pb2.KvPath(verified=False, detail=reason)
         self._registration.kv_path.CopyFrom(kv_path)
         if self.state == agent_pb2.STATE_READY:
@@ -203,7 +204,7 @@ class Instance:
             self._enter(agent_pb2.STATE_VERIFYING, reason)
 
     def lost(self, reason: str) -> None:
-        """The engine is gone and will be started again, unless the instance drains."""
+        """Record that the engine ended and will be restarted, unless the instance drains."""
         if self.draining:
             return
         self._registration.restarts += 1
@@ -211,20 +212,22 @@ class Instance:
         self._enter(agent_pb2.STATE_STARTING, reason)
 
     def drain(self) -> None:
-        """No new requests from now on; there is no way back."""
+        """Accept no new requests from now on; this is final."""
         self._enter(agent_pb2.STATE_DRAINING, "drains")
 
     def check_order(self, epoch: int, boot_id: str = "") -> None:
-        """Whether an order to change the role may be followed. Raises RoleRefused, of its kinds."""
-        state = self._registration
-        if boot_id and boot_id != state.boot_id:
-            raise OtherBoot(f"the engine's boot is {state.boot_id or 'yet to come'}, not {boot_id}")
-        if epoch <= state.epoch:
-            raise StaleEpoch(f"epoch {epoch} is not newer than {state.epoch}")
-        if epoch - state.epoch > epochs.MAX_STEP:
+        """Check that a role may be changed by a command. Raises a subclass of RoleRefused."""
+        registration = self._registration
+        if boot_id and boot_id != registration.boot_id:
+            raise OtherBoot(
+                f"the engine's boot is {registration.boot_id or 'yet to come'}, not {boot_id}"
+            )
+        if epoch <= registration.epoch:
+            raise StaleEpoch(f"epoch {epoch} is not newer than {registration.epoch}")
+        if epoch - registration.epoch > epochs.MAX_STEP:
             raise EpochLeap(
-                f"epoch {epoch} is more than {epochs.MAX_STEP} beyond {state.epoch}:"
-                f" state {state.epoch + 1}"
+                f"epoch {epoch} is more than {epochs.MAX_STEP} beyond {registration.epoch}:"
+                f" state {registration.epoch + 1}"
             )
         if self.draining:
             raise StaleEpoch("the instance drains")
@@ -237,26 +240,28 @@ class Instance:
         *,
         lasting: bool = False,
     ) -> None:
-        """Take another role; `lasting`: as the instance's own. Raises RoleRefused, of its kinds."""
+        """Change the role; `lasting`: also the configured one. Raises a subclass of RoleRefused."""
         self.check_order(epoch, boot_id)
-        state = self._registration
-        state.role = role
+        registration = self._registration
+        registration.role = role
         if lasting:
-            state.home = role
-        state.epoch = epoch
+            registration.home = role
+        registration.epoch = epoch
         if kv_path := self._proven.get(flow_of(role)):
-            state.kv_path.CopyFrom(kv_path)
-        elif state.kv_path.verified:
-            state.kv_path.CopyFrom(agent_pb2.KvPath(detail=f"not tested {flow_of(role).value}"))
+            registration.kv_path.CopyFrom(kv_path)
+        elif registration.kv_path.verified:
+            registration.kv_path.CopyFrom(
+                agent_pb2.KvPath(detail=f"not tested {flow_of(role).value}")
+            )
         self._tell_engine()
         self._notify()
 
     def forget_page(self) -> None:
-        """The engine of these pages is gone: its last numbers mean nothing now."""
+        """Stop reading the load of an engine that has ended."""
         self._page = self._terms = None
 
     def end(self) -> None:
-        """The agent ends: let followers leave."""
+        """End the agent: let watchers disconnect."""
         self.ended = True
         self._notify()
 

@@ -1,8 +1,8 @@
-"""Why an engine ended, out of what it said.
+"""Finds out from its output why an engine ended.
 
-What is hard: a vLLM that dies says so in a hundred lines, of which the last is mostly noise (leaked
-semaphores, a shutdown that is complete). The cause is the first line that names an error; what
-comes within seconds of it follows from it. Errors of single requests come long before the end.
+What is hard: a vLLM that dies logs a hundred lines, of which the last are mostly noise (leaked
+semaphores, a completed shutdown). The cause is the first line with an error; what follows within
+seconds is a consequence. Errors of single requests occur long before the end.
 """
 
 import re
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 CASCADE_S = 30.0
-"""An engine is gone this long after what ends it, its processes' time to stop included."""
+"""An engine is gone this long after its fatal error, including the stop of its processes."""
 
 _LIMIT = 300
 _RECORD = re.compile(r"^(?:\(\w+ pid=\d+\) )*(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?")
@@ -27,7 +27,7 @@ _CHAINED = ("During handling of the above exception", "The above exception was t
 
 
 class LastWords:
-    """Of one engine, heard line by line. They go to status and conditions, so without secrets."""
+    """The reason why one engine ended, with secrets masked, as status and conditions show it."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class LastWords:
         argv: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`env`, `argv`: of the engine; values of what is named like a secret are masked."""
+        """`env`, `argv`: of the engine; values with names like secrets are masked."""
         self._clock = clock
-        stated = [
+        values = [
             value
             for name, value in env.items()
             if _SECRET.search(name) and name.upper() not in _FOLDERS
         ]
-        secrets = {*stated, *_option_values(argv)}
-        # Long ones first: one may begin with another.
+        secrets = {*values, *_option_values(argv)}
+        # Longest first, as one may be the prefix of another.
         self._secrets = sorted(
             (value for value in secrets if len(value) >= _SHORTEST_SECRET), key=len, reverse=True
         )
@@ -52,24 +52,24 @@ class LastWords:
         self._chained = False
 
     def hear(self, line: str) -> None:
-        """One line of its output."""
+        """Read one line of output."""
         record = _RECORD.match(line)
-        said = line[record.end() :] if record else line
+        text = line[record.end() :] if record else line
         for secret in self._secrets:
-            said = said.replace(secret, "***")
-        said = _USER.sub("***@", said)
-        said = said.strip()[:_LIMIT]
-        if not said:
+            text = text.replace(secret, "***")
+        text = _USER.sub("***@", text)
+        text = text.strip()[:_LIMIT]
+        if not text:
             return
-        grave = record is None or record["level"] in {"ERROR", "CRITICAL"}
-        if said.startswith(_CHAINED):
+        is_error = record is None or record["level"] in {"ERROR", "CRITICAL"}
+        if text.startswith(_CHAINED):
             self._chained = self._last == self._fault
-        elif grave and _FAULT.search(said) and (self._chained or not self._is_recent()):
-            self._fault, self._fault_at, self._chained = said, self._clock(), False
-        self._last = said
+        elif is_error and _FAULT.search(text) and (self._chained or not self._is_recent()):
+            self._fault, self._fault_at, self._chained = text, self._clock(), False
+        self._last = text
 
     def tell(self) -> str:
-        """The error it ended of, else the last it said; empty when nothing."""
+        """Return the fatal error, else the last line; empty without output."""
         return self._fault if self._is_recent() else self._last
 
     def _is_recent(self) -> bool:
@@ -77,7 +77,7 @@ class LastWords:
 
 
 def _option_values(argv: Sequence[str]) -> Iterator[str]:
-    """Values of options that are named like secrets; --api-key of vLLM takes several."""
+    """Yield values of options with names like secrets; vLLM's --api-key takes several."""
     is_secret = False
     for argument in argv:
         if argument.startswith("--"):

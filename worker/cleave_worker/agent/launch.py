@@ -1,8 +1,8 @@
-"""How an engine is started: arguments and environment of one boot.
+"""Builds arguments and environment for one boot of an engine.
 
-A pure function of the agent's config and of what this boot was given (ports, cores, load page);
-called by the supervisor at every start. What is hard: the boot id is also the engine id of the KV
-transfer, so that a hand-off of an earlier boot can never be mistaken for one of this boot.
+Pure functions of the agent's configuration and of what this boot was given (ports, cores, load
+page); called by the supervisor at every start. What is hard: the boot id is also the engine id of
+the KV transfer, so that a handoff of an earlier boot is never taken for one of this boot.
 """
 
 import json
@@ -30,13 +30,13 @@ _CHECKPOINTS = {
     "kv_connector": "CheckpointedConnector",
     "kv_connector_module_path": "cleave_worker.vllm.kv.checkpointed",
 }
-"""In its place where the settings have `checkpoints`."""
+"""Replaces CleaveConnector where the settings have `checkpoints`."""
 _SCHEDULER = "--scheduler-cls"
 _ENV_WITHOUT_NVCC = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
 _ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
 """vLLM 0.32 chooses FlashInfer and DeepGEMM on Hopper and later by default. Both compile their
-kernels with nvcc, which CUDA's wheels do not bring, and without it the engine ends in its warm-up.
-The rest of FlashInfer is left out by `cleave_worker.vllm.kernels`."""
+kernels with nvcc, which CUDA's wheels do not contain; without it the engine ends in its warm-up.
+`cleave_worker.vllm.kernels` disables the rest of FlashInfer."""
 
 
 class LaunchError(ValueError):
@@ -45,14 +45,14 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """What one start of the engine was given."""
+    """What one start of the engine is given."""
 
     boot_id: str
     engine_port: int
     kv_port: int
     load_page: Path
     terms_page: Path | None = None
-    """None: no terms are stated for any role."""
+    """None: no role has a scheduling configuration."""
     cores: tuple[int, ...] = ()
     """Empty: not pinned."""
     gpu: bool = False
@@ -67,8 +67,8 @@ class Launch:
 
 
 def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
-    """The engine's process. Raises LaunchError, CoresError."""
-    given, kv_transfer = _take_kv_transfer(config.engine_args)
+    """Build the engine's process. Raises LaunchError, CoresError."""
+    user_arguments, kv_transfer = _take_kv_transfer(config.engine_args)
     arguments = [
         "--host", config.host,
         "--port", str(boot.engine_port),
@@ -84,16 +84,16 @@ def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Laun
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",
     }[config.engine]
-    argv = (sys.executable, "-P", "-m", module, *arguments, *given)
+    argv = (sys.executable, "-P", "-m", module, *arguments, *user_arguments)
     return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
 
 
 def share(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
-    """vLLM's process on a further node of an instance; `boot` is the leader's. Raises LaunchError.
+    """Build vLLM's process on a further node of an instance; `boot` is the leader's.
 
-    The KV that it holds goes by the leader's engine id: hand-offs name only that.
+    Its KV has the leader's engine id, as handoffs name only that. Raises LaunchError.
     """
-    given, kv_transfer = _take_kv_transfer(config.engine_args)
+    user_arguments, kv_transfer = _take_kv_transfer(config.engine_args)
     arguments = [
         "--model", config.model,
         _KV_TRANSFER, json.dumps(_kv_transfer(config, boot, kv_transfer)),
@@ -101,31 +101,31 @@ def share(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launc
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _vllm_arguments(config, boot, base_env)
-    argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.share", *arguments, *given)
+    argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.share", *arguments, *user_arguments)
     return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
 
 
 def block_size(config: AgentConfig, gpu: bool) -> int:
-    """Tokens of a KV block as far as the command line tells: --block-size, else the default."""
-    told = _option(config.engine_args, "--block-size")
-    if told and told.isdigit():
-        return int(told)
+    """Return the tokens per KV block: --block-size, else the engine's default."""
+    text = _option(config.engine_args, "--block-size")
+    if text and text.isdigit():
+        return int(text)
     return 128 if config.engine == "vllm" and not gpu else 16
 
 
 def max_adapters(config: AgentConfig) -> int:
-    """Adapters that the engine holds at a time, as its command line tells."""
-    told = _option(config.engine_args, "--max-loras")
-    return int(told) if told and told.isdigit() else 1
+    """Return the number of adapters that the engine holds at a time."""
+    text = _option(config.engine_args, "--max-loras")
+    return int(text) if text and text.isdigit() else 1
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows an NVIDIA GPU; asked without loading CUDA or torch."""
+    """Return whether this machine has an NVIDIA GPU, without loading CUDA or torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
 def has_nvcc(env: Mapping[str, str]) -> bool:
-    """Whether a process with `env` finds nvcc, by the rule of FlashInfer and DeepGEMM."""
+    """Return whether a process with `env` finds nvcc, by the rule of FlashInfer and DeepGEMM."""
     if home := env.get("CUDA_HOME") or env.get("CUDA_PATH"):
         return shutil.which(f"{home}/bin/nvcc") is not None
     path = env.get("PATH", os.defpath)
@@ -133,14 +133,15 @@ def has_nvcc(env: Mapping[str, str]) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A TCP port of `host` that nobody listens on now.
+    """Return a TCP port of `host` that is free now.
 
-    Somebody may take it before the engine does; the engine then ends and the next boot gets others.
+    If another process takes it before the engine does, the engine ends and the next boot gets
+    others.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
+    with socket.socket(family) as sock:
+        sock.bind((host, 0))
+        port: int = sock.getsockname()[1]
         return port
 
 
@@ -148,17 +149,17 @@ def _vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, str]) ->
     arguments = [
         "--tensor-parallel-size", str(config.tensor_parallel_size),
         "--pipeline-parallel-size", str(config.pipeline_parallel_size),
-        # Prompts never reach a log; the agent's probes would fill it.
+        # Prompts never reach a log, and the agent's probes would fill it.
         "--no-enable-log-requests",
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
     if boot.gpu:
         return arguments if has_nvcc(base) else [*arguments, *_ARGUMENTS_WITHOUT_NVCC]
     if config.pipeline_parallel_size > 1:
-        # As eager, but with the warm-up: without it vLLM 0.32 on CPU has no buffers between stages
-        # and ends with an assertion at the first request.
+        # Eager, but with the warm-up: without it vLLM 0.32 on CPU has no buffers between stages and
+        # fails with an assertion at the first request.
         return [*arguments, "--compilation-config", '{"mode": 1, "backend": "eager"}']
-    # Compiling takes half a minute more on CPU and gains nothing for the models that fit there.
+    # Compilation takes half a minute more on CPU and gains nothing for models that fit there.
     return [*arguments, "--enforce-eager"]
 
 
@@ -170,21 +171,23 @@ def _scheduler(config: AgentConfig, boot: Boot) -> list[str]:
     return [_SCHEDULER, "cleave_worker.vllm.scheduler.make_scheduler"]
 
 
-def _kv_transfer(config: AgentConfig, boot: Boot, given: Mapping[str, object]) -> dict[str, object]:
+def _kv_transfer(
+    config: AgentConfig, boot: Boot, user_settings: Mapping[str, object]
+) -> dict[str, object]:
     settings: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     if config.engine == "vllm" and not boot.gpu:
         settings["kv_buffer_device"] = "cpu"
     if config.connector == "cleave":
         settings |= _OWN_CONNECTOR
-        own: dict[str, object] = {"host": config.host, "port": boot.kv_port}
-        if pace := PACES.get(config.transfer):
-            own["pace"] = pace
-        stated = given.get(_EXTRA)
-        own |= stated if isinstance(stated, dict) else {}
-        if "checkpoints" in own:
+        extra: dict[str, object] = {"host": config.host, "port": boot.kv_port}
+        if granularity := PACES.get(config.transfer):
+            extra["pace"] = granularity
+        user_extra = user_settings.get(_EXTRA)
+        extra |= user_extra if isinstance(user_extra, dict) else {}
+        if "checkpoints" in extra:
             settings |= _CHECKPOINTS
-        given = {**given, _EXTRA: own}
-    return {**settings, **given, "engine_id": boot.boot_id}
+        user_settings = {**user_settings, _EXTRA: extra}
+    return {**settings, **user_settings, "engine_id": boot.boot_id}
 
 
 def _environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> dict[str, str]:
@@ -208,29 +211,29 @@ def _environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> di
 
 
 def _take_kv_transfer(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-    """Split the user's own KV transfer settings off: they are merged, not passed twice."""
-    rest = list(arguments)
-    text = _option(rest, _KV_TRANSFER)
+    """Separate the user's KV transfer settings, which are merged with those of the agent."""
+    remaining = list(arguments)
+    text = _option(remaining, _KV_TRANSFER)
     if text is None:
-        return rest, {}
+        return remaining, {}
     try:
         settings = json.loads(text)
     except ValueError:
         raise LaunchError(f"{_KV_TRANSFER} is not JSON") from None
     if not isinstance(settings, dict):
         raise LaunchError(f"{_KV_TRANSFER} is not a JSON object")
-    if f"{_KV_TRANSFER}={text}" in rest:
-        rest.remove(f"{_KV_TRANSFER}={text}")
+    if f"{_KV_TRANSFER}={text}" in remaining:
+        remaining.remove(f"{_KV_TRANSFER}={text}")
     else:
-        at = rest.index(_KV_TRANSFER)
-        del rest[at : at + 2]
-    return rest, settings
+        index = remaining.index(_KV_TRANSFER)
+        del remaining[index : index + 2]
+    return remaining, settings
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:
-    for at, argument in enumerate(arguments):
-        if argument == name and at + 1 < len(arguments):
-            return arguments[at + 1]
+    for index, argument in enumerate(arguments):
+        if argument == name and index + 1 < len(arguments):
+            return arguments[index + 1]
         if argument.startswith(f"{name}="):
             return argument.removeprefix(f"{name}=")
     return None

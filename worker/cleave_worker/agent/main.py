@@ -1,6 +1,6 @@
-"""`cleave-worker`: runs one engine and its agent. The container command of worker pods.
+"""`cleave-worker`: runs one engine and its agent; the container command of worker pods.
 
-Exit codes: 0 drained; 2 bad usage or cores that another engine holds; 1 anything else.
+Exit codes: 0 drained; 2 bad usage or cores that another engine has locked; 1 other errors.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from cleave_worker.agent.launch import LaunchError, has_gpu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until drained; returns the exit code."""
+    """Run until drained; return the exit code."""
     config = parse(sys.argv[1:] if argv is None else argv)
-    named = logs.TextLines(f"%(asctime)s %(levelname)s {config.name}: %(message)s")
-    logs.set_up(config.log_format, text=named, always={"instance": config.name})
+    text_format = logs.TextLines(f"%(asctime)s %(levelname)s {config.name}: %(message)s")
+    logs.set_up(config.log_format, text=text_format, always={"instance": config.name})
     gpu = config.engine == "vllm" and has_gpu()
     locks = cores.CoreLocks(core_locks.folder(), config.name)
     try:
         if config.engine == "emulated":
             distribution.require("worker")
-        taken = locks.take(_wish(config, gpu), config.allow_shared_cores)
+        locked = locks.take(_wish(config, gpu), config.allow_shared_cores)
         warden.become_subreaper()
-        return asyncio.run(_run(config, taken, gpu))
+        return asyncio.run(_run(config, locked, gpu))
     except (cores.CoresError, LaunchError, DiscoveryError, MissingExtraError) as error:
         return _fail(error, 2)
     except OSError as error:
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         locks.release()
 
 
-async def _run(config: AgentConfig, taken: tuple[int, ...], gpu: bool) -> int:
-    # A malformed source is bad usage, and better said now than after the model has loaded.
+async def _run(config: AgentConfig, locked: tuple[int, ...], gpu: bool) -> int:
+    # A malformed source is bad usage, and should be reported before the model loads.
     with contextlib.suppress(Unreachable):
         await find_agents(config.peers)
-    return await Agent(config, taken, gpu).run()
+    return await Agent(config, locked, gpu).run()
 
 
 def _wish(config: AgentConfig, gpu: bool) -> cores.Wish:

@@ -1,8 +1,8 @@
-"""The engine as a child process under its warden.
+"""The engine as a child process under a subreaper.
 
-Used by the supervisor, one object per boot. What is hard: the engine's output must neither block
-it nor grow without bound, so it is copied to the agent's own stderr as it comes and nothing is kept
-but what tells why it died.
+Used by the supervisor, one object per boot. What is hard: the engine's output must neither block it
+nor grow without bound, so it is copied to the agent's stderr as it comes, and only what tells why
+the engine ended is kept.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _SWEEP_SECONDS = 5.0
 
 
 def find_sink(log_format: str) -> Callable[[bytes], None]:
-    """What becomes of an engine's lines: records where logs are JSON, else they stay as is."""
+    """Return where an engine's lines go: to log records if logs are JSON, else to stderr."""
     return _to_log if log_format == "json" else _to_stderr
 
 
@@ -35,7 +35,7 @@ def _to_log(text: bytes) -> None:
 
 
 def _to_stderr(text: bytes) -> None:
-    # With nobody left to read it, output is dropped; an engine must not block on that.
+    # When stderr is closed the output is dropped, as an engine must not block on it.
     with contextlib.suppress(OSError):
         sys.stderr.buffer.write(text)
         sys.stderr.buffer.flush()
@@ -49,11 +49,11 @@ class EngineProcess:
         process: asyncio.subprocess.Process,
         stop_seconds: float,
         sink: Callable[[bytes], object],
-        words: LastWords,
+        exit_reason: LastWords,
     ) -> None:
         self._process = process
         self._stop_seconds = stop_seconds
-        self._words = words
+        self._words = exit_reason
         self._output = asyncio.create_task(self._copy(sink))
 
     @classmethod
@@ -86,13 +86,13 @@ class EngineProcess:
 
     @property
     def last_words(self) -> str:
-        """What it ended of, in its own words; empty when it said nothing."""
+        """Why it ended, from its own output; empty when there was none."""
         return self._words.tell()
 
     async def wait(self) -> int:
-        """Its exit status, once it and all its descendants are gone."""
+        """Wait until it and all its descendants have ended; return its exit status."""
         status = await self._process.wait()
-        # The warden has seen to this, unless somebody killed it; orphans then come to us.
+        # The subreaper does this, unless it was killed; then orphans become our children.
         await asyncio.to_thread(warden.end_children, _SWEEP_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
@@ -100,7 +100,7 @@ class EngineProcess:
         return status
 
     async def stop(self) -> None:
-        """End it and everything it started, gently first."""
+        """End it and all its descendants, with SIGTERM first."""
         self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(self._stop_seconds + _SWEEP_SECONDS):
@@ -112,7 +112,7 @@ class EngineProcess:
             self._output.cancel()
 
     def kill(self) -> None:
-        """End it and everything it started at once; returns before it is gone."""
+        """Kill it and all its descendants; returns before they have ended."""
         self._signal(signal.SIGHUP)
 
     def _signal(self, number: int) -> None:
@@ -122,14 +122,14 @@ class EngineProcess:
     async def _copy(self, sink: Callable[[bytes], object]) -> None:
         stream = self._process.stdout
         assert stream is not None
-        rest = b""
+        partial = b""
         while chunk := await stream.read(_CHUNK_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > _CHUNK_BYTES:
-                lines, rest = [*lines, rest], b""
+            *lines, partial = (partial + chunk).split(b"\n")
+            if len(partial) > _CHUNK_BYTES:
+                lines, partial = [*lines, partial], b""
             self._take(lines, sink)
-        if rest:
-            self._take([rest], sink)
+        if partial:
+            self._take([partial], sink)
 
     def _take(self, lines: list[bytes], sink: Callable[[bytes], object]) -> None:
         if not lines:

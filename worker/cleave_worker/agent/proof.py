@@ -1,16 +1,16 @@
-"""From "the engine answers" to "ready": finds a peer, runs the KV test, says what came of it.
+"""From an engine that answers to a ready instance: finds a peer and runs the KV test with it.
 
-Run by the supervisor beside the health checks, once for every boot. The cases:
-- a peer is there and the test passes: ready, KV path verified;
-- a peer is there and the test fails: not ready, tried again with growing delay. A worker that is
-  ready without proof already stays so: it serves whole requests, and the fault may be the peer's;
-- a peer is there and its engine does not count what it pulls, or other hand-offs hide how the test
-  went: nothing can be shown, so ready without proof, and tried again;
-- a peer is in sight but its engine still starts: wait, as long as an engine may take to start;
-- no peer is in sight: after a while ready without proof, and the search goes on.
+Run by the supervisor beside the health checks, once per boot. The cases:
+- A peer exists and the test passes: ready, KV path verified.
+- A peer exists and the test fails: not ready, retried with growing delay. A worker that is ready
+  unverified stays ready: it serves colocated requests, and the fault may be the peer's.
+- A peer exists, but its engine does not count pulled bytes, or other handoffs hide the result: the
+  test can show nothing, so ready unverified, and retried.
+- A peer exists, but its engine still starts: wait, as long as an engine may take to start.
+- No peer exists: after a while ready unverified, and the search goes on.
 
-Once the way of the role is proven the other way is tried, too, for the role may change. What that
-left unproven is tested before a change of role that needs it is told to anybody.
+After the direction of the role the opposite direction is tested, too, as the role may change. A
+direction that failed or was skipped is tested again before a role that needs it is announced.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ Test = Callable[[agent_pb2.Registration, Flow], Awaitable[agent_pb2.KvPath]]
 
 
 async def prove(config: AgentConfig, instance: Instance) -> None:
-    """Bring an instance whose engine answers to ready; returns once nothing is left to prove."""
+    """Bring an instance whose engine answers to ready; return once its KV path is verified."""
     if not config.peers:
         instance.unverified(_NO_PEER)
         return
@@ -50,24 +50,24 @@ async def prove(config: AgentConfig, instance: Instance) -> None:
     await pursue(config, instance, look, _tester(config, instance))
 
 
-async def pursue(config: AgentConfig, instance: Instance, look: Look, test: Test) -> None:
-    """Look for peers and test with them until a test passes."""
+async def pursue(config: AgentConfig, instance: Instance, search: Look, run_test: Test) -> None:
+    """Search peers and test with them until a test passes."""
     clock = asyncio.get_running_loop().time
     timing = config.timing
-    begun = seen = clock()
+    started_at = seen_at = clock()
     delay = _FIRST_DELAY
     while True:
-        sight = await look()
-        if sight.peer:
-            seen = clock()
-            if await _attempt(instance, sight.peer, test):
+        scan = await search()
+        if scan.peer:
+            seen_at = clock()
+            if await _attempt(instance, scan.peer, run_test):
                 return
             await asyncio.sleep(delay)
             delay = min(delay * 2, timing.verify_delay_max)
             continue
-        if sight.starting and clock() - begun < timing.start_timeout:
-            seen = clock()
-        elif clock() - seen >= timing.peer_wait:
+        if scan.starting and clock() - started_at < timing.start_timeout:
+            seen_at = clock()
+        elif clock() - seen_at >= timing.peer_wait:
             instance.unverified(_NO_PEER)
         ready = instance.state == agent_pb2.STATE_READY
         await asyncio.sleep(timing.peer_search if ready else timing.peer_poll)
@@ -76,10 +76,10 @@ async def pursue(config: AgentConfig, instance: Instance, look: Look, test: Test
 async def prove_role(
     config: AgentConfig, instance: Instance, role: "agent_pb2.Role.ValueType"
 ) -> None:
-    """Before a ready instance takes a role: test the way of its KV. Raises TransferError.
+    """Test the KV direction of a role before a ready instance takes it. Raises TransferError.
 
-    Any engine of the kind will do, whatever its role; when there is none, nothing is tested. Where
-    engines do not count bytes the role is taken, too, unverified: no later test would show more.
+    Any compatible engine serves as peer; without one nothing is tested. Where engines do not count
+    bytes the role is taken unverified, as no later test would show more.
     """
     flow = flow_of(role)
     ready = instance.state == agent_pb2.STATE_READY
@@ -96,10 +96,10 @@ async def prove_role(
             instance.verified(kv_path, flow)
 
 
-async def _attempt(instance: Instance, peer: agent_pb2.Registration, test: Test) -> bool:
+async def _attempt(instance: Instance, peer: agent_pb2.Registration, run_test: Test) -> bool:
     flow = flow_of(instance.registration().role)
     try:
-        kv_path = await test(peer, flow)
+        kv_path = await run_test(peer, flow)
     except InconclusiveError as error:
         instance.unverified(str(error))
         return False
@@ -108,19 +108,19 @@ async def _attempt(instance: Instance, peer: agent_pb2.Registration, test: Test)
         _log.warning(reason)
         instance.verification_failed(reason)
         return False
-    await _try_other_way(instance, peer, test, flow.other)
+    await _try_other_way(instance, peer, run_test, flow.other)
     instance.verified(kv_path, flow)
     # The role may have changed meanwhile.
     return instance.is_proven(flow_of(instance.registration().role))
 
 
 async def _try_other_way(
-    instance: Instance, peer: agent_pb2.Registration, test: Test, flow: Flow
+    instance: Instance, peer: agent_pb2.Registration, run_test: Test, flow: Flow
 ) -> None:
     try:
-        instance.verified(await test(peer, flow), flow)
+        instance.verified(await run_test(peer, flow), flow)
     except TransferError as error:
-        _log.warning("KV test with %s failed the other way: %s", peer.instance, error)
+        _log.warning("KV test with %s failed in the opposite direction: %s", peer.instance, error)
 
 
 def _looker(config: AgentConfig, instance: Instance, matches: peers.Matches) -> Look:
@@ -130,7 +130,7 @@ def _looker(config: AgentConfig, instance: Instance, matches: peers.Matches) -> 
         try:
             known = await addresses.find()
         except (DiscoveryError, OSError) as error:
-            _log.error("cannot look for peers: %s", error)
+            _log.error("cannot search peers: %s", error)
             return peers.Sight()
         return await peers.look(known, instance.registration(), matches)
 
@@ -138,8 +138,8 @@ def _looker(config: AgentConfig, instance: Instance, matches: peers.Matches) -> 
 
 
 def _tester(config: AgentConfig, instance: Instance) -> Test:
-    # System randomness: two workers that start together must not invent the same prompts.
-    words = random.SystemRandom()
+    # System randomness: two workers that start together must not generate the same prompts.
+    rng = random.SystemRandom()
     transport = _name_transport(config)
 
     async def test(peer: agent_pb2.Registration, flow: Flow) -> agent_pb2.KvPath:
@@ -150,7 +150,7 @@ def _tester(config: AgentConfig, instance: Instance) -> Test:
             _endpoint(decode),
             config.served_model_name,
             seconds=config.timing.verify_timeout,
-            random_words=words,
+            random_words=rng,
         )
         kv_path = agent_pb2.KvPath(
             verified=True,
@@ -166,10 +166,10 @@ def _tester(config: AgentConfig, instance: Instance) -> Test:
 
 
 def _name_transport(config: AgentConfig) -> str:
-    """What moves the KV, as far as this container's devices tell; its speed is measured.
+    """Name what transfers the KV, as far as the devices of this container show.
 
-    Without RDMA a GPU's KV may go over NVLink or TCP, which only the speed tells apart; without a
-    GPU what is left is TCP, or shared memory between engines of one machine.
+    Without RDMA a GPU's KV may go over NVLink or TCP, which only the measured speed tells apart;
+    without a GPU it goes over TCP, or shared memory between engines of one machine.
     """
     if config.engine != "vllm":
         return "emulated"

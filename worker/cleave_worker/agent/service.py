@@ -1,8 +1,8 @@
-"""The agent's gRPC service: watch, roles, drain, health; and the standard health protocol.
+"""The agent's gRPC service (watch, roles, drain, health) and the standard health protocol.
 
-Dialled by gateways, other agents, kubelets and `cleave status`. What is hard: a hundred
-watchers may follow one agent, so a report is one message built from a few numbers, and a change of
-the registration goes out at once instead of with the next report.
+Called by gateways, other agents, kubelets and `cleave status`. What is hard: a hundred watchers may
+stream from one agent. So a report is one message built from a few numbers, and a change of the
+registration is sent at once instead of with the next report.
 """
 
 import asyncio
@@ -20,28 +20,28 @@ from cleave_worker.agent.verify import TransferError
 from cleave_worker.scheduling.terms import ROLES
 
 READY_SERVICE = "ready"
-"""Name under which the health protocol tells whether the instance takes requests."""
+"""Service name under which the health protocol reports whether the instance takes requests."""
 _INTERVALS_MS = 50, 60_000
-"""Of reports, the shortest and the longest, whatever a watcher states."""
+"""Shortest and longest interval of reports, whatever a watcher requests."""
 _MAX_WATCHERS = 512
-"""Streams at a time: at the shortest interval about a core's worth of reports."""
+"""Concurrent streams: at the shortest interval about a core's worth of reports."""
 _MAX_ROUTER_NAME = 64
-"""Characters; gateways name themselves by 32."""
+"""Characters; gateways use names of 32."""
 
 _Context = grpc.aio.ServicerContext[object, object]
 DrainCall = Callable[[float | None], Awaitable[Drained]]
 """Drains within some seconds (None: the agent's own time-out)."""
 ProveCall = Callable[["agent_pb2.Role.ValueType"], Awaitable[None]]
-"""Proves the KV path that a role needs, where it is not proven yet. Raises TransferError."""
+"""Verifies the KV path of a role, unless it is verified. Raises TransferError."""
 
 
 class AgentService(agent_pb2_grpc.AgentServicer):
-    """Answers for one instance."""
+    """The gRPC methods for one instance."""
 
-    def __init__(self, instance: Instance, drain: DrainCall, prove: ProveCall) -> None:
+    def __init__(self, instance: Instance, drain: DrainCall, verify_role: ProveCall) -> None:
         self._instance = instance
         self._drain = drain
-        self._prove = prove
+        self._prove = verify_role
         self._routers: Counter[str] = Counter()
 
     async def Watch(  # noqa: N802
@@ -49,7 +49,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.WatchRequest,
         context: _Context,
     ) -> AsyncIterator[agent_pb2.WatchEvent]:
-        """A registration first and after each change, load reports in between."""
+        """Stream a registration first and after each change, and load reports in between."""
         if len(request.router) > _MAX_ROUTER_NAME:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -57,10 +57,11 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             )
         if self._routers.total() >= _MAX_WATCHERS:
             await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MAX_WATCHERS} watchers are there already"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{_MAX_WATCHERS} watchers are connected already",
             )
         shortest_ms, longest_ms = _INTERVALS_MS
-        asked_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
+        requested_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
         version = None
         self._routers[request.router] += 1
         try:
@@ -71,14 +72,16 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 load = self._report_to(request.router)
                 yield agent_pb2.WatchEvent(load=load)
                 if version == self._instance.version:
-                    await self._instance.change(find_interval_ms(asked_ms, load.num_routers) / 1000)
+                    await self._instance.change(
+                        find_interval_ms(requested_ms, load.num_routers) / 1000
+                    )
         finally:
             self._routers[request.router] -= 1
-            # Drops names that nobody has any more.
+            # Removes names with a count of zero.
             self._routers += Counter()
 
     def _report_to(self, router: str) -> agent_pb2.LoadReport:
-        """The load, and the router's place among those that send requests."""
+        """Build a load report with the router's rank among the routers that send requests."""
         load = self._instance.report()
         if router:
             routers = sorted(name for name in self._routers if name)
@@ -88,11 +91,11 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def SetRole(  # noqa: N802
         self, request: agent_pb2.SetRoleRequest, context: _Context
     ) -> agent_pb2.SetRoleResponse:
-        """Take a role once its KV path is proven; every watcher hears of it at once."""
+        """Change the role once its KV path is verified; every watcher receives it at once."""
         if request.role not in ROLES.values():
-            known = ", ".join(f"{name} ({role})" for name, role in ROLES.items())
+            roles = ", ".join(f"{name} ({role})" for name, role in ROLES.items())
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"role {request.role} is none of {known}"
+                grpc.StatusCode.INVALID_ARGUMENT, f"role {request.role} must be one of {roles}"
             )
         try:
             self._instance.check_order(request.epoch, request.boot_id)
@@ -117,7 +120,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.DrainRequest,
         context: _Context,  # noqa: ARG002
     ) -> agent_pb2.DrainResponse:
-        """Wait until the engine is empty; the agent ends after the answer."""
+        """Wait until the engine is empty; the agent ends after the response."""
         drained = await self._drain(request.timeout_ms / 1000 if request.timeout_ms else None)
         return agent_pb2.DrainResponse(empty=drained.empty, num_left=drained.num_left)
 
@@ -126,7 +129,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.HealthRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> agent_pb2.HealthResponse:
-        """What Watch would say now."""
+        """Return what Watch would send now."""
         return agent_pb2.HealthResponse(
             registration=self._instance.registration(), load=self._instance.report()
         )
@@ -136,16 +139,16 @@ class AgentServer:
     """The service on its port, until it is stopped."""
 
     def __init__(
-        self, instance: Instance, drain: DrainCall, prove: ProveCall, address: str
+        self, instance: Instance, drain: DrainCall, verify_role: ProveCall, address: str
     ) -> None:
         self._instance = instance
         self._address = address
-        # Two agents on one port would both seem to work.
+        # With SO_REUSEPORT two agents could share a port without an error.
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._health = health.aio.HealthServicer()
         self._follower: asyncio.Task[None] | None = None
         agent_pb2_grpc.add_AgentServicer_to_server(
-            AgentService(instance, drain, prove), self._server
+            AgentService(instance, drain, verify_role), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
@@ -161,7 +164,7 @@ class AgentServer:
         self._follower = asyncio.create_task(self._follow())
 
     async def stop(self, seconds: float) -> None:
-        """Calls under way have `seconds` to finish."""
+        """Stop; running calls have `seconds` to finish."""
         if self._follower:
             self._follower.cancel()
         await self._server.stop(seconds)

@@ -1,8 +1,8 @@
-"""Keeps an engine alive: start, wait until it answers, prove its KV path, watch it, start again.
+"""Keeps an engine running: start, wait until it answers, verify its KV path, watch it, restart.
 
-Run by the agent until it is cancelled. What is hard: three things happen at once in every life of
-the engine (the process may end, its health may fade, its KV path is being proven), and whichever
-way a life ends, nothing of it may be left behind before the next one begins.
+Run by the agent until it is cancelled. What is hard: three things happen at once in each boot of
+the engine (the process may end, its health may fail, its KV path is being verified), and however a
+boot ends, no process or file of it may remain when the next one starts.
 """
 
 import asyncio
@@ -28,21 +28,21 @@ _log = logging.getLogger(__name__)
 
 
 class EngineFault(RuntimeError):  # noqa: N818
-    """Why a life of the engine ended or must end."""
+    """Why a boot of the engine ended or must end."""
 
 
 def restart_delay(quick_deaths: int, timing: Timing) -> float:
-    """Seconds before the next start, after `quick_deaths` lives in a row were short."""
+    """Return the seconds before the next start, after `quick_deaths` short boots in a row."""
     return min(timing.restart_delay * 2.0 ** min(quick_deaths, 30), timing.restart_delay_max)
 
 
 def is_stalled(load: Load, now_ns: int, seconds: float) -> bool:
-    """Whether an engine that has requests took no step for `seconds`: it steps while it has any."""
+    """Return whether an engine that has requests made no step for `seconds`."""
     return bool(load.num_running + load.num_waiting) and now_ns - load.sampled_ns > seconds * 1e9
 
 
 class Supervisor:
-    """The engine of one agent, over all of its lives."""
+    """The engine of one agent, through all of its boots."""
 
     def __init__(
         self, config: AgentConfig, instance: Instance, cores: tuple[int, ...], gpu: bool
@@ -55,7 +55,7 @@ class Supervisor:
         self._at_once = False
 
     def hurry(self) -> None:
-        """From now on engines are killed rather than asked to end, the present one first."""
+        """Kill the present engine and later ones instead of stopping them gently."""
         self._at_once = True
         if self._process:
             self._process.kill()
@@ -66,7 +66,7 @@ class Supervisor:
         timing = self._config.timing
         quick_deaths = 0
         while True:
-            begun = clock()
+            started_at = clock()
             try:
                 await self._life()
             except EngineFault as fault:
@@ -74,18 +74,18 @@ class Supervisor:
                 self._instance.lost(str(fault))
             if self._instance.draining:
                 return
-            quick_deaths = 0 if clock() - begun >= timing.stable_after else quick_deaths + 1
+            quick_deaths = 0 if clock() - started_at >= timing.stable_after else quick_deaths + 1
             await asyncio.sleep(restart_delay(max(0, quick_deaths - 1), timing))
 
     async def _life(self) -> None:
-        """One engine, from start to end. Raises EngineFault."""
-        # The warden removes the folder when this process cannot.
+        """Run one engine from start to end. Raises EngineFault."""
+        # The subreaper removes the folder when this process cannot.
         with (
             tempfile.TemporaryDirectory(
                 prefix="cleave-agent-", ignore_cleanup_errors=True
             ) as folder,
-            LoadPage(Path(folder) / "load") as page,
-            TermsPage(Path(folder) / "terms") as terms,
+            LoadPage(Path(folder) / "load") as load_page,
+            TermsPage(Path(folder) / "terms") as scheduling_page,
         ):
             boot = self._new_boot(Path(folder))
             url = _url(self._config.host, boot.engine_port)
@@ -99,11 +99,12 @@ class Supervisor:
             )
             try:
                 kv_port = boot.kv_port if self._config.is_followed else 0
-                self._instance.boot(boot.boot_id, url, page, terms, kv_port)
+                self._instance.boot(boot.boot_id, url, load_page, scheduling_page, kv_port)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 await _first(self._serve(url), _ended(process))
             except EngineFault:
-                # What does not answer will not end politely either, and holds up the next start.
+                # An engine that does not answer will not stop gently either, and delays the next
+                # start.
                 process.kill()
                 raise
             finally:
@@ -157,11 +158,11 @@ class Supervisor:
             if failures >= timing.health_failures:
                 raise EngineFault(f"{fault}, {failures} times in a row")
             if is_stalled(self._instance.load, time.monotonic_ns(), timing.stall_timeout):
-                raise EngineFault(f"has work and made no step for {timing.stall_timeout:g} s")
+                raise EngineFault(f"has requests and made no step for {timing.stall_timeout:g} s")
 
 
 async def prove_then_idle(config: AgentConfig, instance: Instance) -> None:
-    """Prove the KV path, and the other way when a role asks for it; health checks end this life."""
+    """Verify the KV path, and again when a new role needs it; ended by the health checks."""
     while True:
         await prove(config, instance)
         while not config.peers or instance.is_proven(flow_of(instance.registration().role)):
@@ -177,12 +178,12 @@ async def _answering(url: str, timing: Timing) -> None:
 
 async def _ended(process: EngineProcess) -> None:
     status = await process.wait()
-    said = f": {process.last_words}" if process.last_words else ""
-    raise EngineFault(f"engine ended with status {status}{said}")
+    suffix = f": {process.last_words}" if process.last_words else ""
+    raise EngineFault(f"engine ended with status {status}{suffix}")
 
 
 async def _first(*coroutines: Coroutine[object, object, None]) -> None:
-    """Run all until one ends; its error is raised, the others are cancelled."""
+    """Run all until one ends; raise its error and cancel the others."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

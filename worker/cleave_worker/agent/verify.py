@@ -1,14 +1,14 @@
-"""The KV self-test: does a hand-off from this prefill engine to that decode engine move the KV, and
-give the tokens that the prefill engine alone gives?
+"""The KV self-test: checks that a handoff from one engine to another transfers the KV, and that the
+decode engine continues with the tokens of the prefill engine.
 
-Called by proof.py before a worker becomes ready. What is hard: engines accept foreign or damaged
-KV silently, so tokens are compared; an engine that computes lost KV itself gives the right tokens,
-so the decode engine must also have counted bytes, as many as the hand-off names blocks. How many
-bytes a block has only the engine knows, so a short and a long prompt are handed off and compared.
-Prompts are new to both prefix caches, or nothing would be transferred. Greedy decoding on two
-machines may differ at a near-tie, so one good try in a few is enough; a broken path fails them all.
-Other hand-offs count into the same series: what they may have caused is no fault of this one.
-The engines may be of another version: no answer of theirs may end the agent.
+Called by `proof` before a worker becomes ready. What is hard: engines accept foreign or damaged KV
+silently, so tokens are compared. An engine that recomputes lost KV gives the right tokens, so the
+decode engine must also have counted bytes, in proportion to the blocks of the handoff. Only the
+engine knows the bytes per block, so a short and a long prompt are compared. Prompts are new to both
+prefix caches, or nothing would be transferred. Greedy decoding on two machines may differ at
+near-ties, so one good attempt of several is enough; a broken path fails all. Other handoffs count
+into the same metrics and must not make this test fail. The engines may be of another version, so no
+response of theirs may end the agent.
 """
 
 import json
@@ -26,15 +26,15 @@ _SHORT_CHARACTERS = 400
 _LONG_TOKENS = 2560
 """More than the 2,048 tokens that vLLM computes in one step unless the GPU is large."""
 _FILL = 0.9
-"""Share of the model's length that a prompt may take: its tokens are an estimate."""
+"""Share of the model's length that a prompt may take, as its token count is an estimate."""
 _PATIENCE = 0.5
-"""Share of a request's time that the prefill of the long prompt may take."""
+"""Share of a request's time limit that the prefill of the long prompt may take."""
 _PROPORTION = 0.9
-"""Of the bytes that the blocks of the long prompt have by those of the short one."""
+"""Least bytes per block of the long prompt, relative to the short one."""
 _LONGER = 2
-"""Times as many tokens as the short prompt, from which the long one shows a proportion."""
+"""Least tokens of the long prompt, relative to the short one, that make the ratio meaningful."""
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What answers raise that are not what vLLM answers."""
+"""Exceptions from parsing a response that is not as vLLM's."""
 _PROMPT_MARGIN = 16
 _PREFILL_ORDER = {
     "do_remote_decode": True,
@@ -47,7 +47,7 @@ _PREFILL_ORDER = {
 
 
 class TransferError(RuntimeError):
-    """The KV path does not work; one sentence."""
+    """The KV path does not work; the message is one sentence."""
 
 
 class InconclusiveError(TransferError):
@@ -66,20 +66,20 @@ class Endpoint:
     url: str
     boot_id: str
     max_model_len: int = 0
-    """Tokens; 0: unknown."""
+    """In tokens; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One hand-off with the right tokens, and what the decode engine counted meanwhile."""
+    """One handoff with the right tokens, and the decode engine's counters before and after."""
 
     num_tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     num_blocks: int
-    """Of KV that the hand-off names, all KV cache groups together; 0: it does not tell."""
+    """KV blocks that the handoff names, over all KV cache groups; 0: it names none."""
     prefill_ms: float
     first_token_ms: float
-    """From the decode request to its first token, transfer included."""
+    """From the decode request to its first token, including the transfer."""
     before: Pulled
     after: Pulled
     note: str = ""
@@ -87,38 +87,38 @@ class Transfer:
 
     @property
     def num_bytes(self) -> float:
-        """What the decode engine pulled, that of other hand-offs included."""
+        """Bytes that the decode engine pulled, including those of other handoffs."""
         return self.after.num_bytes - self.before.num_bytes
 
     @property
     def seconds(self) -> float:
-        """How long that took, summed over ranks and hand-offs."""
+        """Duration of these pulls, summed over ranks and handoffs."""
         return self.after.seconds - self.before.seconds
 
     @property
     def bytes_per_s(self) -> float:
-        """Mean over ranks and hand-offs; 0: the engine does not tell."""
+        """Mean over ranks and handoffs; 0 when the engine counts no time."""
         return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def is_alone(self) -> bool:
-        """Whether the decode engine took no other hand-off meanwhile."""
+        """Whether the decode engine received no other handoff meanwhile."""
         return self.after.num_tokens - self.before.num_tokens <= self.num_tokens
 
     @property
     def block_bytes(self) -> float:
-        """Bytes for each block of the hand-off."""
+        """Bytes per block of the handoff."""
         return self.num_bytes / max(1, self.num_blocks)
 
     @property
     def num_lost(self) -> float:
-        """Failures that the engine counted meanwhile, those of other hand-offs included."""
+        """Failures that the engine counted meanwhile, including those of other handoffs."""
         return self.after.num_lost - self.before.num_lost
 
     def describe(self) -> str:
-        """Bytes, tokens, time and rate, for people."""
+        """Return bytes, tokens, time and rate as text."""
         rate = f", {self.bytes_per_s / 1e9:.3g} GB/s" if self.bytes_per_s else ""
-        others = "" if self.is_alone else ", other hand-offs included"
+        others = "" if self.is_alone else ", including other handoffs"
         return (
             f"{self.num_bytes / 1e6:,.2f} MB for {self.num_tokens:,} tokens "
             f"in {self.seconds:.3g} s{rate}{others}{self.note and f', {self.note}'}"
@@ -130,8 +130,8 @@ async def verify_transfer(
 ) -> Transfer:
     """Test one direction; each request gets `seconds`. Raises TransferError, InconclusiveError.
 
-    Returns the hand-off of the long prompt. Other hand-offs of the decode engine are counted, too:
-    where they blur the proportion in each try, it is enough that bytes came and no KV was lost.
+    Returns the handoff of the long prompt. If other handoffs blur the ratio in each attempt, it is
+    enough that bytes arrived and no KV was lost.
     """
     try:
         # First, so that engines without counters compute nothing.
@@ -141,49 +141,53 @@ async def verify_transfer(
         raise TransferError(str(error)) from error
     except _UNREADABLE as error:
         raise TransferError(
-            f"cannot read what {prefill.instance} or {decode.instance} answered: {error!r:.200}"
+            f"cannot parse a response of {prefill.instance} or {decode.instance}: {error!r:.200}"
         ) from error
 
 
 async def _verify(
-    prefill: Endpoint, decode: Endpoint, model: str, seconds: float, words: random.Random
+    prefill: Endpoint, decode: Endpoint, model: str, seconds: float, rng: random.Random
 ) -> Transfer:
-    wrong = unclear = ""
-    passed: Transfer | None = None
-    shorts: list[float] = []
+    fault_text = uncertainty = ""
+    unproven: Transfer | None = None
+    block_sizes: list[float] = []
     for _ in range(_TRIES):
         try:
-            short, long = await _try_both(prefill, decode, model, seconds, words)
+            short, long = await _try_both(prefill, decode, model, seconds, rng)
         except _OtherTokensError:
-            wrong = f"{decode.instance} continued a prompt of {prefill.instance} with other tokens"
+            fault_text = (
+                f"{decode.instance} continued a prompt of {prefill.instance} with other tokens"
+            )
             continue
         num_lost = short.num_lost + long.num_lost
         is_alone = short.is_alone and long.is_alone
         if fault := find_fault(short, long):
-            wrong = f"{decode.instance} {fault}, handed off by {prefill.instance}"
+            fault_text = f"{decode.instance} {fault}, handed off by {prefill.instance}"
             if long.num_bytes > 0:
-                shorts.append(short.block_bytes)
+                block_sizes.append(short.block_bytes)
         elif num_lost and not is_alone:
-            unclear = f"{decode.instance} counted {num_lost:.0f} failed transfers of several"
+            uncertainty = f"{decode.instance} counted {num_lost:.0f} failed transfers of several"
         elif is_in_proportion(short, long):
             return long
         else:
-            passed = long
-    if passed:
-        return passed
-    # A path that cuts KV off does so alike each time; bytes of others come once and not again.
-    if shorts and min(shorts) < _PROPORTION * max(shorts):
-        unclear = f"{decode.instance} pulled unlike bytes for a block each time"
-    if unclear:
-        raise InconclusiveError(f"{unclear}, so other hand-offs hide how one went; tried again")
-    raise TransferError(f"{wrong}, {_TRIES} times of {_TRIES}")
+            unproven = long
+    if unproven:
+        return unproven
+    # A path that truncates KV does so alike each time; bytes of other handoffs vary.
+    if block_sizes and min(block_sizes) < _PROPORTION * max(block_sizes):
+        uncertainty = f"{decode.instance} pulled a different number of bytes per block each time"
+    if uncertainty:
+        raise InconclusiveError(
+            f"{uncertainty}, so other handoffs hide the result; the test is repeated"
+        )
+    raise TransferError(f"{fault_text}, {_TRIES} times of {_TRIES}")
 
 
 def find_fault(short: Transfer, long: Transfer) -> str:
-    """What is wrong with the bytes of two hand-offs with the right tokens; empty: nothing shown."""
-    for one in (short, long):
-        if one.num_bytes <= 0:
-            return f"pulled no byte of the KV of {one.num_tokens:,} prompt tokens"
+    """Return what is wrong with the bytes of two handoffs with the right tokens; empty: nothing."""
+    for sample in (short, long):
+        if sample.num_bytes <= 0:
+            return f"pulled no byte of the KV of {sample.num_tokens:,} prompt tokens"
     if short.is_alone and long.is_alone and not is_in_proportion(short, long):
         return (
             f"pulled {long.num_bytes:,.0f} bytes of the KV of {long.num_tokens:,} prompt tokens, "
@@ -193,34 +197,36 @@ def find_fault(short: Transfer, long: Transfer) -> str:
 
 
 def is_in_proportion(short: Transfer, long: Transfer) -> bool:
-    """Whether the blocks of the long prompt came with as many bytes each as the short one's."""
+    """Return whether both prompts were pulled with about as many bytes per block."""
     least = _PROPORTION * short.num_bytes * long.num_blocks
     return long.num_bytes * short.num_blocks >= least
 
 
 class _OtherTokensError(Exception):
-    """The two engines continued a prompt in different ways."""
+    """The two engines continued a prompt with different tokens."""
 
 
 async def _try_both(
-    prefill: Endpoint, decode: Endpoint, model: str, seconds: float, words: random.Random
+    prefill: Endpoint, decode: Endpoint, model: str, seconds: float, rng: random.Random
 ) -> tuple[Transfer, Transfer]:
-    """Hand-offs of a short and of a long prompt. Raises TransferError, _OtherTokensError."""
-    # A token covers at least one character, so a prompt of n characters never exceeds n tokens.
-    length = min(end.max_model_len or 1 << 20 for end in (prefill, decode)) - _PROMPT_MARGIN
+    """Hand off a short and a long prompt. Raises TransferError, _OtherTokensError."""
+    # A token covers at least one character, so a prompt of n characters has at most n tokens.
+    length = (
+        min(endpoint.max_model_len or 1 << 20 for endpoint in (prefill, decode)) - _PROMPT_MARGIN
+    )
     characters = max(1, min(_SHORT_CHARACTERS, length))
 
     def in_time(short: Transfer) -> float:
-        """Tokens that a request computes, if the time of the short one was all computation."""
+        """Return the tokens that fit a request's time, if the short one's was all computation."""
         return short.num_tokens * _PATIENCE * seconds * 1e3 / max(short.prefill_ms, 1e-3)
 
-    short = await _try(prefill, decode, model, random_prompt(words, characters), seconds)
+    short = await _try(prefill, decode, model, random_prompt(rng, characters), seconds)
     if in_time(short) < _LONGER * short.num_tokens:
-        # It waited, or warmed the engine up.
-        short = await _try(prefill, decode, model, random_prompt(words, characters), seconds)
+        # It was queued, or warmed the engine up.
+        short = await _try(prefill, decode, model, random_prompt(rng, characters), seconds)
     tokens = min(_LONG_TOKENS, _FILL * length, in_time(short))
     longer = max(characters, int(characters * tokens / short.num_tokens))
-    long = await _try(prefill, decode, model, random_prompt(words, longer), seconds)
+    long = await _try(prefill, decode, model, random_prompt(rng, longer), seconds)
     if long.num_tokens < _LONGER * short.num_tokens:
         long = replace(long, note="no longer prompt was tested")
     return short, long
@@ -229,24 +235,24 @@ async def _try_both(
 async def _try(
     prefill: Endpoint, decode: Endpoint, model: str, prompt: str, seconds: float
 ) -> Transfer:
-    """One hand-off. Raises TransferError, _OtherTokensError."""
+    """Hand off one prompt. Raises TransferError, _OtherTokensError."""
     request_id = f"cleave-verify-{uuid.uuid4().hex}"
-    handed = await _prefill(prefill, model, prompt, seconds, request_id)
-    # After the prefill: what others move meanwhile does not count.
+    prefilled = await _prefill(prefill, model, prompt, seconds, request_id)
+    # After the prefill, so that earlier pulls of other handoffs do not count.
     before = await _pulled(decode, seconds)
-    answer, first_ms = await _decode(decode, model, prompt, request_id, handed.params, seconds)
+    text, first_ms = await _decode(decode, model, prompt, request_id, prefilled.params, seconds)
     after = await _pulled(decode, seconds)
-    # Last, so that the prefill engine computes what it hands off.
-    if answer != await _complete(prefill, model, prompt, seconds):
+    # Last, so that the prefill engine computes the KV that it hands off.
+    if text != await _complete(prefill, model, prompt, seconds):
         raise _OtherTokensError
     return Transfer(
-        handed.num_tokens, _count_blocks(handed.params), handed.ms, first_ms, before, after
+        prefilled.num_tokens, _count_blocks(prefilled.params), prefilled.ms, first_ms, before, after
     )
 
 
 async def _pulled(decode: Endpoint, seconds: float) -> Pulled:
-    if counted := await engine_api.pulled(decode.url, seconds):
-        return counted
+    if counters := await engine_api.pulled(decode.url, seconds):
+        return counters
     raise UncountedError(
         f"{decode.instance} counts no bytes of KV: its /metrics has neither "
         "vllm:nixl_bytes_transferred nor cleave_kv_pulled_bytes_total; "
@@ -255,7 +261,7 @@ async def _pulled(decode: Endpoint, seconds: float) -> Pulled:
 
 
 def random_prompt(random_words: random.Random, characters: int) -> str:
-    """Words that no cache has seen, at most `characters` long."""
+    """Return new random words, at most `characters` long."""
     words: list[str] = []
     length = 0
     while length < characters:
@@ -268,13 +274,13 @@ def random_prompt(random_words: random.Random, characters: int) -> str:
 
 
 async def _complete(engine: Endpoint, model: str, prompt: str, seconds: float) -> str:
-    body = await _post(engine, _body(model, prompt), seconds)
-    return _text(json.loads(body.body))
+    response = await _post(engine, _body(model, prompt), seconds)
+    return _text(json.loads(response.body))
 
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """What a prefill answered."""
+    """Response of a prefill."""
 
     params: Mapping[str, object]
     num_tokens: int
@@ -285,11 +291,11 @@ async def _prefill(
     engine: Endpoint, model: str, prompt: str, seconds: float, request_id: str
 ) -> _Handed:
     body = {**_body(model, prompt), "max_tokens": 1, "kv_transfer_params": _PREFILL_ORDER}
-    answer = await _post(engine, body, seconds, request_id)
-    content = json.loads(answer.body)
+    response = await _post(engine, body, seconds, request_id)
+    content = json.loads(response.body)
     params = content.get("kv_transfer_params")
     if not isinstance(params, dict):
-        raise TransferError(f"{engine.instance} gave no KV hand-off")
+        raise TransferError(f"{engine.instance} returned no KV handoff")
     if params.get("remote_engine_id") != engine.boot_id:
         raise TransferError(
             f"{engine.instance} handed off as {params.get('remote_engine_id')!r:.80}"
@@ -297,7 +303,7 @@ async def _prefill(
     num_tokens = content["usage"]["prompt_tokens"]
     if not isinstance(num_tokens, int) or num_tokens < 1:
         raise TransferError(f"{engine.instance} counted {num_tokens!r:.80} prompt tokens")
-    return _Handed(params, num_tokens, answer.first_body_ms)
+    return _Handed(params, num_tokens, response.first_body_ms)
 
 
 def _count_blocks(params: Mapping[str, object]) -> int:
@@ -316,8 +322,8 @@ async def _decode(
     seconds: float,
 ) -> tuple[str, float]:
     body = {**_body(model, prompt), "stream": True, "kv_transfer_params": params}
-    answer = await _post(engine, body, seconds, request_id)
-    return _streamed_text(engine, answer.body), answer.first_body_ms
+    response = await _post(engine, body, seconds, request_id)
+    return _streamed_text(engine, response.body), response.first_body_ms
 
 
 def _body(model: str, prompt: str) -> dict[str, object]:
@@ -337,12 +343,14 @@ async def _post(
     headers = {"X-Request-Id": request_id} if request_id else None
     url = f"{engine.url}/v1/completions"
     try:
-        answer = await http.request("POST", url, body, seconds=seconds, headers=headers)
+        response = await http.request("POST", url, body, seconds=seconds, headers=headers)
     except http.HttpError as error:
         raise TransferError(f"{engine.instance}: {error}") from error
-    if answer.status != 200:
-        raise TransferError(f"{engine.instance} answered {answer.status}: {_message(answer.body)}")
-    return answer
+    if response.status != 200:
+        raise TransferError(
+            f"{engine.instance} answered {response.status}: {_message(response.body)}"
+        )
+    return response
 
 
 def _text(completion: Mapping[str, object]) -> str:
@@ -358,14 +366,14 @@ def _streamed_text(engine: Endpoint, body: bytes) -> str:
     ]
     if not events or events[-1].strip() != b"[DONE]":
         raise TransferError(f"{engine.instance} broke off its stream")
-    pieces: list[str] = []
+    texts: list[str] = []
     for event in events[:-1]:
         content = json.loads(event)
         if "error" in content:
             raise TransferError(f"{engine.instance}: {_message(event)}")
         if content.get("choices"):
-            pieces.append(_text(content))
-    return "".join(pieces)
+            texts.append(_text(content))
+    return "".join(texts)
 
 
 def _message(body: bytes) -> str:
@@ -374,5 +382,5 @@ def _message(body: bytes) -> str:
         text = str(error["message"] if isinstance(error, dict) else error)[:200]
     except (ValueError, KeyError, TypeError):
         return body[:200].decode(errors="replace")
-    # Half of a surrogate pair is JSON, and no text that a registration can hold.
+    # JSON may contain half of a surrogate pair, which a registration cannot.
     return text.encode(errors="replace").decode()

@@ -1,13 +1,13 @@
-"""A small process between agent and engine, so that nothing of the engine outlives the agent.
+"""A small process between agent and engine that ends the engine when the agent ends.
 
-The agent starts it as a script with `python -I -S` (standard library only: it costs 10 ms and a
-few MB) and imports `end_children` from it. What is hard: vLLM forks an engine core and workers
-that a SIGKILL of the agent would leave behind. The warden is their subreaper, so every orphan
-becomes its child, and the kernel tells it by signal when the agent is gone.
+The agent starts it as a script with `python -I -S` (standard library only: it costs 10 ms and a few
+MB) and imports `end_children` from it. What is hard: vLLM forks an engine core and workers that a
+SIGKILL of the agent would leave behind. This process is their subreaper, so every orphan becomes
+its child, and the kernel signals it when the agent has ended.
 
 Signals: SIGTERM ends the engine gently (SIGTERM, --grace seconds, SIGKILL of the whole tree);
-SIGHUP, which the kernel also sends when the agent dies, kills the tree at once.
-Exit status: the engine's, 128 + signal number when a signal ended it.
+SIGHUP, which the kernel also sends when the agent dies, kills the tree at once. Exit status: the
+engine's, or 128 + signal number when a signal ended it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _NICENESS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command until it ends or the agent does; end all of its descendants."""
+    """Run a command until it ends or the agent does, then end all of its descendants."""
     options, command = _parse(argv)
     become_subreaper()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -49,10 +49,10 @@ def become_subreaper() -> None:
 
 
 def end_children(seconds: float) -> bool:
-    """SIGKILL and reap every descendant of this process; False when some are left in time.
+    """Kill and reap every descendant of this process; return False when some remain in time.
 
-    Meant for a subreaper: the children of what is killed become children of the caller, so killing
-    level by level reaches all of them.
+    For a subreaper: children of a killed process become its own, so killing level by level reaches
+    all.
     """
     deadline = time.monotonic() + seconds
     while _reap():
@@ -67,9 +67,9 @@ def end_children(seconds: float) -> bool:
 def _give_way() -> None:
     """Let the agent, which shares these cores, run before the engine.
 
-    Engines on CPU keep several threads hot; without this an agent was seen waiting three seconds
-    for its core, which looks like death to a router. Where the kernel groups processes by session,
-    niceness counts inside a group only, and the group has one of its own.
+    Engines on CPU keep several threads busy; without this an agent was seen waiting three seconds
+    for its core, after which a router takes it for dead. Where the kernel groups processes by
+    session, niceness counts within a group only, and the group has a niceness of its own.
     """
     os.nice(_NICENESS)
     try:
@@ -82,8 +82,8 @@ def _give_way() -> None:
 def _supervise(engine: int, grace: float) -> int:
     deadline = None
     while True:
-        left = None if deadline is None else deadline - time.monotonic()
-        number = _wait_signal(left)
+        remaining = None if deadline is None else deadline - time.monotonic()
+        number = _wait_signal(remaining)
         status = _status(engine)
         if status is not None:
             return status
@@ -97,12 +97,12 @@ def _supervise(engine: int, grace: float) -> int:
 def _wait_signal(seconds: float | None) -> int | None:
     if seconds is None:
         return signal.sigwaitinfo(_SIGNALS).si_signo
-    told = signal.sigtimedwait(_SIGNALS, max(0.0, seconds))
-    return told.si_signo if told else None
+    info = signal.sigtimedwait(_SIGNALS, max(0.0, seconds))
+    return info.si_signo if info else None
 
 
 def _status(engine: int) -> int | None:
-    """Reap what has ended; the engine's exit status once it has."""
+    """Reap what has ended; return the engine's exit status once it has."""
     result = None
     while True:
         try:
@@ -121,7 +121,7 @@ def _start(command: Sequence[str]) -> int:
     if pid:
         return pid
     try:
-        # Should the warden itself be killed, the engine's first process goes with it.
+        # If this process itself is killed, the engine's first process is killed, too.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execvp(command[0], list(command))  # noqa: S606
@@ -131,7 +131,7 @@ def _start(command: Sequence[str]) -> int:
 
 
 def _reap() -> bool:
-    """Collect ended children; False when there are no children at all."""
+    """Reap ended children; return False when there are no children at all."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -153,7 +153,7 @@ def _pids() -> list[int]:
 def _parent(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name may hold blanks and brackets: count from the last bracket.
+            # The name may contain blanks and brackets, so count from the last bracket.
             return int(file.read().rpartition(b")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -190,8 +190,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--grace", type=float, default=10.0, help="seconds")
     parser.add_argument("--cores", default="", help="of the engine: 0,2")
     parser.add_argument("--scratch", default="", help="folder of files to remove at the end")
-    cut = list(argv).index("--")
-    return parser.parse_args(argv[:cut]), list(argv[cut + 1 :])
+    separator = list(argv).index("--")
+    return parser.parse_args(argv[:separator]), list(argv[separator + 1 :])
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""An engine without a model: speaks like vLLM, timed by a latency model."""
+"""An engine without a model: has vLLM's API, and a latency model for its timing."""

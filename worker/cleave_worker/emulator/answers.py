@@ -1,6 +1,6 @@
-"""What clients receive: vLLM's JSON answers and server-sent events. Used by the API.
+"""vLLM's JSON responses and server-sent events, as clients receive them. Used by the API.
 
-Events of one stream differ in a word only, so everything around it is encoded once per request.
+Events of one stream differ only in a word, so everything around it is encoded once per request.
 """
 
 import json
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventEncoder:
-    """Server-sent events of one choice of a stream."""
+    """Encodes the server-sent events of one choice of a stream."""
 
     def __init__(self, call: Call, index: int = 0) -> None:
         self._call = call
@@ -31,7 +31,8 @@ class EventEncoder:
             "created": int(time.time()),
             "model": call.model,
         }
-        # Words need no escaping in JSON, so a token's event is three pieces around word and id.
+        # Words need no escaping in JSON, so a token's event is three pieces around word and token
+        # id.
         self._prompt_told = True
         ids = [_ID_MARK] if call.numbered else None
         event = self._event(_MARK, None, ids, None)
@@ -40,7 +41,7 @@ class EventEncoder:
         self._between, _, self._after = rest.partition(str(_ID_MARK).encode())
 
     def start(self) -> bytes:
-        """What precedes the first token: chat names the role."""
+        """Return what precedes the first token: in a chat the role."""
         if not self._call.chat:
             return b""
         delta = {"role": "assistant", "content": ""}
@@ -49,7 +50,7 @@ class EventEncoder:
         return chunk(_event({**self._head, "choices": [choice], "prompt_token_ids": prompt}))
 
     def word(self, token: int, text: bytes) -> bytes:
-        """A token that does not end the stream, as a whole HTTP chunk."""
+        """Return an HTTP chunk for a token that does not end the stream."""
         if self._call.numbered:
             if not self._call.chat and not self._prompt_told:
                 return self.tokens(text.decode(), [token], None)
@@ -59,11 +60,11 @@ class EventEncoder:
     def tokens(
         self, text: str, ids: Sequence[int], finish: Finish | None, stop: str | None = None
     ) -> bytes:
-        """Any tokens, perhaps the last ones, with the text that they complete."""
+        """Return an HTTP chunk for tokens, perhaps the last ones, with the text they complete."""
         return chunk(self._event(text, finish, ids if self._call.numbered else None, ids, stop))
 
     def usage(self, completion_tokens: int) -> bytes:
-        """What all choices took, when the client asked."""
+        """Return the usage of all choices, if the client asked for it."""
         if not self._call.include_usage:
             return b""
         usage = _usage(len(self._call.request.prompt), completion_tokens)
@@ -98,13 +99,13 @@ class EventEncoder:
 
 
 def failure(error: dict[str, object]) -> bytes:
-    """A stream that failed after its headers were sent ends as vLLM ends it."""
+    """Return the end of a stream that failed after its headers were sent, as vLLM ends it."""
     return chunk(_event(error)) + chunk(DONE)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One whole answer."""
+    """One complete choice of a response."""
 
     tokens: Sequence[int]
     text: str
@@ -115,45 +116,49 @@ class Choice:
 
 def whole(
     call: Call,
-    made: Sequence[Choice],
+    choices: Sequence[Choice],
     kv_transfer_params: dict[str, object] | None,
 ) -> bytes:
-    """The JSON answer to a call that does not stream."""
-    answer: dict[str, object] = {
+    """Return the JSON response to a call that does not stream."""
+    response: dict[str, object] = {
         "id": call.id,
         "object": "chat.completion" if call.chat else "text_completion",
         "created": int(time.time()),
         "model": call.model,
-        "choices": [_whole_choice(call, index, one) for index, one in enumerate(made)],
+        "choices": [_whole_choice(call, index, choice) for index, choice in enumerate(choices)],
         "service_tier": None,
         "system_fingerprint": None,
-        "usage": _usage(len(call.request.prompt), sum(len(one.tokens) for one in made)),
+        "usage": _usage(len(call.request.prompt), sum(len(choice.tokens) for choice in choices)),
         "kv_transfer_params": kv_transfer_params,
     }
     if call.chat and call.numbered:
-        answer["prompt_token_ids"] = list(call.request.prompt)
-    return json.dumps(answer, separators=(",", ":")).encode()
+        response["prompt_token_ids"] = list(call.request.prompt)
+    return json.dumps(response, separators=(",", ":")).encode()
 
 
-def _whole_choice(call: Call, index: int, made: Choice) -> dict[str, object]:
+def _whole_choice(call: Call, index: int, completed: Choice) -> dict[str, object]:
     choice: dict[str, object] = {"index": index}
     if call.chat:
-        choice["message"] = {"role": "assistant", "content": made.text, "refusal": None}
+        choice["message"] = {"role": "assistant", "content": completed.text, "refusal": None}
     else:
-        choice["text"] = made.text
-    logprobs = _logprobs(call, made.tokens, 0) if call.logprobs is not None else None
-    choice |= {"logprobs": logprobs, "finish_reason": made.finish.value, "stop_reason": made.stop}
-    choice["token_ids"] = list(made.tokens) if call.numbered else None
+        choice["text"] = completed.text
+    logprobs = _logprobs(call, completed.tokens, 0) if call.logprobs is not None else None
+    choice |= {
+        "logprobs": logprobs,
+        "finish_reason": completed.finish.value,
+        "stop_reason": completed.stop,
+    }
+    choice["token_ids"] = list(completed.tokens) if call.numbered else None
     return choice
 
 
 def _logprobs(call: Call, tokens: Sequence[int], offset: int) -> dict[str, object]:
-    """Made-up log-probabilities in the form of the API; the same token has the same one."""
+    """Return invented log-probabilities in the form of the API; a token always has the same one."""
     words = [tokenizer.decode(token) for token in tokens]
     values = [-(token % 97) / 100 for token in tokens]
     pairs = list(zip(words, values, strict=True))
     if not call.chat:
-        offsets = [offset + sum(map(len, words[:place])) for place in range(len(words))]
+        offsets = [offset + sum(map(len, words[:position])) for position in range(len(words))]
         top = [{word: value} for word, value in pairs]
         return {
             "text_offset": offsets,
@@ -164,12 +169,12 @@ def _logprobs(call: Call, tokens: Sequence[int], offset: int) -> dict[str, objec
     entries = [
         {"token": word, "logprob": value, "bytes": list(word.encode())} for word, value in pairs
     ]
-    shown = 1 if call.logprobs else 0
-    return {"content": [{**entry, "top_logprobs": [entry] * shown} for entry in entries]}
+    num_top = 1 if call.logprobs else 0
+    return {"content": [{**entry, "top_logprobs": [entry] * num_top} for entry in entries]}
 
 
 def chunk(body: bytes) -> bytes:
-    """One HTTP chunk."""
+    """Return one HTTP chunk."""
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 

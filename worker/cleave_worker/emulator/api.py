@@ -22,38 +22,38 @@ from cleave_worker.emulator.protocol import ApiError, Call, bad_request, parse_c
 from cleave_worker.emulator.sequence import Finish, Sequence
 
 VERSION = "0.32.0"
-"""The vLLM whose behaviour this follows."""
+"""The vLLM version whose behaviour is emulated."""
 
 _MAX_BODY = 64 << 20
 _MAX_REQUESTS = 16384
-"""Requests in the engine; vLLM would queue without end."""
+"""Most requests in the engine; vLLM would queue without a limit."""
 _MAX_UNSENT = 4 << 20
-"""A client that lags this many bytes behind is cut off."""
+"""A client that is this many bytes behind is disconnected."""
 _WORDS = {token: tokenizer.decode(token).encode() for token in tokenizer.words()}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EngineError(Exception):
-    """The engine gave a request up."""
+    """The engine ended a request with an error."""
 
 
 class Stops:
-    """Looks for the texts that end an answer. Holds back, as vLLM does, what could begin one."""
+    """Searches for stop strings. Withholds text that could begin one, as vLLM does."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
-        self._held_back = max(map(len, stops), default=1) - 1
+    def __init__(self, stop_strings: tuple[str, ...]) -> None:
+        self._stops = stop_strings
+        self._held_back = max(map(len, stop_strings), default=1) - 1
         self._text = ""
 
     def feed(self, text: str, last: bool) -> tuple[str, str | None]:
-        """(text that may go out, the stop string that was found); `last`: nothing more comes."""
+        """Return (text that may be sent, the stop string or None); `last`: no more text follows."""
         self._text += text
         for stop in self._stops:
-            if (place := self._text.find(stop)) >= 0:
-                return self._text[:place], stop
-        keep = 0 if last else self._held_back
-        ready = len(self._text) - keep
+            if (index := self._text.find(stop)) >= 0:
+                return self._text[:index], stop
+        withheld = 0 if last else self._held_back
+        ready = len(self._text) - withheld
         out, self._text = self._text[: max(0, ready)], self._text[max(0, ready) :]
         return out, None
 
@@ -68,7 +68,7 @@ class WholeAnswer:
         self.finished: asyncio.Future[answers.Choice] = asyncio.get_running_loop().create_future()
 
     def push(self, token: int, finish: Finish | None) -> None:
-        """One more token."""
+        """Add one token."""
         if self.finished.done():
             return
         self._tokens.append(token)
@@ -80,7 +80,7 @@ class WholeAnswer:
             self.finished.set_result(answers.Choice(self._tokens, self._text, finish, stop))
 
     def fail(self, reason: str) -> None:
-        """The engine gave up."""
+        """End with an error of the engine."""
         if not self.finished.done():
             self.finished.set_exception(EngineError(reason))
 
@@ -92,20 +92,20 @@ class Stream:
         self,
         encoder: answers.EventEncoder,
         transport: asyncio.Transport,
-        drop: int | None,
+        drop_after: int | None,
         stops: Stops | None,
     ) -> None:
-        """`stops`: None when nothing but words goes into its events."""
+        """`stops`: None when every event contains one word and nothing else."""
         self._encoder = encoder
         self._transport = transport
-        self._drop = drop
+        self._drop = drop_after
         self._stops = stops
         self._num_tokens = 0
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """How many tokens it had."""
+        """Number of tokens, once it has ended."""
 
     def push(self, token: int, finish: Finish | None) -> None:
-        """Write one more token."""
+        """Write one token."""
         if self.finished.done():
             return
         if self._drop == self._num_tokens:
@@ -121,7 +121,7 @@ class Stream:
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
-        """End the stream with an error event, as vLLM does: the headers were sent long ago."""
+        """End the stream with an error event, as vLLM does, since the headers were sent before."""
         if not self.finished.done():
             self._transport.write(answers.failure(_server_error(reason).body()))
             self.finished.set_exception(EngineError(reason))
@@ -138,7 +138,7 @@ class Stream:
 
 
 class Api:
-    """Handlers over one engine."""
+    """HTTP handlers of one engine."""
 
     def __init__(self, engine: Engine, fault_injection: bool = False) -> None:
         self._engine = engine
@@ -150,7 +150,7 @@ class Api:
         self._fault_injection = fault_injection
 
     def application(self) -> web.Application:
-        """An aiohttp application; run it with handler_cancellation so that aborts are noticed."""
+        """Return an aiohttp application; run it with handler_cancellation, to notice aborts."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_answer_errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -187,7 +187,7 @@ class Api:
         choices = [WholeAnswer(Stops(call.stop)) for _ in call.requests]
         sequences = self._submit(call, choices)
         try:
-            made = await asyncio.gather(*(choice.finished for choice in choices))
+            completed = await asyncio.gather(*(choice.finished for choice in choices))
         except EngineError as error:
             raise _server_error(str(error)) from error
         finally:
@@ -195,7 +195,7 @@ class Api:
         params = None
         if call.request.hold and self._engine.door:
             params = self._engine.faults.mix_up(self._engine.door.params_of(sequences[0]))
-        body = answers.whole(call, made, params)
+        body = answers.whole(call, completed, params)
         return web.Response(body=body, content_type="application/json")
 
     async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
@@ -206,10 +206,10 @@ class Api:
         if transport is None:
             raise ConnectionResetError
         encoders = [answers.EventEncoder(call, index) for index in range(len(call.requests))]
-        careful = bool(call.stop) or call.logprobs is not None
-        drop = self._engine.faults.drop
+        needs_text = bool(call.stop) or call.logprobs is not None
+        drop_after = self._engine.faults.drop
         streams = [
-            Stream(encoder, transport, drop, Stops(call.stop) if careful else None)
+            Stream(encoder, transport, drop_after, Stops(call.stop) if needs_text else None)
             for encoder in encoders
         ]
         sequences = self._submit(call, streams)
@@ -254,7 +254,7 @@ class Api:
         common = {"object": "model", "created": self._created, "owned_by": "vllm"}
         root, limit = config.shape.name, config.max_model_len
         cards = [{"id": base, **common, "root": root, "parent": None, "max_model_len": limit}]
-        # As vLLM lists them, which tells no length.
+        # vLLM gives no length for adapters.
         cards += [
             {"id": name, **common, "root": name, "parent": base, "max_model_len": None}
             for name in adapters

@@ -1,9 +1,9 @@
-"""Paged KV memory: which blocks are free, what each one holds, which can serve a prefix.
+"""Paged KV memory: free blocks, contents of blocks, and the prefix cache.
 
 Owned by the scheduler. Free blocks keep their contents and are reused oldest first, so a freed
-prefix stays usable until its memory is needed, as in vLLM. What is hard: a block may be shared
-by several sequences through the prefix cache, so blocks are counted, and a cached block is found by
-its tokens while it holds whatever was really written to it (a wrong hand-off poisons the cache).
+prefix stays usable until its memory is needed, as in vLLM. What is hard: several sequences may
+share a block through the prefix cache, so blocks are reference-counted. A cached block is found by
+its tokens but contains what was really written to it (a wrong handoff poisons the cache).
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ class BlockPool:
         self.block_size = block_size
         self.contents = [EMPTY] * num_blocks
         self.former = [EMPTY] * num_blocks
-        """What each block held before its present owner: a stale transfer delivers this."""
+        """Content of each block before its present sequence; a stale transfer delivers this."""
         self._users = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -32,30 +32,30 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Own `count` blocks; the caller has checked `num_free`."""
+        """Allocate `count` blocks; the caller has checked `num_free`."""
         return [self._take_one() for _ in range(count)]
 
     def share(self, keys: Sequence[bytes]) -> list[int]:
-        """The longest cached run of blocks for a prompt's block keys, now used once more."""
-        found: list[int] = []
+        """Acquire the longest cached run of blocks for a prompt's block keys."""
+        cached: list[int] = []
         for key in keys:
             block = self._cached.get(key)
             if block is None:
                 break
-            found.append(block)
-        for block in found:
+            cached.append(block)
+        for block in cached:
             self._free.pop(block, None)
             self._users[block] += 1
-        return found
+        return cached
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let later prompts find a full block by its key."""
+        """Enter a full block into the prefix cache."""
         if self._keys[block] is None and key not in self._cached:
             self._keys[block] = key
             self._cached[key] = block
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Stop using blocks; the last ones of a sequence are reused first."""
+        """Free blocks; the last ones of a sequence are reused first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:

@@ -1,4 +1,4 @@
-"""What one emulated engine is: limits, KV hand-off, speed. Built by the command line."""
+"""Configuration of one emulated engine: limits, KV transfer, speed. Built by the command line."""
 
 import json
 import uuid
@@ -14,21 +14,21 @@ _POLICIES = ("fail", "recompute")
 
 
 class ConfigError(ValueError):
-    """The engine cannot be started as asked; the message is one line for the user."""
+    """The engine cannot be started with these arguments; the message is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
-    """What the emulation follows of vLLM's --kv-transfer-config, and the network's speed."""
+    """The emulated part of vLLM's --kv-transfer-config, and the network's speed."""
 
     engine_id: str
     host: str
     port: int
     lease_s: float = 30.0
-    """Blocks of a finished prefill are kept this long, and longer while heartbeats come."""
+    """Blocks of a finished prefill are leased this long, and longer while heartbeats arrive."""
     recompute_on_failure: bool = False
     bandwidth_gbps: float = 200.0
-    """Gigabits per second of one transfer; simultaneous transfers do not share it."""
+    """Gigabits per second of one transfer; concurrent transfers do not share it."""
     latency_ms: float = 1.0
 
 
@@ -50,7 +50,7 @@ class EngineConfig:
     """LoRA adapters by name; each continues a prompt in its own way."""
 
     def __post_init__(self) -> None:
-        """Refuse what could never serve a request, as vLLM does at start-up."""
+        """Reject limits that could never serve a request, as vLLM does at start-up."""
         capacity = self.num_blocks * self.block_size
         if self.max_model_len > capacity:
             raise ConfigError(
@@ -64,7 +64,10 @@ class EngineConfig:
 
 
 def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
-    """The names in vLLM's --lora-modules: NAME=PATH, or JSON with `name`. Raises ConfigError."""
+    """Return the names in vLLM's --lora-modules: NAME=PATH, or JSON with `name`.
+
+    Raises ConfigError.
+    """
     if modules and not enabled:
         raise ConfigError("--lora-modules needs --enable-lora")
     names: list[str] = []
@@ -74,7 +77,7 @@ def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
         except (ValueError, KeyError) as error:
             raise ConfigError(f"--lora-modules: {module!r} is malformed: {error!r}") from error
         if not isinstance(name, str) or not name or name in names:
-            raise ConfigError(f"--lora-modules: {module!r} must have a name, and of its own")
+            raise ConfigError(f"--lora-modules: {module!r} must have a unique name")
         names.append(name)
     return tuple(names)
 
@@ -82,7 +85,7 @@ def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
 def parse_kv_transfer(
     text: str, host: str, port: int, bandwidth_gbps: float, latency_ms: float
 ) -> KvTransfer:
-    """vLLM's JSON for --kv-transfer-config. Raises ConfigError on what is not emulated."""
+    """Parse vLLM's --kv-transfer-config. Raises ConfigError for what is not emulated."""
     try:
         config = json.loads(text)
         connector, role = config["kv_connector"], config["kv_role"]

@@ -1,8 +1,8 @@
-"""The engine loop: runs the scheduler's steps in emulated time and hands tokens to listeners.
+"""The engine loop: runs the scheduler's steps in emulated time and sends tokens to listeners.
 
-The API submits requests and aborts them; the loop computes one step after another and sleeps
-while there is nothing to do (no polling). What is hard: an iteration must end when the latency
-model says, so ends are absolute deadlines and the imprecision of sleeping does not add up.
+The API submits and aborts requests; the loop computes one step after another and sleeps while there
+is nothing to do (no polling). What is hard: an iteration must end when the latency model says, so
+ends are absolute deadlines and inexact sleeps do not add up.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from cleave_worker.scheduling.terms_page import TermsPage
 logger = logging.getLogger(__name__)
 
 _MAX_LAG_S = 0.1
-"""A loop that was held up longer does not rush through the missed time."""
+"""A loop that was delayed longer does not catch up on the rest."""
 
 
 class Listener(Protocol):
-    """Where a sequence's tokens go. Called from the loop, so it must not block."""
+    """Receives a sequence's tokens. Called from the loop, so it must not block."""
 
     def push(self, token: int, finish: Finish | None) -> None:
-        """One more token; the last one comes with the reason of the end."""
+        """Receive one token; the last one comes with the finish reason."""
 
     def fail(self, reason: str) -> None:
-        """The sequence ended without its tokens."""
+        """End without the remaining tokens."""
 
 
 class Engine:
@@ -45,7 +45,7 @@ class Engine:
         self,
         config: EngineConfig,
         load_page: Path | None = None,
-        terms_page: Path | None = None,
+        scheduling_page: Path | None = None,
     ) -> None:
         self.config = config
         self.faults = Faults()
@@ -58,7 +58,7 @@ class Engine:
                 config.kv_transfer, self.scheduler, self.faults, self.metrics, self._on_freed
             )
         self._page = LoadPage(load_page) if load_page else None
-        self._terms = TermsPage(terms_page) if terms_page else None
+        self._terms = TermsPage(scheduling_page) if scheduling_page else None
         self._listeners: dict[Sequence, Listener] = {}
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop runs (a hanging engine counts as alive, as with vLLM)."""
+        """Whether the loop runs (an engine that hangs counts as alive, as with vLLM)."""
         return self._loop_task is not None and not self._loop_task.done()
 
     @property
@@ -75,7 +75,7 @@ class Engine:
         return len(self._listeners)
 
     async def start(self) -> None:
-        """Open the KV door and start the loop. Raises OSError when the door's port is taken."""
+        """Open the KV side channel and start the loop. Raises OSError when its port is taken."""
         if self.door:
             await self.door.start()
         self._loop_task = asyncio.create_task(self._run())
@@ -83,7 +83,7 @@ class Engine:
         self._publish()
 
     async def stop(self) -> None:
-        """End the loop and everything under way."""
+        """End the loop and all pulls."""
         tasks = [*self._pulls.values(), *([self._loop_task] if self._loop_task else [])]
         for task in tasks:
             task.cancel()
@@ -98,7 +98,7 @@ class Engine:
     def submit(self, request: Request, listener: Listener) -> Sequence:
         """Queue a request that fits max_model_len; its tokens go to the listener.
 
-        An engine without KV hand-off computes everything itself, as vLLM without a connector does.
+        An engine without a KV connector computes everything itself, as vLLM does.
         """
         if not self.door:
             request = replace(request, hold=False, hand_off=None)
@@ -112,17 +112,17 @@ class Engine:
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """The client is gone: free what the request holds here and at the prefill instance."""
+        """Abort a request: free what it has here and at the prefill instance."""
         if sequence.state is State.FINISHED:
             return
-        hand_off = sequence.hand_off
+        handoff = sequence.hand_off
         self._drop(sequence, Finish.ABORT)
-        if self.door and hand_off:
-            self.door.decline(hand_off)
+        if self.door and handoff:
+            self.door.decline(handoff)
 
     @property
     def cache_config(self) -> dict[str, str]:
-        """Labels of vLLM's `cache_config_info`, as far as they are emulated."""
+        """Emulated labels of vLLM's `cache_config_info`."""
         limits = self.config.limits
         return {
             "block_size": str(self.config.block_size),
@@ -131,7 +131,7 @@ class Engine:
         }
 
     def gauges(self) -> dict[str, float]:
-        """The present state under vLLM's metric names."""
+        """Return the present state under vLLM's metric names."""
         load = self._load()
         return {
             "num_requests_running": load.num_running,
@@ -142,8 +142,8 @@ class Engine:
     async def _run(self) -> None:
         deadline = time.monotonic()
         while True:
-            if self._terms and (terms := self._terms.news()):
-                self.scheduler.follow(terms)
+            if self._terms and (config := self._terms.news()):
+                self.scheduler.follow(config)
             step = self.scheduler.schedule()
             for sequence in step.loads:
                 self._pulls[sequence] = asyncio.create_task(self._pull(sequence))
@@ -216,20 +216,20 @@ class Engine:
                 self.metrics.queue_s.observe(now - sequence.submitted_at)
 
     async def _pull(self, sequence: Sequence) -> None:
-        door, hand_off = self.door, sequence.hand_off
-        assert door
-        assert hand_off
+        side_channel, handoff = self.door, sequence.hand_off
+        assert side_channel
+        assert handoff
         num_blocks = len(sequence.blocks) - sequence.cached_tokens // self.config.block_size
         started = time.monotonic()
         self.metrics.external_queries += sequence.prompt_len
         try:
             if self.faults.spend("empty_handoff"):
-                door.decline(hand_off)
+                side_channel.decline(handoff)
                 self.scheduler.recompute(sequence)
                 return
             duration_s, num_bytes = self._transfer(num_blocks)
             prompt_digest = sequence.request.prompt_digest
-            contents = await door.pull(hand_off, prompt_digest, num_blocks, duration_s)
+            contents = await side_channel.pull(handoff, prompt_digest, num_blocks, duration_s)
             self.metrics.transfer_s.observe(time.monotonic() - started)
             self.metrics.transfer_bytes.observe(num_bytes)
             self.metrics.external_hits += sequence.prompt_len
@@ -239,11 +239,11 @@ class Engine:
             self._resolve(sequence, str(error))
         finally:
             self._pulls.pop(sequence, None)
-            door.forget(sequence)
+            side_channel.forget(sequence)
             self._wake.set()
 
     def _transfer(self, num_blocks: int) -> tuple[float, int]:
-        """Seconds and bytes of moving whole blocks."""
+        """Return seconds and bytes of the transfer of `num_blocks` blocks."""
         kv = self.config.kv_transfer
         assert kv
         tokens = num_blocks * self.config.block_size
@@ -252,7 +252,7 @@ class Engine:
         return seconds * self.config.time_scale, num_bytes
 
     def _resolve(self, sequence: Sequence, reason: str) -> None:
-        """Apply kv_load_failure_policy to a sequence whose KV did not come."""
+        """Apply kv_load_failure_policy to a sequence whose pull failed."""
         kv = self.config.kv_transfer
         if kv and kv.recompute_on_failure:
             self.scheduler.recompute(sequence)
@@ -273,7 +273,7 @@ class Engine:
         self._on_freed()
 
     def _fail_all(self, loop_task: asyncio.Task[None]) -> None:
-        """The loop died: nobody waits for tokens that never come, and /health says so."""
+        """End all requests with an error after the loop has died, which /health reports."""
         if loop_task.cancelled():
             return
         logger.error("the engine loop died", exc_info=loop_task.exception())

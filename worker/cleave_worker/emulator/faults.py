@@ -1,4 +1,4 @@
-"""Faults that a test switches on in an emulated engine. Read by engine, API and KV door."""
+"""Faults that a test injects into an emulated engine. Read by engine, API and KV side channel."""
 
 import asyncio
 import os
@@ -19,14 +19,14 @@ _SETTINGS = (
 
 
 class FaultError(ValueError):
-    """The asked fault is not understood."""
+    """The body of a fault request is invalid."""
 
 
 class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of POST /emulator/faults; what is absent stays as it was."""
+    """Body of POST /emulator/faults; absent fields stay unchanged."""
 
     slow: float | None = None
-    """Iterations take this many times longer."""
+    """Factor on the duration of iterations."""
     hang: bool | None = None
     """The engine loop stops; /health still answers."""
     die: bool | None = None
@@ -34,24 +34,24 @@ class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
     refuse: bool | None = None
     """New requests get 503."""
     corrupt_handoff: int | None = None
-    """So many next transfers out of this engine deliver altered block contents."""
+    """The next so many transfers out of this engine deliver altered block contents."""
     stale_handoff: int | None = None
-    """So many deliver what the blocks held before the request."""
+    """The next so many deliver what the blocks contained before the request."""
     short_handoff: int | None = None
-    """So many deliver a block less than was asked for."""
+    """The next so many deliver one block less than was requested."""
     wrong_kv: int | None = None
-    """So many deliver KV that was computed wrong: no checksum tells."""
+    """The next so many deliver wrongly computed KV with a valid checksum."""
     swap_handoff: int | None = None
-    """So many next prefills answer with the hand-off of the prefill before them."""
+    """The next so many prefills answer with the handoff of the prefill before them."""
     empty_handoff: int | None = None
-    """So many next hand-offs into this engine end well without a byte: it computes the prompts, and
-    counts no failure."""
+    """The next so many handoffs into this engine succeed without a byte: it computes the prompts
+    itself and counts no failure."""
     drop: int | None = None
-    """Connections of streams close after so many tokens; 0 before the first."""
+    """Connections of streams close after so many tokens; 0: before the first."""
 
 
 class Faults:
-    """What is switched on now."""
+    """The active faults of one engine."""
 
     def __init__(self) -> None:
         self._resumed = asyncio.Event()
@@ -59,7 +59,7 @@ class Faults:
         self.clear()
 
     def clear(self) -> None:
-        """Behave again."""
+        """Deactivate all faults."""
         self.slow = 1.0
         self.refuse = False
         self.corrupt_handoff = 0
@@ -81,7 +81,7 @@ class Faults:
         await self._resumed.wait()
 
     def apply(self, body: bytes) -> None:
-        """Switch on what a request's body asks for. Raises FaultError on a malformed body."""
+        """Activate the faults of a request's body. Raises FaultError for an invalid body."""
         try:
             spec = msgspec.json.decode(body, type=FaultSpec)
         except msgspec.DecodeError as error:
@@ -93,18 +93,18 @@ class Faults:
         self._switch(spec)
 
     def spend(self, name: str) -> bool:
-        """Whether a fault that is on for so many times is on now; it is so once less."""
-        left: int = getattr(self, name)
-        setattr(self, name, max(left - 1, 0))
-        return left > 0
+        """Return whether a counted fault is active, and use it up once."""
+        remaining: int = getattr(self, name)
+        setattr(self, name, max(remaining - 1, 0))
+        return remaining > 0
 
-    def mix_up(self, hand_off: dict[str, object]) -> dict[str, object]:
-        """What a prefill answers instead of its own hand-off."""
-        before, self._last_handoff = self._last_handoff, hand_off
-        return before if before and self.spend("swap_handoff") else hand_off
+    def mix_up(self, handoff: dict[str, object]) -> dict[str, object]:
+        """Return the handoff that a prefill answers with, its own or the previous one."""
+        previous, self._last_handoff = self._last_handoff, handoff
+        return previous if previous and self.spend("swap_handoff") else handoff
 
     def describe(self) -> dict[str, object]:
-        """What is on, as JSON."""
+        """Return the active faults as JSON."""
         return {
             "slow": self.slow,
             "hang": self.hang,

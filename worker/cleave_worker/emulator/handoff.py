@@ -1,10 +1,10 @@
-"""Both ends of a KV hand-off. The engine owns one KvDoor.
+"""The KV side channel of an emulated engine, both ends of a handoff; the engine owns one.
 
-As owner it keeps the blocks of finished prefills under leases and serves them over TCP; as reader
-it pulls blocks from another engine, for as long as the real bytes would take. What is hard: the
-owner must refuse what it no longer holds (another boot, an ended lease, another prompt) rather than
-serve whatever lies in the blocks now, the reader must not go on from KV that is not what the
-prefill wrote, and every failure must reach the waiting request.
+As producer it leases the blocks of finished prefills and serves them over TCP. As consumer it pulls
+blocks from another engine, for as long as the real bytes would take. What is hard: the producer
+must refuse what it does not lease any more (another boot, an expired lease, another prompt) instead
+of serving what the blocks contain now. The consumer must not use KV that is not what the prefill
+wrote. Every failure must reach the waiting request.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ class TransferError(Exception):
 
 
 class Held(NamedTuple):
-    """What a finished prefill has left for its reader."""
+    """A finished prefill whose blocks can be pulled."""
 
     prompt_digest: bytes
     written: dict[int, int]
-    """Block -> content when the prefill ended."""
+    """Content of each block when the prefill ended."""
 
 
 class KvDoor:
-    """Serves held blocks and pulls others' blocks."""
+    """Serves leased blocks and pulls those of other engines."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class KvDoor:
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Close the side channel and drop what is under way."""
+        """Close the side channel and cancel its tasks."""
         if self._timer:
             self._timer.cancel()
         if self._server:
@@ -79,7 +79,7 @@ class KvDoor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def hold(self, sequence: Sequence) -> None:
-        """Start the lease of a prefill that finished just now."""
+        """Start the lease of a prefill that has just finished."""
         request = sequence.request
         written = self._scheduler.held_contents(request.id) or {}
         self._held[request.id] = Held(request.prompt_digest, written)
@@ -87,7 +87,7 @@ class KvDoor:
         self._set_timer()
 
     def params_of(self, sequence: Sequence) -> dict[str, object]:
-        """vLLM's kv_transfer_params, which the reader needs to pull a held prefill."""
+        """Return vLLM's kv_transfer_params, which a consumer needs to pull a leased prefill."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -105,40 +105,40 @@ class KvDoor:
             "remote_prefill_cached_tokens": sequence.cached_tokens,
         }
 
-    def expect(self, sequence: Sequence, hand_off: HandOff) -> None:
-        """Keep the owner's lease alive until the sequence's turn comes."""
-        self._awaiting[sequence] = hand_off
+    def expect(self, sequence: Sequence, handoff: HandOff) -> None:
+        """Send heartbeats to the producer until the sequence is scheduled."""
+        self._awaiting[sequence] = handoff
         if self._heart is None:
             self._heart = self._spawn(self._beat())
 
     def forget(self, sequence: Sequence) -> None:
-        """No more heartbeats for a sequence: its KV came, failed or is not wanted."""
+        """Send no more heartbeats for a sequence: its pull ended or was dropped."""
         self._awaiting.pop(sequence, None)
 
-    def decline(self, hand_off: HandOff) -> None:
-        """Tell the owner, in the background, that nobody will pull."""
-        self._spawn(self._notify(hand_off, wire.Done(hand_off.engine_id, hand_off.request_id)))
+    def decline(self, handoff: HandOff) -> None:
+        """Tell the producer, in the background, that its blocks will not be pulled."""
+        self._spawn(self._notify(handoff, wire.Done(handoff.engine_id, handoff.request_id)))
 
     async def pull(
-        self, hand_off: HandOff, prompt_digest: bytes, num_blocks: int, duration_s: float
+        self, handoff: HandOff, prompt_digest: bytes, num_blocks: int, duration_s: float
     ) -> list[int]:
-        """The last `num_blocks` contents of a prompt's hand-off, after `duration_s` on the wire.
+        """Return the last `num_blocks` contents of a prompt, after `duration_s` of transfer.
 
-        Raises TransferError when the owner refuses, does not answer or dies meanwhile, and when
-        what came is not what it wrote.
+        Raises TransferError when the producer refuses, does not answer or dies meanwhile, and when
+        the contents are not what it wrote.
         """
-        if hand_off.engine_id == self.config.engine_id:
+        if handoff.engine_id == self.config.engine_id:
             raise TransferError("an engine cannot pull KV from itself")
-        if len(hand_off.block_ids) < num_blocks:
-            raise TransferError(f"{len(hand_off.block_ids)} blocks offered, {num_blocks} needed")
+        if len(handoff.block_ids) < num_blocks:
+            raise TransferError(f"{len(handoff.block_ids)} blocks offered, {num_blocks} needed")
         try:
             async with asyncio.timeout(_CONNECT_S):
-                reader, writer = await asyncio.open_connection(hand_off.host, hand_off.port)
+                reader, writer = await asyncio.open_connection(handoff.host, handoff.port)
         except (OSError, TimeoutError, UnicodeError) as error:
             raise TransferError("the prefill instance cannot be reached") from error
         try:
-            wanted = list(hand_off.block_ids[-num_blocks:])
-            pull = wire.Pull(hand_off.engine_id, hand_off.request_id, wanted, prompt_digest)
+            block_ids = list(handoff.block_ids[-num_blocks:])
+            pull = wire.Pull(handoff.engine_id, handoff.request_id, block_ids, prompt_digest)
             return await self._read(reader, writer, pull, duration_s)
         except (wire.WireError, OSError, TimeoutError) as error:
             raise TransferError(f"the prefill instance was lost: {error}") from error
@@ -154,21 +154,21 @@ class KvDoor:
     ) -> list[int]:
         wire.send(writer, pull)
         async with asyncio.timeout(_ANSWER_S):
-            answer = await wire.receive(reader)
-        if isinstance(answer, wire.Refusal):
-            raise TransferError(answer.reason)
-        if not isinstance(answer, wire.Contents) or len(answer.contents) != len(pull.block_ids):
-            raise wire.WireError("unexpected answer")
-        # The owner sends nothing more: data or an end of the stream means that it is gone.
+            response = await wire.receive(reader)
+        if isinstance(response, wire.Refusal):
+            raise TransferError(response.reason)
+        if not isinstance(response, wire.Contents) or len(response.contents) != len(pull.block_ids):
+            raise wire.WireError("unexpected response")
+        # The producer sends nothing more: data or an end of the stream means that it is gone.
         with suppress(TimeoutError):
             async with asyncio.timeout(duration_s):
                 await reader.read(1)
                 raise wire.WireError("connection closed during the transfer")
         wire.send(writer, wire.Done(pull.engine_id, pull.request_id))
-        if wire.sum_up(answer.contents) != answer.checksum:
+        if wire.sum_up(response.contents) != response.checksum:
             self._metrics.corrupt_transfers += 1
             raise TransferError("the KV is not what the prefill instance wrote")
-        return answer.contents
+        return response.contents
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -194,27 +194,27 @@ class KvDoor:
 
     def _answer(self, pull: wire.Pull) -> wire.Contents | wire.Refusal:
         if pull.engine_id != self.config.engine_id:
-            return wire.Refusal(f"engine {pull.engine_id} is not here any more")
-        held = self._held.get(pull.request_id)
-        if held is None:
-            return wire.Refusal(f"no KV is held for {pull.request_id}")
-        if pull.prompt_digest not in (b"", held.prompt_digest):
+            return wire.Refusal(f"engine {pull.engine_id} does not run here any more")
+        leased = self._held.get(pull.request_id)
+        if leased is None:
+            return wire.Refusal(f"no KV is leased for {pull.request_id}")
+        if pull.prompt_digest not in (b"", leased.prompt_digest):
             self._metrics.foreign_pulls += 1
             return wire.Refusal(f"the KV of {pull.request_id} is of another prompt")
-        if not held.written.keys() >= set(pull.block_ids):
-            return wire.Refusal(f"blocks asked for do not belong to {pull.request_id}")
-        checksum = wire.sum_up([held.written[block] for block in pull.block_ids])
+        if not leased.written.keys() >= set(pull.block_ids):
+            return wire.Refusal(f"the requested blocks do not belong to {pull.request_id}")
+        checksum = wire.sum_up([leased.written[block] for block in pull.block_ids])
         return self._spoil(wire.Contents(self._read_blocks(pull), checksum))
 
     def _read_blocks(self, pull: wire.Pull) -> list[int]:
-        """What lies in a held request's blocks now, which had better be what was written."""
+        """Return the present contents of a leased request's blocks."""
         stale = self._faults.spend("stale_handoff")
-        lying = self._scheduler.held_contents(pull.request_id, stale) or {}
-        return [lying[block] for block in pull.block_ids]
+        contents = self._scheduler.held_contents(pull.request_id, stale) or {}
+        return [contents[block] for block in pull.block_ids]
 
-    def _spoil(self, answer: wire.Contents) -> wire.Contents:
-        """The answer, or what a fault makes of it."""
-        faults, contents, checksum = self._faults, answer.contents, answer.checksum
+    def _spoil(self, response: wire.Contents) -> wire.Contents:
+        """Return the response, changed by the active faults."""
+        faults, contents, checksum = self._faults, response.contents, response.checksum
         if faults.spend("wrong_kv"):
             contents = [content ^ _CORRUPTION for content in contents]
             checksum = wire.sum_up(contents)
@@ -245,10 +245,10 @@ class KvDoor:
             )
         self._heart = None
 
-    async def _notify(self, owner: HandOff, message: wire.Message) -> None:
+    async def _notify(self, handoff: HandOff, message: wire.Message) -> None:
         try:
             async with asyncio.timeout(_CONNECT_S):
-                _, writer = await asyncio.open_connection(owner.host, owner.port)
+                _, writer = await asyncio.open_connection(handoff.host, handoff.port)
                 try:
                     wire.send(writer, message)
                     await writer.drain()
@@ -282,12 +282,12 @@ class KvDoor:
         return asyncio.get_running_loop().time()
 
 
-def _beats(hand_offs: Iterable[HandOff]) -> list[tuple[HandOff, wire.Heartbeat]]:
-    """One heartbeat per owner, with any hand-off that names its address."""
-    by_owner: dict[tuple[str, str, int], list[HandOff]] = {}
-    for hand_off in hand_offs:
-        by_owner.setdefault((hand_off.engine_id, hand_off.host, hand_off.port), []).append(hand_off)
+def _beats(handoffs: Iterable[HandOff]) -> list[tuple[HandOff, wire.Heartbeat]]:
+    """Build one heartbeat per producer, with a handoff that has its address."""
+    by_producer: dict[tuple[str, str, int], list[HandOff]] = {}
+    for handoff in handoffs:
+        by_producer.setdefault((handoff.engine_id, handoff.host, handoff.port), []).append(handoff)
     return [
-        (group[0], wire.Heartbeat(engine_id, [one.request_id for one in group]))
-        for (engine_id, _, _), group in by_owner.items()
+        (group[0], wire.Heartbeat(engine_id, [member.request_id for member in group]))
+        for (engine_id, _, _), group in by_producer.items()
     ]

@@ -1,7 +1,7 @@
 """Command line of the emulated engine: `python -m cleave_worker.emulator.main` with vLLM's flags.
 
-The agent starts it in place of `vllm.entrypoints.openai.api_server`. Flags of vLLM that change
-nothing here are accepted where the agent or its users pass them; all others are refused.
+The agent starts it instead of `vllm.entrypoints.openai.api_server`. Flags of vLLM without a meaning
+here are accepted where the agent or its users pass them; all others are rejected.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from cleave_worker.scheduling import terms_page
 
 _DEFAULT_SHAPE = "opt-13b"
 _KEEPALIVE_S = 5.0
-"""uvicorn's, as vLLM runs it: clients must cope with connections that close under them."""
+"""uvicorn's, as vLLM runs it: clients must cope with connections that close after that."""
 _SHUTDOWN_S = 0.01
-"""Requests in flight are cut off, as by a terminated vLLM; aiohttp takes 0 for endless."""
+"""Open requests are cut off, as by a terminated vLLM; aiohttp takes 0 for no limit."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a wrong command line with one line."""
+    """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
@@ -56,7 +56,7 @@ class Options:
 
 
 def parse(argv: Sequence[str], environment: dict[str, str]) -> Options:
-    """Read the command line. Raises ConfigError; exits on what argparse finds wrong."""
+    """Parse the command line. Raises ConfigError; exits for errors that argparse finds."""
     args = _parser().parse_args(argv)
     shape = _load_shape(args.model)
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; exit code 0 then, 2 for a refused command line."""
+    """Serve until SIGTERM or SIGINT; return 0 then, 2 for a rejected command line."""
     try:
         options = parse(sys.argv[1:] if argv is None else argv, dict(os.environ))
     except ConfigError as error:
@@ -99,12 +99,12 @@ def _page(variable: str) -> Path | None:
     return Path(path) if path else None
 
 
-async def _serve(options: Options, load: Path | None, terms: Path | None) -> None:
+async def _serve(options: Options, load_path: Path | None, scheduling_path: Path | None) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    engine = Engine(options.engine, load, terms)
+    engine = Engine(options.engine, load_path, scheduling_path)
     app = Api(engine, options.fault_injection).application()
     runner = web.AppRunner(
         app,
@@ -131,12 +131,12 @@ def _load_shape(name: str) -> model.ModelShape:
     except model.UnknownModelError as error:
         if Path(name).is_dir():
             raise ConfigError(str(error)) from error
-        # Any name will do for a model that is not there: its KV is as large as the default's.
+        # An unknown model name is accepted; its KV is as large as the default model's.
         return model.load(_DEFAULT_SHAPE)
 
 
 def _load_profile(name: str | None, shape: str, tensor_parallel_size: int) -> latency.Profile:
-    measured = any(known.split("/")[1] == shape for known in latency.names())
+    measured = any(profile.split("/")[1] == shape for profile in latency.names())
     default = f"distserve/{shape if measured else _DEFAULT_SHAPE}/tp{tensor_parallel_size}"
     try:
         return latency.load(name or default)
@@ -150,7 +150,7 @@ def _load_kv_transfer(args: argparse.Namespace, environment: dict[str, str]) -> 
     host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     port = environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
     if not port.isdigit():
-        raise ConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port} is no port")
+        raise ConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port} is not a port")
     return parse_kv_transfer(
         args.kv_transfer_config, host, int(port), args.kv_bandwidth_gbps, args.kv_latency_ms
     )
@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int)
     add("--tensor-parallel-size", type=int, default=1)
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV hand-off")
+    add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV handoff")
     add("--enable-lora", action="store_true")
     add("--lora-modules", nargs="+", default=(), metavar="NAME=PATH", help="PATH is not read")
     emulation = parser.add_argument_group("emulation")

@@ -1,6 +1,6 @@
 """vLLM's Prometheus metrics of the emulated engine, under vLLM's names.
 
-The engine counts into plain integers (a token costs well under a microsecond) and a collector turns
+The engine counts in plain integers (a token costs well under a microsecond), and a collector turns
 them into Prometheus samples at each scrape. Names, labels and buckets are those of vLLM 0.32.
 """
 
@@ -52,7 +52,7 @@ class Histogram:
         self.sum += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus' buckets: upper bound as text, values at or below it."""
+        """Return Prometheus buckets: upper bound as text, number of values at or below it."""
         total = 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
@@ -62,7 +62,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the engine counts."""
+    """Counters and histograms of the engine."""
 
     def __init__(self) -> None:
         self.num_preemptions = 0
@@ -89,7 +89,7 @@ class Metrics:
         self.transfer_bytes = Histogram(_TRANSFER_BYTES)
 
     def counters(self) -> Iterable[tuple[str, float]]:
-        """Plain counters: name without prefix, value."""
+        """Yield plain counters as (name without prefix, value)."""
         yield "num_preemptions", self.num_preemptions
         yield "prompt_tokens", self.prompt_tokens
         yield "generation_tokens", self.generation_tokens
@@ -102,7 +102,7 @@ class Metrics:
         yield "emulated_foreign_pulls", self.foreign_pulls
 
     def histograms(self) -> Iterable[tuple[str, Histogram]]:
-        """Histograms: name without prefix, counts."""
+        """Yield histograms as (name without prefix, histogram)."""
         yield "iteration_tokens_total", self.iteration_tokens
         yield "time_to_first_token_seconds", self.ttft_s
         yield "inter_token_latency_seconds", self.itl_s
@@ -116,7 +116,7 @@ class Metrics:
 
 
 class Collector:
-    """Turns Metrics and the engine's present state into Prometheus samples."""
+    """Turns `Metrics` and the engine's present state into Prometheus samples."""
 
     def __init__(
         self,
@@ -131,13 +131,13 @@ class Collector:
         self._cache_config = cache_config
 
     def registry(self) -> CollectorRegistry:
-        """A registry of its own with this collector in it."""
+        """Return a registry that contains only this collector."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
 
     def collect(self) -> Iterable[Metric]:
-        """All samples; called at each scrape."""
+        """Yield all samples; called at each scrape."""
         for name, value in self._gauges().items():
             gauge = GaugeMetricFamily(f"vllm:{name}", name, labels=_LABELS)
             gauge.add_metric(self._labels, value)

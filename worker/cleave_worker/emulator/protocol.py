@@ -1,7 +1,7 @@
-"""The bodies that clients send and vLLM's errors. Used by the API; checks as vLLM 0.32 does.
+"""Request bodies of clients, checked as vLLM 0.32 does, and vLLM's errors. Used by the API.
 
-The emulated model has one continuation, whatever the temperature; only a seed gives another one, as
-each of several choices is another. What cannot be emulated is refused rather than ignored.
+The emulated model has one continuation at any temperature; only a seed, or the number of a choice,
+gives another one. What cannot be emulated is rejected rather than ignored.
 """
 
 import uuid
@@ -26,11 +26,11 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "tool_choice": (str, dict),
     "tools": (list,),
 }
-"""What fields may be beside null, where nothing else here looks at them or not always."""
+"""Allowed types beside null of fields that are not, or not always, checked elsewhere."""
 
 
 class ApiError(Exception):
-    """An answer in vLLM's error form."""
+    """A response in vLLM's error format."""
 
     def __init__(self, status: int, message: str, kind: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, object]:
-        """The JSON of the answer."""
+        """Return the JSON of the response."""
         return {
             "error": {
                 "message": str(self),
@@ -51,7 +51,7 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """A 400."""
+    """Return an error with status 400."""
     return ApiError(400, message, "BadRequestError", param)
 
 
@@ -62,29 +62,29 @@ class Call:
     id: str
     """As clients see it: cmpl-... or chatcmpl-..."""
     model: str
-    """As the client named it: the base, or an adapter."""
+    """As the client named it: the base model or an adapter."""
     chat: bool
     stream: bool
     include_usage: bool
     requests: tuple[Request, ...]
-    """One for each choice."""
+    """One request per choice."""
     numbered: bool = False
-    """Answers carry token ids."""
+    """Whether responses contain token ids."""
     logprobs: int | None = None
-    """Alternatives to tell with each token's log-probability; None: it is not told."""
+    """Alternatives per token in the log-probabilities; None: no log-probabilities."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer and are not part of it."""
+    """Strings that end the response and are not part of it."""
 
     @property
     def request(self) -> Request:
-        """The first, whose prompt is that of all."""
+        """The first request; all have the same prompt."""
         return self.requests[0]
 
 
 def parse_call(
     body: object, chat: bool, models: Sequence[str], max_model_len: int, headers: Mapping[str, str]
 ) -> Call:
-    """Check a decoded JSON body; `models`: the base, then adapters. Raises ApiError."""
+    """Check a decoded JSON body; `models`: the base model, then adapters. Raises ApiError."""
     if not isinstance(body, dict):
         raise bad_request("The request body must be a JSON object.")
     model = body.get("model", models[0])
@@ -103,7 +103,7 @@ def parse_call(
             f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.",
             "min_tokens",
         )
-    hold, hand_off = _kv_transfer(body)
+    hold, handoff = _kv_transfer(body)
     request = Request(
         id=f"{internal}-{uuid.uuid4().hex[:8]}",
         prompt=prompt,
@@ -111,13 +111,13 @@ def parse_call(
         min_tokens=min_tokens,
         ignore_eos=bool(body.get("ignore_eos")),
         hold=hold,
-        hand_off=hand_off,
+        hand_off=handoff,
         seed=_integer(body, "seed", None) if body.get("temperature") != 0 else None,
         adapter=model if model != models[0] else "",
     )
     count = _count_choices(body)
-    if count > 1 and (hold or hand_off):
-        raise bad_request("Several choices cannot be handed over: n must be 1.", "n")
+    if count > 1 and (hold or handoff):
+        raise bad_request("A handoff supports one choice only: n must be 1.", "n")
     choices = [replace(request, id=f"{request.id}-{i}", choice=i) for i in range(1, count)]
     return Call(
         id=call_id,
@@ -133,7 +133,7 @@ def parse_call(
 
 
 def parse_prompt(body: object) -> "array[int]":
-    """Token ids of a call to /tokenize: a prompt or a chat. Raises ApiError."""
+    """Return the token ids for /tokenize, of a prompt or a chat. Raises ApiError."""
     if not isinstance(body, dict):
         raise bad_request("The request body must be a JSON object.")
     return _chat_prompt(body) if "messages" in body else _completion_prompt(body)
@@ -145,8 +145,8 @@ def _refuse(body: dict[str, Any]) -> None:
             raise bad_request(f"{name} is not emulated.", name)
     for name, kinds in _KINDS.items():
         if body.get(name) is not None and type(body[name]) not in kinds:
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise bad_request(f"{name} must be {wanted}, got {body[name]!r:.40}.", name)
+            allowed = " or ".join(kind.__name__ for kind in kinds)
+            raise bad_request(f"{name} must be {allowed}, got {body[name]!r:.40}.", name)
     if (temperature := body.get("temperature") or 0) < 0:
         raise bad_request(f"temperature must be non-negative, got {temperature}.", "temperature")
 
@@ -197,14 +197,14 @@ def _chat_prompt(body: dict[str, Any]) -> "array[int]":
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad_request("messages must be a list with at least one message.", "messages")
-    goes_on = bool(body.get("continue_final_message"))
-    if goes_on and body.get("add_generation_prompt"):
+    continues = bool(body.get("continue_final_message"))
+    if continues and body.get("add_generation_prompt"):
         raise bad_request(
             "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
             "continue_final_message",
         )
     text = "".join(f"\n<{_role(message)}>:{_content(message)}" for message in messages)
-    if body.get("add_generation_prompt", True) and not goes_on:
+    if body.get("add_generation_prompt", True) and not continues:
         text += "\n<assistant>:"
     return array("I", tokenizer.encode(text))
 
@@ -229,21 +229,21 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _max_tokens(body: dict[str, Any], chat: bool, prompt_tokens: int, max_model_len: int) -> int:
-    asked = _integer(body, "max_completion_tokens" if chat else "max_tokens", None)
-    if asked is None:
-        asked = _integer(body, "max_tokens", None if chat else _DEFAULT_COMPLETION_TOKENS)
-    if asked is not None and asked < 1:
-        raise bad_request(f"max_tokens must be at least 1, got {asked}.", "max_tokens")
-    if prompt_tokens + (asked or 1) > max_model_len:
+    limit = _integer(body, "max_completion_tokens" if chat else "max_tokens", None)
+    if limit is None:
+        limit = _integer(body, "max_tokens", None if chat else _DEFAULT_COMPLETION_TOKENS)
+    if limit is not None and limit < 1:
+        raise bad_request(f"max_tokens must be at least 1, got {limit}.", "max_tokens")
+    if prompt_tokens + (limit or 1) > max_model_len:
         raise bad_request(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested"
-            f" {asked or 1} output tokens and your prompt contains {prompt_tokens} input tokens,"
-            f" for a total of {prompt_tokens + (asked or 1)} tokens."
+            f" {limit or 1} output tokens and your prompt contains {prompt_tokens} input tokens,"
+            f" for a total of {prompt_tokens + (limit or 1)} tokens."
             " Please reduce the length of the input prompt or the number of requested output"
             " tokens.",
             "input_tokens",
         )
-    return asked if asked is not None else max_model_len - prompt_tokens
+    return limit if limit is not None else max_model_len - prompt_tokens
 
 
 def _integer(body: dict[str, Any], name: str, default: int | None) -> int | None:
@@ -272,8 +272,8 @@ def _kv_transfer(body: dict[str, Any]) -> tuple[bool, HandOff | None]:
         return False, None
     if not isinstance(params, dict):
         raise bad_request("kv_transfer_params must be an object.", "kv_transfer_params")
-    hand_off = _hand_off(params) if params.get("do_remote_prefill") else None
-    return bool(params.get("do_remote_decode")), hand_off
+    handoff = _hand_off(params) if params.get("do_remote_prefill") else None
+    return bool(params.get("do_remote_decode")), handoff
 
 
 def _hand_off(params: dict[str, Any]) -> HandOff:

@@ -1,12 +1,11 @@
-"""Which tokens the next iteration computes: continuous batching as vLLM's v1 scheduler does it.
+"""Chooses the tokens of the next iteration: continuous batching as in vLLM's v1 scheduler.
 
-The engine calls `schedule`, waits as long as the iteration takes, and calls `complete`; nothing
-here knows of time or I/O. Running sequences come first, then waiting ones in order of arrival, all
-under one token budget (chunked prefill). When blocks run out the youngest running sequence is
-preempted and recomputed later. Terms, which may change between two passes, say otherwise: who is
-first, who is let in, whom preemption spares. What is hard: KV that is being pulled or has been
-pulled holds blocks while it waits, so such sequences get in before others, or both could wait for
-ever.
+The engine calls `schedule`, waits as long as the iteration takes, and calls `complete`; time and
+I/O are outside. Running sequences come first, then waiting ones in order of arrival, all under one
+token budget (chunked prefill). When blocks run out, the youngest running sequence is preempted and
+recomputed later. A scheduling configuration, which may change between iterations, can change order,
+admission and preemption. What is hard: a sequence whose KV is being or has been pulled occupies
+blocks while it waits. So it is admitted before others, or both could wait for ever.
 """
 
 from collections import deque
@@ -28,7 +27,7 @@ from cleave_worker.scheduling.window import Window
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """vLLM's limits of one iteration and its prefix cache switch."""
+    """vLLM's limits of one iteration, and its prefix cache switch."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -37,16 +36,16 @@ class Limits:
 
 @dataclass(slots=True)
 class Step:
-    """One iteration: what it computes and what it costs."""
+    """One iteration: what it computes and what that costs."""
 
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     loads: list[Sequence] = field(default_factory=list)
-    """Sequences that have blocks now and wait for their KV to be pulled."""
+    """Sequences that have got blocks and wait for their KV to be pulled."""
     chunks: list[Chunk] = field(default_factory=list)
     batch: int = 0
     """Sequences that compute a single token."""
     context_tokens: int = 0
-    """Sum of those sequences' contexts."""
+    """Sum of the contexts of these sequences."""
     num_tokens: int = 0
 
     def add(self, sequence: Sequence, count: int) -> None:
@@ -62,7 +61,7 @@ class Step:
 
 
 class Output(NamedTuple):
-    """A token of a sequence, and why the sequence ended if it did."""
+    """A sampled token, and the finish reason if it ends its sequence."""
 
     sequence: Sequence
     token: int
@@ -70,10 +69,10 @@ class Output(NamedTuple):
 
 
 class Scheduler:
-    """Every sequence of the engine and the blocks they own."""
+    """All sequences of the engine and the blocks that they own."""
 
     def __init__(self, limits: Limits, pool: BlockPool, predictor: Predictor | None = None) -> None:
-        """`predictor`: of outputs, for admission; None: it learns what ends here."""
+        """`predictor`: of output lengths, for admission; None: learns from finished sequences."""
         self.limits = limits
         self.pool = pool
         self.running: list[Sequence] = []
@@ -87,39 +86,39 @@ class Scheduler:
         self._window = Window(self._waiting, _tokens_to_compute)
         self.follow(terms.DEFAULT)
 
-    def follow(self, terms: Terms) -> None:
-        """Schedule like this from the next pass on; what runs goes on running."""
-        self._terms = terms
+    def follow(self, config: Terms) -> None:
+        """Use this configuration from the next iteration on; running sequences continue."""
+        self._terms = config
         limits = self.limits
-        self._max_num_seqs = find_limit(terms.max_num_seqs, limits.max_num_seqs)
-        self._max_tokens = find_limit(terms.max_num_batched_tokens, limits.max_num_batched_tokens)
-        self._window.follow(terms.order, terms.prefill_sched_batch)
+        self._max_num_seqs = find_limit(config.max_num_seqs, limits.max_num_seqs)
+        self._max_tokens = find_limit(config.max_num_batched_tokens, limits.max_num_batched_tokens)
+        self._window.follow(config.order, config.prefill_sched_batch)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are in no batch."""
+        """Sequences that are not in the batch."""
         return len(self._waiting) + len(self._loaded) + len(self._loading)
 
     @property
     def num_held(self) -> int:
-        """Finished requests whose blocks wait to be pulled."""
+        """Finished requests whose leased blocks wait to be pulled."""
         return len(self._held)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It fits the pool when it is alone: the engine has checked."""
+        """Queue a sequence. The engine has checked that it fits the pool when it is alone."""
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
         self._waiting.append(sequence)
 
     def schedule(self) -> Step:
-        """The next iteration; without scheduled sequences nothing can run now."""
+        """Return the next iteration; if it has no sequences, nothing can run now."""
         step = Step()
-        # After a preemption nobody new gets in, unless that left nobody to run.
+        # After a preemption no sequence is admitted, unless no other is left to run.
         if self._schedule_running(step) or not step.scheduled:
             self._admit(step)
         return step
 
     def complete(self, step: Step) -> list[Output]:
-        """The tokens of an iteration. Finished sequences are gone, their blocks free or held."""
+        """Return the tokens of an iteration; finished sequences free their blocks or lease them."""
         outputs = []
         for sequence, count in step.scheduled:
             if sequence.state is State.FINISHED:
@@ -135,12 +134,12 @@ class Scheduler:
             if finish:
                 if finish is Finish.STOP:
                     self._admitting.learn(_lengths(sequence))
-                self._retire(sequence, hold=sequence.request.hold)
+                self._retire(sequence, lease=sequence.request.hold)
         self.running = [s for s in self.running if s.state is State.RUNNING]
         return outputs
 
     def load(self, sequence: Sequence, contents: list[int]) -> None:
-        """The pulled KV of a loading sequence has come, one content for each missing block."""
+        """Store the pulled KV of a loading sequence, one content per missing block."""
         first = sequence.cached_tokens // self.pool.block_size
         for block, content in zip(sequence.blocks[first:], contents, strict=True):
             self.pool.contents[block] = content
@@ -150,7 +149,7 @@ class Scheduler:
         self._publish(sequence, sequence.cached_tokens)
 
     def recompute(self, sequence: Sequence) -> None:
-        """The pull failed: compute the prompt here, in the blocks that are there."""
+        """Compute a prompt whose pull failed here, in the blocks that it has."""
         before = sequence.pending_prompt_tokens
         self._end_load(sequence)
         if sequence.cached_tokens:
@@ -158,7 +157,7 @@ class Scheduler:
         self.pending_prompt_tokens += sequence.pending_prompt_tokens - before
 
     def abort(self, sequence: Sequence) -> None:
-        """Drop a sequence wherever it is; harmless when it has ended."""
+        """Drop a sequence in any state; does nothing when it has ended."""
         if sequence.state is State.FINISHED:
             return
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
@@ -171,12 +170,12 @@ class Scheduler:
             if queue is self._waiting:
                 self._window.leave((sequence,))
             queue.remove(sequence)
-        self._retire(sequence, hold=False)
+        self._retire(sequence, lease=False)
 
     def held_contents(self, request_id: str, stale: bool = False) -> dict[int, int] | None:
-        """Block -> content of a held request, None when there is none.
+        """Return the content of each block of a leased request, None without a lease.
 
-        With `stale`, what the blocks held before the request.
+        With `stale`, what the blocks contained before the request.
         """
         blocks = self._held.get(request_id)
         if blocks is None:
@@ -185,7 +184,7 @@ class Scheduler:
         return {block: source[block] for block in blocks}
 
     def release(self, request_id: str) -> bool:
-        """Free a held request's blocks; whether there was one."""
+        """Free a leased request's blocks; return whether there was a lease."""
         blocks = self._held.pop(request_id, None)
         if blocks is None:
             return False
@@ -193,20 +192,20 @@ class Scheduler:
         return True
 
     def _schedule_running(self, step: Step) -> bool:
-        """Tokens of the running sequences; whether the blocks sufficed without preemption."""
-        limit, most = self._max_tokens, self._most_of_a_prompt()
+        """Add tokens of the running sequences; return whether no preemption was needed."""
+        limit, prompt_limit = self._max_tokens, self._most_of_a_prompt()
         size = self.pool.block_size
         index = 0
         sufficed = True
-        if (most_preemptions := self._terms.preemption_limit) and self.num_preemptions:
+        if (preemption_limit := self._terms.preemption_limit) and self.num_preemptions:
             # The last one is preempted first.
             self.running.sort(
-                key=lambda s: (not is_spared(s.num_preemptions, most_preemptions), s.submitted_at)
+                key=lambda s: (not is_spared(s.num_preemptions, preemption_limit), s.submitted_at)
             )
         while index < len(self.running) and step.num_tokens < limit:
             sequence = self.running[index]
-            left = len(sequence.tokens) - sequence.num_computed
-            count = cut_chunk(left, min(limit - step.num_tokens, most))
+            remaining = len(sequence.tokens) - sequence.num_computed
+            count = cut_chunk(remaining, min(limit - step.num_tokens, prompt_limit))
             missing = -(-(sequence.num_computed + count) // size) - len(sequence.blocks)
             while missing > self.pool.num_free and len(self.running) > index:
                 self._preempt(self.running.pop())
@@ -220,9 +219,9 @@ class Scheduler:
         return sufficed
 
     def _admit(self, step: Step) -> None:
-        most = self._most_of_a_prompt()
+        prompt_limit = self._most_of_a_prompt()
         while step.num_tokens < self._max_tokens and len(self.running) < self._max_num_seqs:
-            budget = min(self._max_tokens - step.num_tokens, most)
+            budget = min(self._max_tokens - step.num_tokens, prompt_limit)
             if self._loaded:
                 sequence = self._loaded.popleft()
                 count = cut_chunk(len(sequence.tokens) - sequence.num_computed, budget)
@@ -246,14 +245,14 @@ class Scheduler:
             step.add(sequence, count)
 
     def _most_of_a_prompt(self) -> int:
-        """Tokens of one prompt in a pass; alone it may take all."""
+        """Return the most tokens of one prompt in an iteration; a lone prompt may take all."""
         threshold = self._terms.long_prefill_token_threshold
         is_alone = len(self.running) + self.num_waiting <= 1
         return self._max_tokens if not threshold or is_alone else threshold
 
     def _may_join(self, sequence: Sequence) -> bool:
         if sequence.request.hold:
-            # It decodes elsewhere.
+            # It decodes on another instance.
             return True
         free = self.pool.num_free * self.pool.block_size
         admission = self._terms.admission
@@ -263,20 +262,20 @@ class Scheduler:
         return (_lengths(s) for s in self.running if len(s.tokens) - s.num_computed == 1)
 
     def _allocate(self, sequence: Sequence, budget: int) -> int:
-        """Give a waiting sequence the blocks for its next tokens; how many tokens, 0 for none."""
+        """Allocate blocks for the next tokens of a waiting sequence; return how many tokens."""
         size = self.pool.block_size
         num_tokens = len(sequence.tokens)
-        shared: list[int] = []
+        cached_blocks: list[int] = []
         if self.limits.prefix_caching:
-            shared = self.pool.share(sequence.block_keys((num_tokens - 1) // size, size))
-        cached = len(shared) * size
-        left = num_tokens - cached
-        count = left if sequence.hand_off else cut_chunk(left, budget)
-        missing = -(-(cached + count) // size) - len(shared)
+            cached_blocks = self.pool.share(sequence.block_keys((num_tokens - 1) // size, size))
+        cached = len(cached_blocks) * size
+        remaining = num_tokens - cached
+        count = remaining if sequence.hand_off else cut_chunk(remaining, budget)
+        missing = -(-(cached + count) // size) - len(cached_blocks)
         if missing > self.pool.num_free:
-            self.pool.give_back(shared)
+            self.pool.give_back(cached_blocks)
             return 0
-        sequence.blocks = shared + self.pool.take(missing)
+        sequence.blocks = cached_blocks + self.pool.take(missing)
         if not sequence.num_preemptions:
             sequence.cached_tokens = cached
         if cached and not sequence.hand_off:
@@ -301,16 +300,16 @@ class Scheduler:
         sequence.hand_off = None
         self._loaded.append(sequence)
 
-    def _retire(self, sequence: Sequence, hold: bool) -> None:
+    def _retire(self, sequence: Sequence, lease: bool) -> None:
         sequence.state = State.FINISHED
-        if hold:
+        if lease:
             self._held[sequence.request.id] = sequence.blocks
         else:
             self.pool.give_back(sequence.blocks)
             sequence.blocks = []
 
     def _publish(self, sequence: Sequence, start: int) -> None:
-        """Offer the blocks that became full since `start` tokens to later prompts."""
+        """Enter the blocks that became full since `start` tokens into the prefix cache."""
         size = self.pool.block_size
         first, last = start // size, sequence.num_computed // size
         if first == last or not self.limits.prefix_caching:

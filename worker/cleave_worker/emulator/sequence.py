@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its blocks, and how far it is computed.
+"""One request inside the engine: its tokens, its blocks, and how much of it is computed.
 
 Owned by the scheduler. What is hard: the state that leads to the next token must be the same
 whether KV was computed here in chunks, found in the prefix cache, or pulled from another instance.
@@ -16,11 +16,11 @@ from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.content import EMPTY, extend, fold
 
 _EOS_PERIOD = 256
-"""One token in so many ends the text, where that is allowed."""
+"""One token in so many ends the text, unless ignore_eos."""
 
 
 class HandOff(NamedTuple):
-    """Where the KV of a prompt lies (vLLM's kv_transfer_params for a pull)."""
+    """Location of a prompt's KV (vLLM's kv_transfer_params for a pull)."""
 
     engine_id: str
     request_id: str
@@ -31,7 +31,7 @@ class HandOff(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks for, checked. Lengths in tokens."""
+    """A checked client request. Lengths in tokens."""
 
     id: str
     prompt: "array[int]"
@@ -39,26 +39,26 @@ class Request:
     min_tokens: int = 0
     ignore_eos: bool = False
     hold: bool = False
-    """Keep the blocks after the end for another instance to pull (do_remote_decode)."""
+    """Lease the blocks after the end to another instance (do_remote_decode)."""
     hand_off: HandOff | None = None
     """Pull the prompt's KV instead of computing it (do_remote_prefill)."""
     seed: int | None = None
-    """Of the draws that choose tokens; None: the model's one continuation."""
+    """Seed of the sampler; None: the model's one continuation."""
     choice: int = 0
-    """Each is another continuation."""
+    """Number of the choice; each has another continuation."""
     adapter: str = ""
-    """That the model is changed by; KV and tokens depend on it."""
+    """LoRA adapter, on which KV and tokens depend."""
 
     @property
     def prompt_digest(self) -> bytes:
-        """Equal digests mean equal prompts of one adapter: the same KV."""
+        """Equal for equal prompts of one adapter, which have the same KV."""
         return hashlib.blake2b(
             self.prompt.tobytes() + self.adapter.encode(), digest_size=8
         ).digest()
 
 
 class State(Enum):
-    """Where a sequence is."""
+    """State of a sequence in the scheduler."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -76,7 +76,7 @@ class Finish(Enum):
 
 
 class Sequence:
-    """A request's progress."""
+    """Progress of one request."""
 
     __slots__ = (
         "_content",
@@ -120,7 +120,7 @@ class Sequence:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all KV; the owner has given the blocks back."""
+        """Forget all KV after the blocks were freed."""
         self.blocks: list[int] = []
         self.num_computed = 0
         self._num_written = 0
@@ -134,13 +134,13 @@ class Sequence:
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """Prompt tokens that this instance has still to compute."""
+        """Prompt tokens that this instance still has to compute."""
         if self.hand_off:
             return 1
         return max(0, self.prompt_len - self.num_computed)
 
     def block_keys(self, count: int, block_size: int) -> list[bytes]:
-        """Keys of the first `count` full blocks of tokens: equal keys mean equal prefixes."""
+        """Return keys of the first `count` full blocks; equal keys mean equal prefixes."""
         keys = self._keys
         for start in range(len(keys) * block_size, count * block_size, block_size):
             block = self.tokens[start : start + block_size].tobytes()
@@ -149,9 +149,9 @@ class Sequence:
         return keys[:count]
 
     def adopt(self, num_tokens: int, pool: BlockPool) -> None:
-        """Go on from KV that lies in `blocks` and covers `num_tokens`.
+        """Continue from KV that is in `blocks` and covers `num_tokens`.
 
-        At least the newest token is computed again, because its pass makes the next token.
+        At least the newest token is computed again, because its iteration samples the next token.
         """
         self._summary, self._content = 0, self._start
         for index, block in enumerate(self.blocks[: -(-num_tokens // pool.block_size)]):
@@ -178,15 +178,17 @@ class Sequence:
         self._num_written = max(self._num_written, end)
 
     def sample(self) -> tuple[int, Finish | None]:
-        """Append the token that follows all computed KV; why the sequence ends, if it does."""
+        """Append the token that follows all computed KV; also return the finish reason, if any."""
         request = self.request
         value = fold(fold(self._summary, self._content), len(self.tokens))
         if request.adapter:
-            # KV of the right adapter is not enough: the engine that goes on must apply it, too.
+            # KV of the right adapter is not enough: an engine that continues must apply the
+            # adapter, too.
             value = fold(value, self._start)
         num_outputs = self.num_outputs + 1
         if request.seed is not None or request.choice:
-            # As many draws are used up as tokens were made: they do not begin anew elsewhere.
+            # Depends on the number of tokens, so that an engine that continues samples the same
+            # ones.
             value = fold(fold(value, (request.seed or 0) + request.choice), num_outputs)
         may_end = not request.ignore_eos and num_outputs > request.min_tokens
         if may_end and (value >> 40) % _EOS_PERIOD == 0:

@@ -1,16 +1,16 @@
-"""Text to token ids and back, without a vocabulary file. Used by the API.
+"""Converts text to token ids and back, without a vocabulary file. Used by the API.
 
-Generated tokens are words of a space and four letters, and text is cut at spaces into pieces of at
-most four characters, so generated text that follows any prompt is cut into the very tokens it was
-made of: a request can go on elsewhere from prompt + text so far. Other pieces are hashed into the
-rest of the id space: counts are exact, their text is not kept.
+A generated token is a word of a space and four letters, and text is cut at spaces into pieces of at
+most four characters. So generated text after any prompt is cut into exactly the tokens that it came
+from, and another engine can resume a request from prompt and text so far. Other pieces are hashed
+into the rest of the id space: counts are exact, but their text is lost.
 """
 
 import re
 import zlib
 
 VOCAB_SIZE = 50272
-"""OPT's; ids at or above it are refused, as vLLM does."""
+"""OPT's; higher ids are rejected, as vLLM does."""
 EOS = 2
 
 _FIRST_WORD = 4
@@ -24,24 +24,24 @@ _PIECE = re.compile(r"\s?\S{1,4}|\s")
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     ids = _IDS
     return [ids.get(piece) or _hash(piece) for piece in _PIECE.findall(text)]
 
 
 def decode(token: int) -> str:
-    """Text of one generated token; empty for the end of text."""
+    """Return the text of a generated token; empty for the end of text."""
     index = token - _FIRST_WORD
     return _WORDS[index] if 0 <= index < len(_WORDS) else ""
 
 
 def words() -> range:
-    """Ids of all tokens that are generated, but for EOS."""
+    """Return the ids of all tokens that are generated, except EOS."""
     return range(_FIRST_WORD, _FIRST_WORD + len(_WORDS))
 
 
 def choose(value: int) -> int:
-    """A word for 64 well-mixed bits."""
+    """Choose a word by 64 well-mixed bits."""
     return _FIRST_WORD + (value >> 16) % len(_WORDS)
 
 

@@ -1,7 +1,7 @@
 """Messages of the KV side channel between two emulated engines, and their framing over TCP.
 
-Stands in for NIXL's handshake, reads and notifications: the reader (decode side) asks for block
-contents, waits as long as the real bytes would take, and tells the owner that it is done.
+Stands in for NIXL's handshake, reads and notifications: the consumer (decode side) requests block
+contents, waits as long as the real transfer would take, and notifies the producer.
 """
 
 import asyncio
@@ -18,39 +18,39 @@ class WireError(Exception):
 
 
 class Pull(msgspec.Struct, tag=True, frozen=True):
-    """Ask for the contents of a held request's blocks."""
+    """Request the contents of a leased request's blocks."""
 
     engine_id: str
     request_id: str
     block_ids: list[int]
     prompt_digest: bytes = b""
-    """Of the prompt that the reader means; empty: it does not say."""
+    """Digest of the consumer's prompt; empty: not given."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """The blocks were read or will never be: free them. Not answered."""
+    """The blocks were read or will not be read: free them. Not answered."""
 
     engine_id: str
     request_id: str
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """These requests still wait for their turn: extend their leases. Not answered."""
+    """Extend the leases of requests that are still queued at the consumer. Not answered."""
 
     engine_id: str
     request_ids: list[str]
 
 
 class Contents(msgspec.Struct, tag=True, frozen=True):
-    """Answer to Pull: one content per block, in the order asked."""
+    """Response to `Pull`: one content per block, in the requested order."""
 
     contents: list[int]
     checksum: int
-    """Of what the owner's prefill wrote into them."""
+    """Of what the producer's prefill wrote into them."""
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):
-    """Answer to Pull when the KV is not there."""
+    """Response to `Pull` when the KV is not leased."""
 
     reason: str
 
@@ -62,7 +62,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def sum_up(contents: list[int]) -> int:
-    """The checksum of block contents in their order."""
+    """Return the checksum of block contents in their order."""
     return zlib.crc32(_encoder.encode(contents))
 
 
@@ -73,7 +73,7 @@ def send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 async def receive(reader: asyncio.StreamReader) -> Message:
-    """Read one frame. Raises WireError at the end of the stream or on nonsense."""
+    """Read one frame. Raises WireError at the end of the stream or for an invalid frame."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if length > _MAX_FRAME:

@@ -1,7 +1,7 @@
 """Command line of the operator profiler: `python -m cleave_worker.profiler` on a GPU machine.
 
 Writes the profile that the planner reads: operators of one layer for every tensor parallel size,
-measured on one GPU; collectives where there are several.
+measured on one GPU, and collectives if there are several GPUs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a wrong command line with one line."""
+    """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write; exit code 0 then, 1 when it did not work, 2 for a refused command line."""
+    """Measure and write; return 0, or 1 for errors and 2 for a rejected command line."""
     args = _parser().parse_args(argv)
     try:
         import torch
@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not on_gpu and not args.cpu:
         return _fail("there is no GPU; --cpu measures this machine's cores instead")
     clock = CudaClock() if on_gpu and not args.cpu else CpuClock()
-    place = Place(clock.device, getattr(torch, args.dtype))
+    device_spec = Place(clock.device, getattr(torch, args.dtype))
     visible = torch.cuda.device_count() if clock.device.type == "cuda" else 1
-    chosen = grid.quick(args.longest) if args.quick else grid.full(args.longest)
+    points = grid.quick(args.longest) if args.quick else grid.full(args.longest)
     name = torch.cuda.get_device_name() if clock.device.type == "cuda" else platform.machine()
     try:
         shape = model.load(args.model)
@@ -59,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 shape,
                 args.tensor_parallel_sizes,
                 clock,
-                place,
-                chosen,
+                device_spec,
+                points,
                 visible if args.gpus is None else args.gpus,
                 lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
             )
-        found = MeasuredProfile(
+        profile = MeasuredProfile(
             model=args.model,
             device=args.device or name,
             engine="torch",
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_model_len=shape.max_model_len,
             operators=operators,
         )
-        write(found, args.output_file)
+        write(profile, args.output_file)
     except torch.OutOfMemoryError:
         return _fail("the GPU's memory does not suffice; lower --longest or leave size 1 out")
     except (

@@ -17,18 +17,18 @@ from cleave_worker.profiler.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Of one layer of a shard."""
+    """Attention of one layer of a shard."""
 
     shard: Shard
     place: Place
 
     def prefill(self, tokens: int, cached_tokens: int) -> Run:
-        """One prompt's chunk of `tokens` behind `cached_tokens` that are computed."""
+        """Build the attention of a prompt chunk of `tokens` after `cached_tokens` computed ones."""
         shard, size = self.shard, self.shard.shape.head_size
         total = cached_tokens + tokens
         q = self.place.empty(1, shard.heads, tokens, size)
         k, v = (self.place.empty(1, shard.kv_heads, total, size) for _ in range(2))
-        # Each row sees the cached tokens and those of the chunk up to itself.
+        # Each row attends to the cached tokens and to those of the chunk up to itself.
         mask = causal_lower_right(tokens, total) if cached_tokens else None
         is_grouped = shard.heads != shard.kv_heads
         return lambda _: functional.scaled_dot_product_attention(
@@ -36,7 +36,7 @@ class Attention:
         )
 
     def decode(self, batch: int, context_tokens: int) -> Run:
-        """One token for each of `batch` requests with `context_tokens` each."""
+        """Build the attention of one token each of `batch` requests with `context_tokens` each."""
         shard, size = self.shard, self.shard.shape.head_size
         group = shard.heads // shard.kv_heads
         q = self.place.empty(batch * shard.kv_heads, group, size)

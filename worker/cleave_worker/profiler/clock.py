@@ -1,9 +1,9 @@
-"""How long an operator takes: CUDA events on a GPU, the process's clock on a CPU.
+"""Measures how long an operator takes: CUDA events on a GPU, the process's clock on a CPU.
 
 What is hard on a GPU: launching a kernel from Python costs more than many kernels take, and engines
-replay graphs in which it costs nothing; and weights that are used again at once come from the L2
-cache, which no engine with more than one layer sees. So runs are captured in a graph, and operators
-go around several copies of what they read.
+replay graphs in which it costs nothing. And weights that are read again at once come from the L2
+cache, which happens in no engine with more than one layer. So runs are captured in a graph, and
+operators cycle through several copies of what they read.
 """
 
 import time
@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 
 Run = Callable[[int], object]
-"""An operator on one of its copies, by number."""
+"""Runs an operator on one of its copies, by number."""
 
 _WARM_UPS = 3
 _SHORTEST_S = 0.004
-"""Of a repeat on CPU: its clock and the interpreter vanish in that."""
+"""Shortest repeat on CPU, so that the overhead of clock and interpreter is negligible."""
 _GRAPH_RUNS = 32
 
 
@@ -40,16 +40,16 @@ class Clock(Protocol):
         """torch's device."""
 
     def measure(self, run: Run, repeats: int) -> list[float]:
-        """Milliseconds of one run, `repeats` times."""
+        """Return the milliseconds of one run, from `repeats` repeats."""
 
 
 class CpuClock:
-    """The process's clock."""
+    """Measures with the process's clock."""
 
     device = torch.device("cpu")
 
     def measure(self, run: Run, repeats: int) -> list[float]:
-        """Each repeat runs for some milliseconds."""
+        """Measure repeats of some milliseconds each."""
         for index in range(_WARM_UPS):
             run(index)
         begin = time.perf_counter()
@@ -66,13 +66,13 @@ class CpuClock:
 
 
 class CudaClock:
-    """Events around a captured graph of runs."""
+    """Measures with events around a captured graph of runs."""
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
 
     def measure(self, run: Run, repeats: int) -> list[float]:
-        """Each repeat replays the graph once."""
+        """Measure repeats that replay the graph once each."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -96,7 +96,7 @@ class CudaClock:
 
 
 def summarize(taken: Sequence[float]) -> Duration:
-    """Median and distance of the quartiles."""
+    """Return the median and the distance between the quartiles."""
     spread = 0.0
     if len(taken) > 1:
         first, _, third = quantiles(taken, n=4, method="inclusive")

@@ -1,7 +1,7 @@
 """All-reduce and send between the GPUs of one machine, or between processes on CPU.
 
-Model-agnostic (Vidur, section 4.3): time depends on bytes and links. One process per GPU; the first
-one's times are taken, all waiting for each other before each repeat.
+Model-agnostic (Vidur, section 4.3): time depends on bytes and links. One process per GPU; the times
+of rank 0 are used, with a barrier before each repeat.
 """
 
 import socket
@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 _TIMEOUT_S = 300.0
 _WARM_UPS = 5
 _RUNS = 20
-"""Back to back in one repeat."""
+"""Consecutive runs in one repeat."""
 
 
 class CollectiveError(RuntimeError):
@@ -27,7 +27,7 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a group measures."""
+    """What a group of processes measures."""
 
     ranks: int
     sizes_bytes: tuple[int, ...]
@@ -37,23 +37,23 @@ class Task:
 
 
 Times = dict[int, list[float]]
-"""Bytes -> milliseconds of each repeat."""
+"""Bytes to milliseconds of each repeat."""
 
 
 def measure(
     ranks: int, sizes_bytes: Sequence[int], repeats: int, on_gpu: bool
 ) -> tuple[Times, Times]:
-    """(all-reduce over `ranks`, send from the first to the second). Raises CollectiveError."""
+    """Return (all-reduce over `ranks`, send from rank 0 to rank 1). Raises CollectiveError."""
     task = Task(ranks, tuple(sizes_bytes), repeats, on_gpu, _free_port())
     context = mp.get_context("spawn")
-    answers = context.SimpleQueue()
-    group = mp.spawn(_member, (task, answers), nprocs=ranks, join=False)
+    results = context.SimpleQueue()
+    group = mp.spawn(_member, (task, results), nprocs=ranks, join=False)
     deadline = time.monotonic() + _TIMEOUT_S
     try:
         while not group.join(timeout=1.0):
             if time.monotonic() > deadline:
                 raise CollectiveError(
-                    f"{ranks} processes: not over in {_TIMEOUT_S:.0f} s; can the GPUs talk?"
+                    f"{ranks} processes: not over in {_TIMEOUT_S:.0f} s; are the GPUs connected?"
                 )
     except mp.ProcessRaisedException as error:
         reason = str(error).strip().splitlines()[-1]
@@ -61,11 +61,11 @@ def measure(
     finally:
         for process in group.processes:
             process.kill()
-    reduced, sent = answers.get()
+    reduced, sent = results.get()
     return reduced, sent
 
 
-def _member(rank: int, task: Task, answers: "SimpleQueue[tuple[Times, Times]]") -> None:
+def _member(rank: int, task: Task, results: "SimpleQueue[tuple[Times, Times]]") -> None:
     device = torch.device("cuda", rank) if task.on_gpu else torch.device("cpu")
     if task.on_gpu:
         torch.cuda.set_device(device)
@@ -83,7 +83,7 @@ def _member(rank: int, task: Task, answers: "SimpleQueue[tuple[Times, Times]]") 
             reduced[size] = _time(task, partial(dist.all_reduce, tensor))
             sent[size] = _time(task, partial(_send, rank, tensor))
         if rank == 0:
-            answers.put((reduced, sent))
+            results.put((reduced, sent))
     finally:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Which points the operator profiler measures."""
+"""The points that the operator profiler measures."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,20 @@ class Grid:
     """Sizes to measure."""
 
     rows: tuple[int, ...]
-    """Of token-level operators: prompt tokens plus decoding requests."""
+    """Rows of token-level operators: prompt tokens plus decoding requests."""
     head_rows: tuple[int, ...]
-    """Of the LM head: requests."""
+    """Rows of the LM head: requests."""
     chunks: tuple[tuple[int, int], ...]
     """Prompt attention: (tokens of the chunk, tokens before it)."""
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
-    """Decode attention: of each request."""
+    """Decode attention: context tokens of each request."""
     collective_bytes: tuple[int, ...]
     repeats: int
 
 
 def full(longest: int) -> Grid:
-    """Everything up to prompts of `longest` tokens."""
+    """Return all points up to prompts of `longest` tokens."""
     powers = _powers(1, longest)
     between = [n * 3 // 2 for n in powers if n >= 64 and n * 3 // 2 <= longest]
     prompts = _powers(64, longest)
@@ -38,7 +38,7 @@ def full(longest: int) -> Grid:
 
 
 def quick(longest: int) -> Grid:
-    """A few points: does everything work?"""
+    """Return a few points, to check that everything works."""
     return Grid(
         rows=_powers(1, longest)[::2],
         head_rows=(1, 16),
@@ -51,8 +51,8 @@ def quick(longest: int) -> Grid:
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
-    found = []
+    powers = []
     while first <= last:
-        found.append(first)
+        powers.append(first)
         first *= 2
-    return tuple(found)
+    return tuple(powers)

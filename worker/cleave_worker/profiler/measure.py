@@ -1,4 +1,4 @@
-"""From a model's shape to its measured operators, one tensor parallel size after another."""
+"""Measures the operators of a model, one tensor parallel size after another."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -21,7 +21,7 @@ from cleave_worker.profiler.shard import Shard
 Say = Callable[[str], None]
 
 _LARGEST_KV_BYTES = 4 << 30
-"""Of one layer's KV in a point of decode attention; an engine has room for no more."""
+"""Most KV of one layer in a point of decode attention; an engine has memory for no more."""
 _LM_HEAD = "lm_head"
 
 
@@ -29,32 +29,33 @@ def measure(
     shape: ModelShape,
     sizes: Sequence[int],
     clock: Clock,
-    place: Place,
+    device_spec: Place,
     grid: Grid,
     num_gpus: int,
-    say: Say,
+    report: Say,
 ) -> Operators:
-    """All operators of `shape` for tensor parallel `sizes`, collectives over up to `num_gpus`.
+    """Measure all operators of `shape` for `sizes`, and collectives over up to `num_gpus`.
 
-    Raises ShardError, and CollectiveError when GPUs do not reach each other.
+    `sizes`: tensor parallel sizes. Raises ShardError, and CollectiveError when GPUs cannot
+    communicate.
     """
     layer: list[LinearPoint] = []
     once: list[LinearPoint] = []
     prefill: list[PrefillAttentionPoint] = []
     decode: list[DecodeAttentionPoint] = []
     for shard in [Shard(shape, size) for size in sizes]:
-        say(f"tensor parallel size {shard.size}: linear layers")
-        layer += _linear(layer_operators(shard, place), shard.size, clock, grid)
-        once += _linear(once_operators(shard, place), shard.size, clock, grid)
-        say(f"tensor parallel size {shard.size}: attention")
-        attention = Attention(shard, place)
+        report(f"tensor parallel size {shard.size}: linear layers")
+        layer += _linear(layer_operators(shard, device_spec), shard.size, clock, grid)
+        once += _linear(once_operators(shard, device_spec), shard.size, clock, grid)
+        report(f"tensor parallel size {shard.size}: attention")
+        attention = Attention(shard, device_spec)
         prefill += _prefill(attention, clock, grid)
         decode += _decode(attention, clock, grid)
-    reduced, sent = _collectives(num_gpus, grid, place, say)
+    reduced, sent = _collectives(num_gpus, grid, device_spec, report)
     return Operators(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        activation_bytes=place.dtype.itemsize,
+        activation_bytes=device_spec.dtype.itemsize,
         layer=tuple(sorted(layer, key=lambda point: point.place)),
         once=tuple(sorted(once, key=lambda point: point.place)),
         prefill_attention=tuple(sorted(prefill, key=lambda point: point.place)),
@@ -109,14 +110,14 @@ def _decode(attention: Attention, clock: Clock, grid: Grid) -> Iterable[DecodeAt
 
 
 def _collectives(
-    num_gpus: int, grid: Grid, place: Place, say: Say
+    num_gpus: int, grid: Grid, device_spec: Place, report: Say
 ) -> tuple[tuple[CommunicationPoint, ...], tuple[CommunicationPoint, ...]]:
     reduced: list[CommunicationPoint] = []
     sent: list[CommunicationPoint] = []
     ranks = 2
     while ranks <= num_gpus:
-        say(f"collectives of {ranks}")
-        on_gpu = place.device.type == "cuda"
+        report(f"collectives of {ranks}")
+        on_gpu = device_spec.device.type == "cuda"
         by_size = collectives.measure(ranks, grid.collective_bytes, grid.repeats, on_gpu)
         reduced += _points(ranks, by_size[0], grid.repeats)
         if ranks == 2:
@@ -127,11 +128,11 @@ def _collectives(
 
 def _points(ranks: int, times: collectives.Times, repeats: int) -> Iterable[CommunicationPoint]:
     for size_bytes, taken in sorted(times.items()):
-        found = summarize(taken)
+        duration = summarize(taken)
         yield CommunicationPoint(
             gpus=ranks,
             size_bytes=size_bytes,
-            ms=found.ms,
-            spread_ms=found.spread_ms,
+            ms=duration.ms,
+            spread_ms=duration.spread_ms,
             repeats=repeats,
         )

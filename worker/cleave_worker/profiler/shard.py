@@ -1,6 +1,6 @@
-"""What one GPU of a tensor parallel group holds of a layer (Vidur, section 4.3).
+"""The part of a layer on one GPU of a tensor parallel group (Vidur, section 4.3).
 
-One GPU alone can therefore measure every size: a shard is a smaller layer.
+A shard is a smaller layer, so one GPU alone can measure every size.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from cleave.perf.model import ModelShape
 
 
 class ShardError(ValueError):
-    """The model cannot be measured so; one line that says what and why."""
+    """The model cannot be measured this way; one line that says what and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Shard:
     size: int
 
     def __post_init__(self) -> None:
-        """Raises ShardError for what has no shard of this size or no operators here."""
+        """Raises ShardError for models that cannot be sharded or measured so."""
         shape = self.shape
         if shape.latent is not None:
             raise ShardError(f"{shape.name}: latent attention (MLA) is not measured yet")
@@ -30,25 +30,25 @@ class Shard:
             )
         if shape.num_attention_heads % self.size:
             raise ShardError(
-                f"{shape.name}: {shape.num_attention_heads} attention heads cannot be split over "
+                f"{shape.name}: {shape.num_attention_heads} attention heads cannot be sharded over "
                 f"{self.size} GPUs; leave that size out"
             )
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.shape.num_attention_heads // self.size
 
     @property
     def kv_heads(self) -> int:
-        """Replicated where there are fewer than GPUs."""
+        """Number of KV heads; replicated when there are fewer than GPUs."""
         return max(1, self.shape.num_kv_heads // self.size)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Key and value of this layer."""
+        """Bytes of key and value of this layer."""
         return 2 * self.kv_heads * self.shape.head_size * self.shape.kv_dtype_bytes
 
     def mlp_width(self, width: int) -> int:
-        """Of an MLP that is `width` wide on all GPUs together."""
+        """Return the width per GPU of an MLP that is `width` wide on all GPUs together."""
         return -(-width // self.size)

@@ -1,1 +1,1 @@
-"""What engines are told about order and admission, and how they follow it."""
+"""Configuration of order and admission in engines, and the logic that applies it."""

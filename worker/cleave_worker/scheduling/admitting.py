@@ -1,8 +1,8 @@
-"""Whether a waiting request may join those that decode, by what all of them are predicted to need.
+"""Admits waiting requests to the decode batch by the predicted KV demand of all of its requests.
 
-Used by the emulated engine's scheduler and by vLLM's. What is hard: a prediction may be wrong, and
-a request must never wait for more room than there is; so it counts for no more than the request's
-own limit, which the engine has seen to fit.
+Used by the schedulers of the emulated engine and of vLLM. What is hard: predictions may be wrong,
+but a request must never wait for more memory than the engine has. So a prediction is capped by the
+request's own limit, which the engine has checked to fit.
 """
 
 import math
@@ -14,24 +14,24 @@ from cleave.policy.lengths import ConditionalMean, Predictor, find_left
 
 
 class Lengths(NamedTuple):
-    """Of one request, in tokens."""
+    """Lengths of one request in tokens."""
 
     prompt: int
     made: int
-    """Output so far."""
+    """Output tokens so far."""
     limit: int
-    """Of its output."""
+    """Most output tokens."""
 
 
 class Admitting:
-    """Admission in one engine, which learns how long answers are."""
+    """Admission in one engine, with a predictor that learns from finished requests."""
 
     def __init__(self, predictor: Predictor | None = None) -> None:
-        """Without a predictor: the mean of answers seen here; before any, the request's limit."""
+        """Without a predictor: the mean output length so far; before any, the request's limit."""
         self._predictor = predictor or ConditionalMean(math.inf)
 
     def learn(self, request: Lengths) -> None:
-        """A request has ended by itself."""
+        """Learn from a request that ended with a stop token."""
         self._predictor.learn(request.prompt, request.made)
 
     def may_join(
@@ -41,15 +41,17 @@ class Admitting:
         request: Lengths,
         decoding: Callable[[], Iterable[Lengths]],
     ) -> bool:
-        """Whether `request` may join those that are `decoding` while `free` tokens are nobody's."""
+        """Return whether `request` may join `decoding`, given `free` tokens of KV memory."""
         if admission is Admission.GREEDY:
-            # What it holds now fits, or it gets no blocks.
+            # vLLM checks whether the request's present tokens fit.
             return True
-        lefts = [self._left(each) for each in decoding()]
-        held = request.prompt + request.made
-        # The last token is never written.
-        left = self._left(request) - 1
-        return may_join(admission, free, held, left, len(lefts), min(lefts, default=0.0))
+        remaining = [self._left(other) for other in decoding()]
+        current = request.prompt + request.made
+        # The KV of the last token is never written.
+        needed = self._left(request) - 1
+        return may_join(
+            admission, free, current, needed, len(remaining), min(remaining, default=0.0)
+        )
 
     def _left(self, request: Lengths) -> float:
         predicted = self._predictor.predict(request.prompt, request.limit)

@@ -1,7 +1,7 @@
-"""How an engine orders, cuts and admits work, by the role that it has now.
+"""How an engine orders, chunks and admits requests, by its current role.
 
-Stated on the agent's command line (`--scheduling`), told to the engine through the terms page, and
-followed by the emulated engine's scheduler and by vLLM's (`cleave_worker.vllm.scheduler`).
+Set on the agent's command line (`--scheduling`), sent to the engine through the scheduling page,
+and applied by the schedulers of the emulated engine and of vLLM.
 """
 
 import json
@@ -20,31 +20,31 @@ ROLES: dict[str, Role] = {
     "decode": agent_pb2.ROLE_DECODE,
     "mixed": agent_pb2.ROLE_MIXED,
 }
-"""Role names of command lines and resources."""
+"""Role names in command lines and resources."""
 
 
 class TermsError(ValueError):
-    """What was stated cannot be followed; one line."""
+    """The configuration is invalid; one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of one role. 0: what the engine was started with, or no limit."""
+    """The scheduling configuration of one role. 0: as the engine was started, or no limit."""
 
     order: Order = Order.FCFS
-    """Of waiting prompts."""
+    """Order of waiting prompts."""
     prefill_sched_batch: int = 16
-    """The oldest prompts that SJF and LJF sort at a time, against starvation."""
+    """How many of the oldest prompts SJF and LJF sort at a time, which prevents starvation."""
     max_num_seqs: int = 0
-    """Most requests in a pass, never more than the engine was started with."""
+    """Most requests in a step, at most what the engine was started with."""
     max_num_batched_tokens: int = 0
-    """Most tokens in a pass (L_m, Sarathi's chunk), never more than the engine was started with."""
+    """Most tokens in a step (L_m, Sarathi's chunk), at most what the engine was started with."""
     long_prefill_token_threshold: int = 0
-    """Most tokens of one prompt in a pass while others wait: a long prompt holds up no convoy."""
+    """Most tokens of one prompt in a step while others wait, so that these are not blocked."""
     admission: Admission = Admission.GREEDY
-    """Of requests that decode here."""
+    """Admission of requests that decode here."""
     preemption_limit: int = 0
-    """How often a request is preempted before those that were preempted less."""
+    """After so many preemptions a request is preempted only after those with fewer."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,47 +53,47 @@ class Terms:
 
 
 DEFAULT = Terms()
-"""First come first served, whoever fits."""
+"""First come first served, and every request that fits is admitted."""
 
 
-def find_limit(stated: int, started: int) -> int:
-    """A limit of the terms, never above what the engine was `started` with; 0 states none."""
-    return min(stated or started, started)
+def find_limit(configured: int, initial: int) -> int:
+    """Return a limit of the configuration, capped by the engine's `initial` one; 0: that one."""
+    return min(configured or initial, initial)
 
 
 def parse(text: str) -> dict[Role, Terms]:
-    """Terms by role from JSON: {"prefill": {"order": "sjf", ...}, ...}. Raises TermsError."""
+    """Parse {"prefill": {"order": "sjf", ...}, ...} to configurations. Raises TermsError."""
     try:
-        stated = json.loads(text)
+        document = json.loads(text)
     except ValueError:
         raise TermsError("is not JSON") from None
-    if not isinstance(stated, dict):
+    if not isinstance(document, dict):
         raise TermsError("is not a JSON object with a role for each name")
-    found: dict[Role, Terms] = {}
-    for role, values in stated.items():
+    configs: dict[Role, Terms] = {}
+    for role, values in document.items():
         if role not in ROLES or not isinstance(values, dict):
             raise TermsError(f"{role}: must be one of {', '.join(ROLES)}, with an object")
-        found[ROLES[role]] = _read(role, values)
-    return found
+        configs[ROLES[role]] = _read(role, values)
+    return configs
 
 
 def _read(role: str, values: Mapping[str, object]) -> Terms:
-    known = {field.name for field in fields(Terms)}
-    read: dict[str, int] = {}
+    names = {field.name for field in fields(Terms)}
+    settings: dict[str, int] = {}
     for name, value in values.items():
-        if name not in known:
-            raise TermsError(f"{role}.{name}: unknown; there are {', '.join(sorted(known))}")
+        if name not in names:
+            raise TermsError(f"{role}.{name}: unknown; must be one of {', '.join(sorted(names))}")
         choices = {"order": Order, "admission": Admission}.get(name)
         if choices is not None:
-            names = {each.name.lower().replace("_", "-"): each for each in choices}
-            if value not in names:
-                raise TermsError(f"{role}.{name}: must be one of {', '.join(names)}")
-            read[name] = names[str(value)]
+            choices_by_name = {choice.name.lower().replace("_", "-"): choice for choice in choices}
+            if value not in choices_by_name:
+                raise TermsError(f"{role}.{name}: must be one of {', '.join(choices_by_name)}")
+            settings[name] = choices_by_name[str(value)]
         elif type(value) is not int:
             raise TermsError(f"{role}.{name}: must be a whole number")
         else:
-            read[name] = value
+            settings[name] = value
     try:
-        return Terms(**read)  # type: ignore[arg-type]
+        return Terms(**settings)  # type: ignore[arg-type]
     except TermsError as error:
         raise TermsError(f"{role}.{error}") from None

@@ -1,7 +1,7 @@
-"""The terms page: one small file through which the agent tells its engine how to schedule.
+"""The scheduling page: a memory-mapped file through which the agent configures its engine.
 
-The agent writes it when the engine starts and at each change of role; the engine's scheduler looks
-before each pass, which costs a fraction of a microsecond, and needs neither a thread nor a socket.
+The agent writes it when the engine starts and at each change of role. The engine's scheduler checks
+it before each step, which costs a fraction of a microsecond and needs no thread or socket.
 """
 
 import struct
@@ -14,32 +14,32 @@ from cleave.policy.ordering import Order
 from cleave_worker.scheduling.terms import Terms
 
 ENV = "CLEAVE_TERMS_PAGE"
-"""Environment variable that names the page to the engine."""
+"""Environment variable with the path of the page, for the engine."""
 
 _BODY = struct.Struct("<7Q")
 
 
 class TermsPage:
-    """A terms page, opened for writing (agent) or reading (engine)."""
+    """A scheduling page, opened for writing (agent) or reading (engine)."""
 
     def __init__(self, path: Path) -> None:
         self._page = Page(path, _BODY)
         self._seen = 0
 
-    def write(self, terms: Terms) -> None:
-        """The engine follows these from its next pass on."""
+    def write(self, config: Terms) -> None:
+        """Write a configuration, which the engine applies from its next step on."""
         self._page.write(
-            terms.order,
-            terms.prefill_sched_batch,
-            terms.max_num_seqs,
-            terms.max_num_batched_tokens,
-            terms.long_prefill_token_threshold,
-            terms.admission,
-            terms.preemption_limit,
+            config.order,
+            config.prefill_sched_batch,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.long_prefill_token_threshold,
+            config.admission,
+            config.preemption_limit,
         )
 
     def news(self) -> Terms | None:
-        """The terms, when they were written since the last look; else None."""
+        """Return the configuration if it has changed since the last call, else None."""
         version = self._page.version
         if version == self._seen or (values := self._page.read()) is None:
             return None

@@ -1,1 +1,1 @@
-"""Moves KV blocks between engines: registered memory, links, and what makes a hand-off trusted."""
+"""Transfers KV blocks between engines: registered memory, links, leases and verified handoffs."""

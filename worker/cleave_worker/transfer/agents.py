@@ -1,8 +1,7 @@
-"""NIXL's agents as links use them, and what is known of a transfer that was begun.
+"""NIXL agents and transfer handles, with every NIXL error as a LinkError.
 
-Used by nixl.py and arrivals.py; whatever NIXL raises is a LinkError here. What is hard: NIXL has no
-end for a transfer but its own. Releasing the handle of one that is under way gives the handle back
-at once, and the bytes come later all the same, so that is never done.
+Used by `Nixl` and `Arrivals`. What is hard: NIXL cannot cancel a transfer. Releasing the handle of
+a pending transfer returns at once, but the bytes still arrive later, so that is never done.
 """
 
 import importlib.util
@@ -18,20 +17,22 @@ from cleave_worker.transfer.link import LinkError
 from cleave_worker.transfer.memory import Memory
 
 _ENGINE = "TLS=^tcp,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
-"""Of UCX, where its environment (UCX_TLS, ...) says nothing. Over TCP the owner's processor answers
-for a card, and dies now and then of a reader that dies while it is answered; UCX's own segments of
-8 KiB halve the rate."""
+"""UCX configuration, overridden by its environment variables (UCX_TLS, ...).
+
+TCP is excluded: the producer's CPU would answer for a network card, and sometimes dies with a
+consumer that dies meanwhile. UCX's default segments of 8 KiB halve the rate.
+"""
 _WAKE_US = 10_000
-"""Longest sleep of an answering agent's thread; bytes wake it as well."""
+"""Longest sleep of an agent's progress thread; incoming bytes wake it, too."""
 
 
 def installed() -> bool:
-    """Whether NIXL can be imported; does not."""
+    """Return whether NIXL can be imported, without importing it."""
     return importlib.util.find_spec("nixl") is not None
 
 
 class Spot(NamedTuple):
-    """Bytes as NIXL names them."""
+    """A memory range as NIXL describes it."""
 
     address: int
     length: int
@@ -39,28 +40,28 @@ class Spot(NamedTuple):
 
 
 class State(Enum):
-    """Of a transfer."""
+    """State of a transfer."""
 
     UNDER_WAY = "under way"
     OVER = "over"
-    """All bytes are where they belong, and no more will come."""
+    """All bytes have arrived and no more will."""
     FAILED = "failed"
-    """Nobody knows what has come and what still will."""
+    """Which bytes have arrived or may still arrive is unknown."""
 
 
 class Agent:
-    """One of this process, for several threads."""
+    """A NIXL agent of this process; several threads may use it."""
 
     def __init__(self, name: str, device: torch.device, *, answers: bool) -> None:
-        """`answers`: peers reach into its memory, where no network card does it by itself.
+        """`answers`: run a progress thread, for peers that read this memory without an RDMA device.
 
         Raises LinkError.
         """
-        with _as_link_error("no NIXL here"):
+        with _as_link_error("NIXL does not work here"):
             self._nixl = _bindings()
             config = self._nixl.nixlAgentConfig()
             config.useProgThread = answers
-            # NIXL's own Python door has 0, which keeps a core busy for nothing.
+            # NIXL's own Python API sets 0, which keeps a core busy.
             config.pthrDelay = _WAKE_US
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
             self._agent = self._nixl.nixlAgent(name, config)
@@ -70,49 +71,56 @@ class Agent:
         self._device = 0 if on_host else device.index or 0
 
     def register(self, memory: Memory) -> list[Spot]:
-        """Let NIXL move bytes of these regions, which must live as long as the agent."""
-        spots = [Spot(region.data_ptr(), region.numel(), self._device) for region in memory.regions]
+        """Register regions, which must live as long as the agent."""
+        descriptors = [
+            Spot(region.data_ptr(), region.numel(), self._device) for region in memory.regions
+        ]
         with _as_link_error("memory cannot be registered"):
             self._agent.registerMem(
-                self._nixl.nixlRegDList(self._kind, [(*spot, "") for spot in spots])
+                self._nixl.nixlRegDList(
+                    self._kind, [(*descriptor, "") for descriptor in descriptors]
+                )
             )
-        return spots
+        return descriptors
 
     def metadata(self) -> bytes:
-        """What other agents need to reach this one's regions."""
-        with _as_link_error("the agent does not describe itself"):
-            told: bytes = self._agent.getLocalMD()
-        return told
+        """Return what other agents need to reach this agent's regions."""
+        with _as_link_error("the agent has no metadata"):
+            metadata: bytes = self._agent.getLocalMD()
+        return metadata
 
     def meet(self, metadata: bytes) -> str:
-        """Know another agent from now on; its name."""
-        with _as_link_error("the peer's agent cannot be met"):
+        """Load the metadata of a remote agent and return its name."""
+        with _as_link_error("the remote agent cannot be added"):
             name: bytes = self._agent.loadRemoteMD(metadata)
         return name.decode()
 
     def part(self, name: str) -> None:
-        """Forget another agent, which may be forgotten already. Nothing may be under way."""
+        """Remove a remote agent if it is known. No transfer with it may be pending."""
         self._agent.invalidateRemoteMD(name)
 
-    def read(self, name: str, here: Sequence[Spot], there: Sequence[Spot]) -> "Flight":
-        """Begin to copy from spots of the other agent to own ones."""
-        return self._begin(self._nixl.NIXL_READ, name, here, there)
+    def read(self, name: str, local: Sequence[Spot], remote: Sequence[Spot]) -> "Flight":
+        """Start to copy from ranges of the remote agent to local ones."""
+        return self._begin(self._nixl.NIXL_READ, name, local, remote)
 
-    def write(self, name: str, here: Sequence[Spot], there: Sequence[Spot]) -> "Flight":
-        """Begin to copy the other way."""
-        return self._begin(self._nixl.NIXL_WRITE, name, here, there)
+    def write(self, name: str, local: Sequence[Spot], remote: Sequence[Spot]) -> "Flight":
+        """Start to copy from local ranges to those of the remote agent."""
+        return self._begin(self._nixl.NIXL_WRITE, name, local, remote)
 
     def _begin(
-        self, what: object, name: str, here: Sequence[Spot], there: Sequence[Spot]
+        self, operation: object, name: str, local: Sequence[Spot], remote: Sequence[Spot]
     ) -> "Flight":
-        told = (self._nixl.nixlXferDList(self._kind, list(spots)) for spots in (here, there))
-        with _as_link_error("the peer's memory is not there"):
-            handle = self._agent.createXferReq(what, *told, name)
+        lists = (
+            self._nixl.nixlXferDList(self._kind, list(descriptors))
+            for descriptors in (local, remote)
+        )
+        with _as_link_error("the peer's memory cannot be reached"):
+            handle = self._agent.createXferReq(operation, *lists, name)
         return Flight(self._agent, handle, self._nixl.NIXL_SUCCESS)
 
 
 class Flight:
-    """A transfer from its beginning."""
+    """Handle of a transfer from its start on."""
 
     def __init__(self, agent: Any, handle: int, success: object) -> None:  # noqa: ANN401
         self._agent = agent
@@ -122,25 +130,25 @@ class Flight:
         self._note(agent.postXferReq)
 
     def look(self) -> State:
-        """How it is; also moves it on."""
+        """Return the state, after letting NIXL make progress."""
         if self._state is State.UNDER_WAY:
             self._note(self._agent.getXferStatus)
         return self._state
 
-    def _note(self, ask: Any) -> None:  # noqa: ANN401
+    def _note(self, call: Any) -> None:  # noqa: ANN401
         try:
-            if ask(self._handle) != self._success:
+            if call(self._handle) != self._success:
                 return
             self._state = State.OVER
         except Exception:  # noqa: BLE001
-            # NIXL's errors have nothing in common, and tell no more than that.
+            # NIXL's exceptions share no base class and give no details.
             self._state = State.FAILED
         with suppress(Exception):
             self._agent.releaseXferReq(self._handle)
 
 
 def _bindings() -> Any:  # noqa: ANN401
-    # As vLLM has it: without, UCX keeps what was registered for short messages for ever.
+    # As vLLM sets it: otherwise UCX never frees registrations of short messages.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     from nixl import _bindings
 
@@ -152,5 +160,5 @@ def _as_link_error(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # NIXL's errors have nothing in common.
+        # NIXL's exceptions share no base class.
         raise LinkError(f"{what}: {error or type(error).__name__}") from error

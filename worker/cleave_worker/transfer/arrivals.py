@@ -1,9 +1,9 @@
-"""Buffers in which a reader's bytes arrive over NIXL, shared by all its links.
+"""Staging buffers into which a consumer receives bytes over NIXL, shared by all its links.
 
-A transfer that was given up may write until it is over, whenever that is, and nobody can end it.
-What is hard: the memory it writes to must not be anybody else's by then. A buffer is therefore lent
-again only when all transfers into it are known to be over; one of which that is never known stays
-unused for ever, and with too many of those nothing is lent any more.
+NIXL cannot cancel a transfer: one that was abandoned may still write until it completes. What is
+hard: until then its buffer must not be used for anything else. A buffer is therefore reused only
+when all transfers into it are known to have completed. A buffer whose transfers failed is never
+reused, and when all buffers are lost this way no transfer over NIXL starts any more.
 """
 
 import logging
@@ -21,30 +21,30 @@ from cleave_worker.transfer.memory import Memory, Span
 
 _log = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
-"""Moved at a time: enough for the full rate."""
+"""Bytes per transfer: enough for the full rate."""
 _HALVES = 2
-"""One is moved on while the other fills."""
+"""One half is unpacked while the other fills."""
 _MOST = 16
-"""256 MiB; further transfers wait for one."""
+"""256 MiB in total; further transfers wait for a free buffer."""
 _LOOK_S = 0.01
-"""Between two looks at what was given up, by those who wait for a buffer."""
+"""Interval at which waiting threads poll the abandoned transfers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Lent to one transfer of a link at a time."""
+    """A buffer that one transfer of a link uses at a time."""
 
     memory: Memory
     _spot: Spot
 
     def spot(self, span: Span) -> Spot:
-        """A span of it as NIXL names it."""
+        """Describe a range of the buffer to NIXL."""
         return Spot(self._spot.address + span.offset, span.length, self._spot.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _GivenUp:
-    """A buffer that transfers may still write to."""
+    """A returned buffer into which transfers may still write."""
 
     buffer: Buffer
     flights: tuple[Flight, ...]
@@ -52,10 +52,11 @@ class _GivenUp:
 
 
 class Arrivals:
-    """A reader's buffers and the agent that they are registered with, made when first needed."""
+    """The buffers of a consumer and the NIXL agent that they are registered with; created on first
+    use."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """`name`: no other agent's of any engine."""
+        """`name`: unique among the agents of all engines."""
         self._name = name
         self._device = device
         self._agent: Agent | None = None
@@ -68,24 +69,24 @@ class Arrivals:
         self._changed = threading.Condition()
 
     def meet(self, metadata: bytes, name: str) -> Agent:
-        """An agent that knows the peer of this name until `part`. Raises LinkError."""
+        """Return an agent that knows the peer of this name until `part`. Raises LinkError."""
         with self._changed:
             agent = self._agent = self._agent or self._new_agent()
-            met = agent.meet(metadata)
-            if met == name:
+            loaded = agent.meet(metadata)
+            if loaded == name:
                 self._uses[name] += 1
                 return agent
-            if not self._uses[met]:
-                agent.part(met)
-        raise LinkError(f"the owner's agent is {met!r}, not {name!r}")
+            if not self._uses[loaded]:
+                agent.part(loaded)
+        raise LinkError(f"the producer's agent is {loaded!r}, not {name!r}")
 
     def part(self, name: str) -> None:
-        """One use less of a peer, which is forgotten after the last one."""
+        """End one use of a peer's agent, which is removed after the last use."""
         with self._changed:
             self._part(name)
 
     def lend(self, peer: str, deadline: float) -> Buffer:
-        """A buffer for one transfer with a peer, to be given back. Raises LinkError."""
+        """Return a buffer for one transfer; the caller must `give_back` it. Raises LinkError."""
         with self._changed:
             while True:
                 self._look()
@@ -94,20 +95,23 @@ class Arrivals:
                     self._uses[peer] += 1
                     return buffer
                 if len(self._given_up) + len(self._lost) == _MOST:
-                    raise LinkError(f"{_MOST} transfers have not ended: all buffers are theirs")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise LinkError("no buffer was free in time")
-                self._changed.wait(min(left, _LOOK_S) if self._given_up else left)
+                    raise LinkError(
+                        f"all {_MOST} buffers belong to transfers that have not completed"
+                    )
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise LinkError("no buffer became free in time")
+                self._changed.wait(min(remaining, _LOOK_S) if self._given_up else remaining)
 
-    def give_back(self, buffer: Buffer, flights: Iterable[Flight], peer: str) -> None:
-        """After use; `flights`: all that were begun."""
+    def give_back(self, buffer: Buffer, handles: Iterable[Flight], peer: str) -> None:
+        """Return a buffer after use; `handles`: all transfers that were posted and may not have
+        completed."""
         with self._changed:
-            self._given_up.append(_GivenUp(buffer, tuple(flights), peer))
+            self._given_up.append(_GivenUp(buffer, tuple(handles), peer))
             self._look()
 
     def _new_agent(self) -> Agent:
-        """Tried once. Raises LinkError."""
+        """Create the agent; a failure is remembered, not retried. Raises LinkError."""
         if self._fault:
             raise LinkError(self._fault)
         try:
@@ -117,36 +121,37 @@ class Arrivals:
             raise
 
     def _look(self) -> None:
-        """Take back what is over."""
-        still: list[_GivenUp] = []
-        for one in self._given_up:
-            states = [flight.look() for flight in one.flights]
+        """Free the buffers whose transfers have completed."""
+        busy: list[_GivenUp] = []
+        for entry in self._given_up:
+            states = [handle.look() for handle in entry.flights]
             if State.UNDER_WAY in states:
-                still.append(one)
+                busy.append(entry)
                 continue
-            self._part(one.peer)
+            self._part(entry.peer)
             if State.FAILED in states:
-                self._lost.append(one.buffer)
+                self._lost.append(entry.buffer)
                 _log.warning(
-                    "a transfer from %s failed: its buffer is set aside, %d of %d are",
-                    *(one.peer, len(self._lost), _MOST),
+                    "a transfer from %s failed: its buffer is not reused (%d of %d)",
+                    *(entry.peer, len(self._lost), _MOST),
                 )
             else:
-                self._free.append(one.buffer)
+                self._free.append(entry.buffer)
             self._changed.notify()
-        self._given_up = still
-        # Whoever forgets this reader must not free what is written to.
-        (_written_to.add if still or self._lost else _written_to.discard)(self)
+        self._given_up = busy
+        # Keeps the buffers alive, even if the consumer itself is garbage, while they may be
+        # written.
+        (_written_to.add if busy or self._lost else _written_to.discard)(self)
 
     def _made(self) -> Buffer | None:
         if self._num_made == _MOST:
             return None
-        assert self._agent, "nobody has been met"
+        assert self._agent, "no remote agent was added"
         size = _HALVES * PIECE_BYTES
         memory = Memory([torch.empty(size, dtype=torch.uint8, device=self._device)])
-        (spot,) = self._agent.register(memory)
+        (descriptor,) = self._agent.register(memory)
         self._num_made += 1
-        return Buffer(memory, spot)
+        return Buffer(memory, descriptor)
 
     def _part(self, name: str) -> None:
         self._uses[name] -= 1

@@ -1,4 +1,4 @@
-"""Questions to an owner, as whoever reads asks them: every end but an answer is a RefusedError."""
+"""Requests to a producer: every failure is a RefusedError."""
 
 import socket
 from typing import TypeVar
@@ -7,7 +7,7 @@ from cleave_worker.transfer import wire
 from cleave_worker.transfer.identity import Reason, RefusedError
 
 ANSWER_S = 20.0
-"""The owner may first wait for its engine's word, see owner.py."""
+"""Includes the time that the server waits for its engine to report a prefill, see `Owner`."""
 
 Answer = TypeVar(
     "Answer", wire.Located, wire.Welcome, wire.Met, wire.News, wire.Grant, wire.Released
@@ -15,7 +15,7 @@ Answer = TypeVar(
 
 
 def dial(address: tuple[str, int], seconds: float) -> wire.Wire:
-    """A connection that is not greeted yet. Raises RefusedError."""
+    """Connect without a handshake. Raises RefusedError."""
     try:
         return wire.Wire(socket.create_connection(address, seconds))
     except (OSError, UnicodeError, OverflowError) as error:
@@ -23,18 +23,20 @@ def dial(address: tuple[str, int], seconds: float) -> wire.Wire:
 
 
 def exchange(
-    connection: wire.Wire, question: wire.Message, kind: type[Answer], seconds: float
+    connection: wire.Wire, request: wire.Message, response_type: type[Answer], seconds: float
 ) -> Answer:
-    """The answer to a question, which must be of this kind. Raises RefusedError."""
+    """Send a request and return the response, which must be of type `kind`. Raises RefusedError."""
     try:
-        connection.send(question, seconds)
-        message = connection.receive(seconds)
+        connection.send(request, seconds)
+        response = connection.receive(seconds)
     except TimeoutError as error:
         raise RefusedError(Reason.TIME_OUT, str(error)) from error
     except wire.WireError as error:
         raise RefusedError(Reason.LOST, str(error)) from error
-    if isinstance(message, wire.Refusal):
-        raise RefusedError(message.reason, message.text)
-    if not isinstance(message, kind):
-        raise RefusedError(Reason.LOST, f"{type(message).__name__} in place of {kind.__name__}")
-    return message
+    if isinstance(response, wire.Refusal):
+        raise RefusedError(response.reason, response.text)
+    if not isinstance(response, response_type):
+        raise RefusedError(
+            Reason.LOST, f"{type(response).__name__} in place of {response_type.__name__}"
+        )
+    return response

@@ -1,10 +1,10 @@
-"""Blocks of KV as files in memory that outlives the engine, found by the tokens they are of.
+"""KV blocks as files in host memory that outlives the engine, named by a hash of their tokens.
 
-One engine writes them while a stream decodes; whichever engine of this host goes on with the stream
-reads them. What is hard: nobody vouches for a file, as the engine that wrote it may be dead. So a
-file says itself what it is of, appears only when it is whole, and is checked byte by byte. And
-streams of several engines begin alike: each engine that uses a file has a link of its own to it,
-and who drops the last one removes the file.
+An engine writes them while a request decodes; any engine of the same host that resumes the request
+reads them. What is hard: the engine that wrote a file may be dead. So each file states what it
+contains, appears atomically and is verified by checksum. Requests of several engines may begin
+alike: each engine that uses a file has a hard link of its own, and the one that drops the last link
+removes the file.
 """
 
 import logging
@@ -23,70 +23,72 @@ from cleave_worker.transfer.identity import Reason, RefusedError
 
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<8s32s32sQI")
-"""Mark, key, layout, bytes, their CRC-32."""
+"""Magic, key, layout hash, body bytes, CRC-32 of the body."""
 _MARK = b"cleaveK1"
 _LEFT_FREE = 8
-"""One part in so many of the file system: others keep KV there, and die when it is full."""
+"""One part in 8 of the file system stays free: other engines have KV there and die when it fills
+up."""
 _UNFINISHED, _USE = "part", "use"
 _NAME = re.compile(rf"[0-9a-f]{{64}}-\d+(\.[0-9a-f]+\.({_UNFINISHED}|{_USE}))?")
-"""Whatever else somebody keeps in the folder is not touched."""
+"""Other files in the folder are left alone."""
 
 
 class Checkpoints:
-    """One rank's view of a folder that the engines of a host share."""
+    """The checkpoints of one rank in a folder that the engines of a host share."""
 
-    def __init__(self, folder: Path, rank: int, layout: bytes, most_bytes: int) -> None:
-        """`layout`: 32 bytes, equal where KV may be exchanged; `most_bytes`: that this one keeps.
+    def __init__(self, folder: Path, rank: int, layout: bytes, max_bytes: int) -> None:
+        """`layout`: 32 bytes, equal where KV is compatible; `max_bytes`: limit of this rank's
+        files.
 
-        Raises ValueError when the folder cannot be made or is not ours alone.
+        Raises ValueError when the folder cannot be created or other users can write to it.
         """
         self._folder = folder
         self._rank = rank
         self._layout = layout
-        self._most_bytes = most_bytes
-        # A process id would not do: engines in different pods may have the same.
+        self._most_bytes = max_bytes
+        # Not the process id: engines in different pods may have the same one.
         self._user = secrets.token_hex(8)
         self._used: dict[str, int] = {}
-        """Sizes of files that this one has saved or found there, by key."""
+        """Sizes of the files that this rank uses, by key."""
         self._lock = threading.Lock()
         self._told_full = False
         open_folder(folder)
 
     @property
     def num_bytes(self) -> int:
-        """In files that this one has saved and not dropped; others may use them as well."""
+        """Bytes of the files that this rank uses; other engines may use them, too."""
         with self._lock:
             return sum(self._used.values())
 
     def has(self, key: str) -> bool:
-        """Whether somebody has written such a block; it may be gone the next moment."""
+        """Return whether a block exists; another engine may remove it at any time."""
         return self._path(key).exists()
 
     def save(self, key: str, body: bytes) -> bool:
-        """Write a block unless it is there; whether it is. No room is no fault."""
+        """Write a block unless it exists; return whether it exists now. A full disk is no error."""
         if self._take_up(key):
             return True
         size = _HEAD.size + len(body)
         if not self._has_room(size):
             return False
         head = _HEAD.pack(_MARK, bytes.fromhex(key), self._layout, len(body), zlib.crc32(body))
-        part, own = self._path(key, _UNFINISHED), self._path(key, _USE)
+        temporary, link = self._path(key, _UNFINISHED), self._path(key, _USE)
         try:
-            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(file, "wb", buffering=0) as written:
-                written.write(head)
-                written.write(body)
-            if part.stat().st_size != size:
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(file, "wb", buffering=0) as output:
+                output.write(head)
+                output.write(body)
+            if temporary.stat().st_size != size:
                 raise OSError("short write")
-            part.rename(own)
-            os.link(own, self._path(key))
+            temporary.rename(link)
+            os.link(link, self._path(key))
         except FileExistsError:
             # Another engine was faster.
-            own.unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
             return self._take_up(key)
         except OSError as error:
-            _log.warning("a checkpoint of KV was not written: %s", error)
-            for path in (part, own):
+            _log.warning("a KV checkpoint was not written: %s", error)
+            for path in (temporary, link):
                 path.unlink(missing_ok=True)
             return False
         with self._lock:
@@ -94,59 +96,63 @@ class Checkpoints:
         return True
 
     def load(self, key: str, num_bytes: int) -> memoryview:
-        """The bytes of a block. Raises RefusedError."""
+        """Return the bytes of a block. Raises RefusedError."""
         try:
-            whole = memoryview(self._path(key).read_bytes())
+            content = memoryview(self._path(key).read_bytes())
         except OSError as error:
             raise RefusedError(Reason.NOT_HELD, f"no checkpoint: {error}") from error
-        if len(whole) < _HEAD.size:
-            raise RefusedError(Reason.CHECKSUM, "a checkpoint without its head")
-        mark, its_key, layout, size, checksum = _HEAD.unpack_from(whole)
-        body = whole[_HEAD.size :]
-        if mark != _MARK or layout != self._layout:
-            raise RefusedError(Reason.LAYOUT, "a checkpoint of another model, type or block size")
-        if its_key != bytes.fromhex(key):
+        if len(content) < _HEAD.size:
+            raise RefusedError(Reason.CHECKSUM, "a checkpoint without a header")
+        magic, file_key, layout, size, checksum = _HEAD.unpack_from(content)
+        body = content[_HEAD.size :]
+        if magic != _MARK or layout != self._layout:
+            raise RefusedError(
+                Reason.LAYOUT, "a checkpoint of another model, data type or block size"
+            )
+        if file_key != bytes.fromhex(key):
             raise RefusedError(Reason.PROMPT, "a checkpoint of other tokens")
         if size != len(body) or size != num_bytes or zlib.crc32(body) != checksum:
-            raise RefusedError(Reason.CHECKSUM, "a checkpoint with other bytes than were written")
+            raise RefusedError(Reason.CHECKSUM, "a checkpoint whose checksum does not match")
         return body
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Use these blocks no more; what others use stays."""
+        """Stop using these blocks; files that other engines use stay."""
         for key in keys:
             with self._lock:
                 used = self._used.pop(key, None)
             if used is None:
                 continue
             self._path(key, _USE).unlink(missing_ok=True)
-            # Who begins to use it at this very moment computes it again when it wants it.
+            # An engine that links the file at this very moment recomputes the block later.
             with suppress(FileNotFoundError):
                 if self._path(key).stat().st_nlink == 1:
                     self._path(key).unlink()
 
-    def sweep(self, keep_s: float) -> None:
-        """Say which files are in use, and remove those of which nobody has said so for long.
+    def sweep(self, max_age_s: float) -> None:
+        """Mark the files in use, and remove those that no engine has marked for `max_age_s`
+        seconds.
 
-        To be called several times in `keep_s`. What dead engines have left goes, links included.
+        Must be called several times per `max_age_s`. Also removes the files and links of dead
+        engines.
         """
         with self._lock:
             used = list(self._used)
         for key in used:
             with suppress(FileNotFoundError):
                 os.utime(self._path(key))
-        before = time.time() - keep_s
+        before = time.time() - max_age_s
         for path in self._folder.iterdir():
             with suppress(FileNotFoundError):
                 if _NAME.fullmatch(path.name) and path.stat().st_mtime < before:
                     path.unlink()
 
     def _take_up(self, key: str) -> bool:
-        """Use a block if it is there; whether it is."""
+        """Use a block if it exists; return whether it does."""
         with self._lock:
-            known, left = key in self._used, self._most_bytes - sum(self._used.values())
+            is_used, remaining = key in self._used, self._most_bytes - sum(self._used.values())
         try:
             size = self._path(key).stat().st_size
-            if not known and size <= left:
+            if not is_used and size <= remaining:
                 os.link(self._path(key), self._path(key, _USE))
                 os.utime(self._path(key, _USE))
                 with self._lock:
@@ -155,31 +161,34 @@ class Checkpoints:
             return False
         return True
 
-    def _path(self, key: str, own: str = "") -> Path:
-        """The name of a block's file, or one that only this engine gives it."""
+    def _path(self, key: str, suffix: str = "") -> Path:
+        """Return the path of a block's file, or with `suffix` of this engine's link to it."""
         name = f"{key}-{self._rank}"
-        return self._folder / (f"{name}.{self._user}.{own}" if own else name)
+        return self._folder / (f"{name}.{self._user}.{suffix}" if suffix else name)
 
     def _has_room(self, size: int) -> bool:
-        room = os.statvfs(self._folder)
-        left = room.f_bavail * room.f_frsize - size
+        filesystem = os.statvfs(self._folder)
+        free_bytes = filesystem.f_bavail * filesystem.f_frsize - size
         fits = self.num_bytes + size <= self._most_bytes
-        if fits and left >= room.f_blocks * room.f_frsize // _LEFT_FREE:
+        if fits and free_bytes >= filesystem.f_blocks * filesystem.f_frsize // _LEFT_FREE:
             return True
         if not self._told_full:
             self._told_full = True
-            _log.warning("no room for checkpoints of KV in %s; further ones wait", self._folder)
+            _log.warning(
+                "no space for KV checkpoints in %s; none are written until some is freed",
+                self._folder,
+            )
         return False
 
 
 def open_folder(folder: Path) -> None:
-    """Make a folder that only this user can read. Raises ValueError."""
+    """Create a folder that only this user can access. Raises ValueError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        told = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise ValueError(f"checkpoints.folder {folder}: {error.strerror}; name another") from error
-    if told.st_uid != os.getuid() or told.st_mode & 0o077 or folder.is_symlink():
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
         raise ValueError(
-            f"checkpoints.folder {folder}: others may write there; name one that is this user's"
+            f"checkpoints.folder {folder}: other users can access it; name a private folder"
         )

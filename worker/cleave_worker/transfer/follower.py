@@ -1,10 +1,10 @@
-"""Takes KV while its owner computes it: waits for more, and has it moved piece by piece.
+"""Pulls the KV of a prefill while the producer computes it, chunk by chunk.
 
-Called from worker threads, one for each prompt that is awaited. Waiting has a connection of its
-own, so that it keeps no other prompt of the same owner waiting; bytes come over the pair's link
-(reader.py). What is hard: the pieces come one by one, and from several ranks where the owner is of
-another shape, but only all of them together, with each rank's word that it had held the blocks from
-the first to the last, are KV.
+Called from worker threads, one per prompt. Progress is awaited on a connection of its own, so that
+other prompts from the same producer do not wait; bytes arrive over the shared link of `Reader`.
+What is hard: chunks arrive one by one, and from several ranks when the producer is sharded
+differently. They are valid KV only together, and only if each rank confirms that its blocks were
+leased from the first chunk to the last.
 """
 
 import threading
@@ -27,131 +27,133 @@ _CONNECT_S = 10.0
 
 
 class Follower:
-    """Follows prefills of any owner."""
+    """Pulls running prefills from any producer."""
 
     def __init__(self, reader: Reader, patience_s: float) -> None:
-        """`patience_s`: longest time from the first question to the end of a prefill."""
+        """`patience_s`: longest time from the first request to the end of a prefill."""
         self._reader = reader
         self._patience_s = patience_s
 
     def follow(
-        self, hand_off: HandOff, prompt_digest: str, first: int, blocks: Sequence[int]
+        self, handoff: HandOff, prompt_digest: str, first: int, blocks: Sequence[int]
     ) -> Way:
-        """Fill own `blocks` with the owner's, from its block number `first` of the prompt.
+        """Fill local `blocks` with the producer's blocks from number `first` of the prompt on.
 
-        The hand-off is ahead of its prefill. Returns the way that the bytes took, once all of them
-        are there and were held all the time by all ranks that have a part of them. Raises
-        RefusedError, when nothing is written any more.
+        The handoff is overlapped with its prefill. Returns the transport once all bytes have
+        arrived and each remote rank has confirmed its lease. When it raises RefusedError, nothing
+        is written any more.
         """
-        until = time.monotonic() + self._patience_s
-        prompt = _Prompt(hand_off, prompt_digest, first, tuple(blocks), until)
-        found = self._reader.find(hand_off)
+        deadline = time.monotonic() + self._patience_s
+        prompt = _Prompt(handoff, prompt_digest, first, tuple(blocks), deadline)
+        ranks = self._reader.find(handoff)
         try:
-            return self._follow_all(prompt, [peer for peer in found if peer.source.part])
+            return self._follow_all(prompt, [rank for rank in ranks if rank.source.part])
         finally:
-            for peer in found:
-                if not peer.source.part:
-                    self._reader.decline_at(peer, hand_off)
+            for rank in ranks:
+                if not rank.source.part:
+                    self._reader.decline_at(rank, handoff)
 
-    def _follow_all(self, prompt: "_Prompt", needed: Sequence[Peer]) -> Way:
-        if len(needed) == 1:
-            return self._follow(prompt, needed[0])
-        # Its end waits for all: whoever still moves bytes writes into the prompt's blocks.
-        with ThreadPoolExecutor(len(needed), "kv-follow-rank") as pool:
-            started = [pool.submit(self._follow, prompt, peer) for peer in needed]
-            done, _ = wait(started, return_when=FIRST_EXCEPTION)
+    def _follow_all(self, prompt: "_Prompt", ranks: Sequence[Peer]) -> Way:
+        if len(ranks) == 1:
+            return self._follow(prompt, ranks[0])
+        # The pool's end waits for all ranks: a transfer that still runs writes into the blocks.
+        with ThreadPoolExecutor(len(ranks), "kv-follow-rank") as pool:
+            futures = [pool.submit(self._follow, prompt, rank) for rank in ranks]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             prompt.is_over.set()
-            return next(iter([one.result() for one in done]))
+            return next(iter([future.result() for future in done]))
 
-    def _follow(self, prompt: "_Prompt", peer: Peer) -> Way:
-        connection, welcome = self._reader.connect(peer, _CONNECT_S)
+    def _follow(self, prompt: "_Prompt", rank: Peer) -> Way:
+        connection, handshake = self._reader.connect(rank, _CONNECT_S)
         try:
-            way = self._take(prompt, peer, connection, welcome)
+            transport = self._take(prompt, rank, connection, handshake)
             release = wire.Release(prompt.named.request_id, prompt.named.epoch)
             released = exchange(connection, release, wire.Released, ANSWER_S)
         finally:
-            # The owner takes it for a release, if there has been none.
+            # The server treats a closed connection as a release if none was sent.
             connection.close()
         if not released.held:
-            raise RefusedError(Reason.LAPSED, "the owner had given the blocks up")
-        return way
+            raise RefusedError(Reason.LAPSED, "the lease ended before the blocks were read")
+        return transport
 
     def _take(
-        self, prompt: "_Prompt", peer: Peer, connection: wire.Wire, welcome: wire.Welcome
+        self, prompt: "_Prompt", rank: Peer, connection: wire.Wire, handshake: wire.Welcome
     ) -> Way:
         first, end = prompt.first, prompt.first + len(prompt.blocks)
-        num_planes = len(welcome.planes)
-        have, seen = Progress(first, first, 0), NOTHING
-        way: Way | None = None
+        num_layers = len(handshake.planes)
+        received, announced = Progress(first, first, 0), NOTHING
+        transport: Way | None = None
         while True:
-            question = wire.Follow(prompt.name, prompt.digest, seen)
-            news = exchange(connection, question, wire.News, ANSWER_S)
-            hand_off = prompt.hear(news)
-            seen = news.progress
-            now = seen.within(first, end).of_planes(welcome.first_plane, num_planes)
-            for piece in _pieces(have, now, num_planes):
-                at = piece.first_block - first
-                own = prompt.blocks[at : at + piece.num_blocks]
-                way = self._reader.pull_piece(peer, hand_off, piece, own)
-            have = now
-            if have.blocks == end and way:
-                return way
+            request = wire.Follow(prompt.name, prompt.digest, announced)
+            update = exchange(connection, request, wire.News, ANSWER_S)
+            handoff = prompt.hear(update)
+            announced = update.progress
+            available = announced.within(first, end).of_planes(handshake.first_plane, num_layers)
+            for chunk in _pieces(received, available, num_layers):
+                offset = chunk.first_block - first
+                own = prompt.blocks[offset : offset + chunk.num_blocks]
+                transport = self._reader.pull_piece(rank, handoff, chunk, own)
+            received = available
+            if received.blocks == end and transport:
+                return transport
             prompt.check()
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """What is followed at one owner, all its ranks."""
+    """The pull of one prompt from all ranks of a producer."""
 
     promised: HandOff
     digest: str
     first: int
     blocks: tuple[int, ...]
-    """Own ones."""
+    """Local blocks."""
     until: float
     is_over: threading.Event = field(default_factory=threading.Event)
-    """One rank has failed: the others' bytes are of no use."""
+    """One rank has failed, so the chunks from the others are useless."""
     _named: HandOff | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def name(self) -> str:
-        """By which it is followed."""
+        """The name that the producer registered the prefill under."""
         return self.promised.request_id
 
     @property
     def named(self) -> HandOff:
-        """The hand-off as the owner knows it, who has spoken by now."""
+        """The handoff with the request id and epoch that the producer reported."""
         assert self._named
         return self._named
 
     def check(self) -> None:
-        """Raises RefusedError when going on is of no use."""
+        """Raises RefusedError when the pull was cancelled or has timed out."""
         if self.is_over.is_set():
-            raise RefusedError(Reason.LOST, "another rank of the owner was lost")
+            raise RefusedError(Reason.LOST, "the pull from another rank of the producer failed")
         if time.monotonic() > self.until:
-            raise RefusedError(Reason.TIME_OUT, "the prefill did not end in time")
+            raise RefusedError(Reason.TIME_OUT, "the prefill did not finish in time")
 
-    def hear(self, news: wire.News) -> HandOff:
-        """The same for what a rank tells. Raises RefusedError when it was another prefill before,
-        or is one at another rank."""
+    def hear(self, update: wire.News) -> HandOff:
+        """Return the handoff with the update's request id and epoch, which must not change.
+
+        Raises RefusedError.
+        """
         with self._lock:
             if self._named is None:
                 self._named = msgspec.structs.replace(
                     self.promised,
-                    request_id=news.request_id,
-                    epoch=news.epoch,
+                    request_id=update.request_id,
+                    epoch=update.epoch,
                     prompt_digest=self.digest,
                 )
-            if (news.request_id, news.epoch) != (self._named.request_id, self._named.epoch):
+            if (update.request_id, update.epoch) != (self._named.request_id, self._named.epoch):
                 raise RefusedError(
-                    Reason.EPOCH, f"number {news.epoch} goes on where {self._named.epoch} began"
+                    Reason.EPOCH, f"epoch {update.epoch} continues what {self._named.epoch} began"
                 )
             return self._named
 
 
-def _pieces(have: Progress, now: Progress, num_planes: int) -> list[Piece]:
+def _pieces(received: Progress, available: Progress, num_layers: int) -> list[Piece]:
     try:
-        return missing(have, now, num_planes)
+        return missing(received, available, num_layers)
     except ValueError as error:
         raise RefusedError(Reason.MALFORMED, str(error)) from error

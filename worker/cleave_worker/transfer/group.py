@@ -1,10 +1,10 @@
-"""Two-sided link over torch.distributed: gloo on the host, NCCL between GPUs, the same code.
+"""Two-sided link over torch.distributed: gloo between hosts, NCCL between GPUs, with the same code.
 
-Every pair of engines has a group of its own, made and torn down without anybody else's part: the
-engine's groups and other pairs never wait for it. What is hard: a receive that has timed out may
-still be filled later, and gloo takes a message that is too short for a whole one. Bytes therefore
-arrive in a buffer of the link, a seal behind each piece tells that all of it is there, only then is
-it moved on, and the buffer dies with the link.
+Each pair of engines has a process group of its own, created and destroyed without other engines,
+whose groups never wait for it. What is hard: a receive that timed out may still be filled later,
+and gloo accepts a message that is too short. So bytes arrive in a buffer of the link, a trailer
+after each chunk proves that it is complete, only then is it unpacked, and the buffer is dropped
+with the link.
 """
 
 import time
@@ -18,16 +18,16 @@ from cleave_worker.transfer.link import LinkError, Way
 from cleave_worker.transfer.memory import Memory, Span, packed, pieces
 
 _PIECE_BYTES = 8 << 20
-"""Moved at a time: enough for the full rate, and the next is packed meanwhile."""
+"""Bytes per chunk: enough for the full rate; the next chunk is packed meanwhile."""
 _SEAL_BYTES = 16
-"""Number of the piece on this link, and its length."""
+"""Number of the chunk on this link, and its length in bytes."""
 _TAG = 7
 _SHORTEST_S = 0.001
-"""torch takes 0 for no bound."""
+"""torch takes 0 for no timeout."""
 
 
 class Meeting:
-    """Where the two ends of a pair find each other; the owner opens it."""
+    """Where the two ends of a link find each other; the producer opens it."""
 
     def __init__(self, host: str, seconds: float) -> None:
         """Listen on a free port of `host`."""
@@ -36,31 +36,33 @@ class Meeting:
         )
         self.port: int = self._store.port
 
-    def enter(self, memory: Memory, way: Way, host: str, seconds: float) -> "Group":
-        """The owner's end of the link. Raises LinkError when nobody comes in time."""
-        return _enter(self._store, memory, way, host, rank=0, seconds=seconds)
+    def enter(self, memory: Memory, transport: Way, host: str, seconds: float) -> "Group":
+        """Return the producer's end of the link. Raises LinkError when the peer is late."""
+        return _enter(self._store, memory, transport, host, rank=0, seconds=seconds)
 
 
-def join(memory: Memory, way: Way, peer: tuple[str, int], own_host: str, seconds: float) -> "Group":
-    """The other end: meet at the owner's (host, port). Raises LinkError."""
+def join(
+    memory: Memory, transport: Way, peer: tuple[str, int], own_host: str, seconds: float
+) -> "Group":
+    """Return the consumer's end, given the producer's (host, port). Raises LinkError."""
     try:
         store = TCPStore(*peer, 2, False, timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
-        raise LinkError(f"no meeting at {peer[0]}:{peer[1]}") from error
-    return _enter(store, memory, way, own_host, rank=1, seconds=seconds)
+        raise LinkError(f"no rendezvous at {peer[0]}:{peer[1]}") from error
+    return _enter(store, memory, transport, own_host, rank=1, seconds=seconds)
 
 
 def _enter(
-    store: TCPStore, memory: Memory, way: Way, host: str, rank: int, seconds: float
+    store: TCPStore, memory: Memory, transport: Way, host: str, rank: int, seconds: float
 ) -> "Group":
     try:
-        if way is Way.NCCL:
+        if transport is Way.NCCL:
             group = _nccl(store, rank, seconds)
         else:
             group = _gloo(store, rank, host, seconds)
     except RuntimeError as error:
-        raise LinkError(f"no {way} group with the peer: {_first_line(error)}") from error
-    return Group(memory, way, group, store, 1 - rank)
+        raise LinkError(f"no {transport} group with the peer: {_first_line(error)}") from error
+    return Group(memory, transport, group, store, 1 - rank)
 
 
 def _gloo(store: TCPStore, rank: int, host: str, seconds: float) -> ProcessGroupGloo:
@@ -79,10 +81,12 @@ def _nccl(store: TCPStore, rank: int, seconds: float) -> object:
 
 
 class Group:
-    """A TwoSided link; used by one thread at a time."""
+    """A TwoSided link; one thread uses it at a time."""
 
-    def __init__(self, memory: Memory, way: Way, group: object, store: TCPStore, peer: int) -> None:
-        self.way = way
+    def __init__(
+        self, memory: Memory, transport: Way, group: object, store: TCPStore, peer: int
+    ) -> None:
+        self.way = transport
         self._memory = memory
         self._group: ProcessGroupGloo | None = group
         self._store = store
@@ -95,41 +99,41 @@ class Group:
         self._num_pieces = 0
 
     def send(self, spans: Iterable[Span], seconds: float) -> None:
-        """Pack one piece while the piece before is under way. Raises LinkError."""
+        """Pack one chunk while the previous one is sent. Raises LinkError."""
         deadline = time.monotonic() + seconds
         try:
-            under_way = None
-            for number, piece in enumerate(pieces(spans, _PIECE_BYTES)):
-                sealed = self._pack(piece, self._buffers[number % 2])
-                _wait(under_way, deadline)
-                under_way = self._live().send([sealed], self._peer, _TAG)
-            _wait(under_way, deadline)
+            pending = None
+            for number, ranges in enumerate(pieces(spans, _PIECE_BYTES)):
+                message = self._pack(ranges, self._buffers[number % 2])
+                _wait(pending, deadline)
+                pending = self._live().send([message], self._peer, _TAG)
+            _wait(pending, deadline)
         except (RuntimeError, ValueError) as error:
             self.close()
             raise LinkError(f"sending failed: {_first_line(error)}") from error
 
     def receive(self, spans: Iterable[Span], seconds: float) -> None:
-        """Unpack one piece while the next one comes. Raises LinkError."""
+        """Unpack one chunk while the next one arrives. Raises LinkError."""
         deadline = time.monotonic() + seconds
         try:
-            arrived: tuple[list[Span], Memory] | None = None
-            for number, piece in enumerate(pieces(spans, _PIECE_BYTES)):
-                length = sum(span.length for span in piece)
+            received: tuple[list[Span], Memory] | None = None
+            for number, ranges in enumerate(pieces(spans, _PIECE_BYTES)):
+                length = sum(span.length for span in ranges)
                 buffer = self._buffers[number % 2]
                 _seal(buffer, length).zero_()
-                filled = buffer.view(Span(0, 0, _sealed_length(length)))
-                coming = self._live().recv([filled], self._peer, _TAG)
-                self._unpack(arrived)
-                _wait(coming, deadline)
+                message = buffer.view(Span(0, 0, _sealed_length(length)))
+                pending = self._live().recv([message], self._peer, _TAG)
+                self._unpack(received)
+                _wait(pending, deadline)
                 self._check_seal(buffer, length)
-                arrived = (piece, buffer)
-            self._unpack(arrived)
+                received = (ranges, buffer)
+            self._unpack(received)
         except (RuntimeError, ValueError) as error:
             self.close()
             raise LinkError(f"receiving failed: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Leave the group; what is under way ends with an error on both sides."""
+        """Leave the group; pending calls fail at both ends."""
         self._group = None
 
     def _live(self) -> ProcessGroupGloo:
@@ -137,25 +141,25 @@ class Group:
             raise ValueError("the link is closed")
         return self._group
 
-    def _pack(self, piece: Sequence[Span], buffer: Memory) -> torch.Tensor:
-        places = packed(piece)
-        buffer.fill(self._memory, zip(places, piece, strict=True))
-        filled = places[-1].offset + places[-1].length
+    def _pack(self, ranges: Sequence[Span], buffer: Memory) -> torch.Tensor:
+        packed_ranges = packed(ranges)
+        buffer.fill(self._memory, zip(packed_ranges, ranges, strict=True))
+        filled = packed_ranges[-1].offset + packed_ranges[-1].length
         self._num_pieces += 1
         _seal(buffer, filled).copy_(torch.tensor([self._num_pieces, filled]))
         return buffer.view(Span(0, 0, _sealed_length(filled)))
 
-    def _unpack(self, arrived: tuple[list[Span], Memory] | None) -> None:
-        if arrived is None:
+    def _unpack(self, received: tuple[list[Span], Memory] | None) -> None:
+        if received is None:
             return
-        piece, buffer = arrived
-        self._memory.fill(buffer, zip(piece, packed(piece), strict=True))
+        ranges, buffer = received
+        self._memory.fill(buffer, zip(ranges, packed(ranges), strict=True))
 
     def _check_seal(self, buffer: Memory, length: int) -> None:
-        """Raises ValueError unless the next piece is there, whole."""
+        """Raises ValueError unless the chunk is complete and the expected one."""
         self._num_pieces += 1
         if _seal(buffer, length).tolist() != [self._num_pieces, length]:
-            raise ValueError("another piece came than the one expected")
+            raise ValueError("an unexpected or incomplete chunk arrived")
 
 
 def _seal(buffer: Memory, length: int) -> torch.Tensor:
@@ -169,8 +173,8 @@ def _sealed_length(length: int) -> int:
 
 def _wait(work: object | None, deadline: float) -> None:
     if work is not None:
-        left = max(_SHORTEST_S, deadline - time.monotonic())
-        work.wait(timedelta(seconds=left))  # type: ignore[attr-defined]
+        remaining = max(_SHORTEST_S, deadline - time.monotonic())
+        work.wait(timedelta(seconds=remaining))  # type: ignore[attr-defined]
 
 
 def _first_line(error: BaseException) -> str:

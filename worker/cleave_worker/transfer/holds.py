@@ -1,11 +1,11 @@
-"""What an owner keeps for others: blocks of prefills, under leases, until they are read.
+"""Leases on the KV blocks of prefills: which blocks an engine must not reuse until they are pulled.
 
-Shared by the engine's thread, which holds and frees, and the threads that serve readers. What is
-hard: blocks must not be given up while somebody reads them, and a reader that stands still must not
-keep them for ever. Reading has a bound of its own; a reader whose time was over learns it when it
-releases the blocks, and throws away what it has read. A prefill may be followed while it runs, by
-the ranks of one engine: then its lease begins with its end, and what is released before that is
-freed at the end.
+Shared by the engine's thread, which leases and frees, and the server threads that serve consumers.
+What is hard: blocks must not be freed while a consumer reads them, and a consumer that hangs must
+not pin them for ever. So each read has a deadline of its own; a consumer that missed it learns this
+when it releases the blocks, and discards what it has read. The ranks of one engine may pull a
+prefill layer by layer while it runs: its lease then starts when it ends, and blocks that are
+released earlier are freed at the end.
 """
 
 import threading
@@ -20,29 +20,29 @@ from cleave_worker.transfer.leases import Leases
 from cleave_worker.transfer.progress import NOTHING, Piece, Progress
 
 _REMEMBERED = 4096
-"""Requests of the past; who asks for one of them is refused at once."""
+"""Past requests that are remembered; a request for one of them is refused without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """A rank of an engine that reads."""
+    """A rank of a consumer engine."""
 
     boot_id: str
     rank: int
     num_ranks: int
-    """That come to this owner in all."""
+    """Number of ranks of that engine that will connect to this producer rank."""
 
 
 class Computed(Protocol):
-    """A point in the work of a GPU, such as torch.cuda.Event."""
+    """A point in a GPU's command queue, such as torch.cuda.Event."""
 
     def synchronize(self) -> None:
-        """Wait until the GPU has come there."""
+        """Block until the GPU has reached this point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A finished prefill."""
+    """A finished prefill whose blocks can be pulled."""
 
     epoch: int
     prompt_digest: str
@@ -51,18 +51,19 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A prefill that somebody may follow."""
+    """A running prefill that a consumer may pull layer by layer."""
 
     epoch: int
     prompt_digest: str
     num_blocks: int
-    """That the prompt will have."""
+    """Blocks that the prompt will have when it is computed."""
     name: str
-    """What readers call the request: they do not know the engine's own id yet."""
+    """The name that consumers use for the request, as they do not have the engine's request id
+    yet."""
 
 
 class News(NamedTuple):
-    """What a follower hears of a prefill."""
+    """How far a prefill has come, as returned to a layerwise consumer."""
 
     request_id: str
     epoch: int
@@ -71,63 +72,63 @@ class News(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """A prefill, finished or not."""
+    """A prefill that consumers may pull, running or finished."""
 
     held: Held
     num_blocks: int
     progress: Progress
     name: str = ""
     computed: Computed | None = None
-    """When the progress is true; None: already."""
+    """`progress` holds once the GPU has reached this point; None: it holds already."""
     ended: bool = True
     followers: set[Visitor] = field(default_factory=set)
-    """All of one engine."""
+    """All are ranks of one engine."""
     released: bool = False
-    """Before it has ended."""
+    """Released by its consumers before it has finished."""
 
 
 class Holds:
-    """Request ids with what is held for them."""
+    """Leases by request id; one object per rank."""
 
     def __init__(self, lease_s: float, reading_s: float) -> None:
-        """`reading_s`: longest time that a reader may take, once it has begun."""
+        """`reading_s`: longest time in seconds from the start of a read to its release."""
         self._leases = Leases(lease_s)
         self._reading_s = reading_s
         self._kept: dict[str, _Kept] = {}
         self._names: dict[str, str] = {}
-        """Of prefills that can be followed, with their request ids."""
+        """Name of a running prefill to the engine's request id."""
         self._reading: dict[str, float] = {}
         self._past: OrderedDict[str, None] = OrderedDict()
         self._freed: set[str] = set()
         self._changed = threading.Condition()
         self.num_expired = 0
 
-    def hold(self, request_id: str, held: Held) -> None:
-        """Start the lease of a prefill that has finished."""
+    def hold(self, request_id: str, prefill: Held) -> None:
+        """Start the lease of a prefill that has just finished."""
         with self._changed:
-            before = self._kept.get(request_id)
-            count = len(held.blocks)
-            kept = _Kept(held, count, Progress(count, count, 0))
-            self._kept[request_id] = kept
+            previous = self._kept.get(request_id)
+            count = len(prefill.blocks)
+            leased = _Kept(prefill, count, Progress(count, count, 0))
+            self._kept[request_id] = leased
             self._past.pop(request_id, None)
             self._leases.grant(request_id, time.monotonic())
-            if before is not None:
-                kept.name, kept.followers = before.name, before.followers
-                if before.followers:
+            if previous is not None:
+                leased.name, leased.followers = previous.name, previous.followers
+                if previous.followers:
                     self._reading[request_id] = time.monotonic() + self._reading_s
-                if before.released:
+                if previous.released:
                     self._free(request_id)
             self._changed.notify_all()
 
-    def begin(self, request_id: str, begun: Begun) -> None:
-        """A prefill that may be followed has come; nothing of it is computed."""
+    def begin(self, request_id: str, started: Begun) -> None:
+        """Register a running prefill for layerwise consumers; none of it is computed yet."""
         with self._changed:
-            held = Held(begun.epoch, begun.prompt_digest, ())
-            kept = _Kept(held, begun.num_blocks, NOTHING, begun.name, ended=False)
-            # Declined before it came.
-            kept.released = begun.name in self._past
-            self._kept[request_id] = kept
-            self._names[begun.name] = request_id
+            prefill = Held(started.epoch, started.prompt_digest, ())
+            leased = _Kept(prefill, started.num_blocks, NOTHING, started.name, ended=False)
+            # The consumer may have declined it before it was registered.
+            leased.released = started.name in self._past
+            self._kept[request_id] = leased
+            self._names[started.name] = request_id
             self._changed.notify_all()
 
     def grow(
@@ -137,127 +138,130 @@ class Holds:
         progress: Progress,
         computed: Computed | None = None,
     ) -> None:
-        """More of a prefill is computed, or will be when the GPU has come to `computed`.
+        """Record that more is computed, or will be once the GPU has reached `computed`.
 
-        `blocks`: all that the prompt has so far.
+        `blocks`: all blocks that the prompt has so far.
         """
         with self._changed:
-            kept = self._kept.get(request_id)
-            if kept is None or kept.ended:
+            leased = self._kept.get(request_id)
+            if leased is None or leased.ended:
                 return
-            if len(blocks) != len(kept.held.blocks):
-                kept.held = Held(kept.held.epoch, kept.held.prompt_digest, blocks)
-            kept.progress, kept.computed = progress, computed
+            if len(blocks) != len(leased.held.blocks):
+                leased.held = Held(leased.held.epoch, leased.held.prompt_digest, blocks)
+            leased.progress, leased.computed = progress, computed
             self._changed.notify_all()
 
     def give_up(self, request_id: str) -> None:
-        """A prefill ends without being held, or begins anew in other blocks."""
+        """Forget a running prefill that was aborted, or preempted and so recomputed in other
+        blocks."""
         with self._changed:
-            kept = self._kept.get(request_id)
-            if kept is not None and not kept.ended:
+            leased = self._kept.get(request_id)
+            if leased is not None and not leased.ended:
                 self._forget(request_id)
 
     def follow(
         self,
-        visitor: Visitor,
+        consumer: Visitor,
         name: str,
         prompt_digest: str,
-        seen: Progress,
+        previous: Progress,
         wait_s: float,
         *,
         again: bool,
     ) -> News:
-        """Wait for more of a prefill than a reader has seen. Raises RefusedError.
+        """Wait until a prefill has more than `previous`. Raises RefusedError.
 
-        Returns what it has seen when nothing comes in time. `again`: the reader has asked before;
-        no other engine may from then on, and each rank that has asked must release the prefill.
+        Returns the unchanged progress after `wait_s`. `again`: not this consumer rank's first call.
+        The first call reserves the prefill for one engine, whose calling ranks must all release it.
         """
+        # 1. Wait for progress. 2. Reserve the prefill for this engine. 3. Start the deadline of a
+        # finished prefill. 4. Wait for the GPU, outside the lock, so that the progress is true.
         with self._changed:
-            self._changed.wait_for(lambda: self._has_more(name, seen), wait_s)
-            kept = self._find(self._names.get(name, ""), prompt_digest)
-            followed_by = {one.boot_id for one in kept.followers}
-            if followed_by - {visitor.boot_id} or (visitor in kept.followers) is not again:
-                raise RefusedError(Reason.BUSY, "somebody reads it, or did")
-            kept.followers.add(visitor)
-            request_id, progress, computed = self._names[name], kept.progress, kept.computed
-            news = News(request_id, kept.held.epoch, progress)
-            if kept.ended:
+            self._changed.wait_for(lambda: self._has_more(name, previous), wait_s)
+            leased = self._find(self._names.get(name, ""), prompt_digest)
+            engines = {rank.boot_id for rank in leased.followers}
+            if engines - {consumer.boot_id} or (consumer in leased.followers) is not again:
+                raise RefusedError(Reason.BUSY, "another consumer reads it, or has read it")
+            leased.followers.add(consumer)
+            request_id, progress, event = self._names[name], leased.progress, leased.computed
+            update = News(request_id, leased.held.epoch, progress)
+            if leased.ended:
                 self._reading.setdefault(request_id, time.monotonic() + self._reading_s)
-        if computed is not None:
-            computed.synchronize()
-        return news
+        if event is not None:
+            event.synchronize()
+        return update
 
     def look(
-        self, visitor: Visitor, request_id: str, epoch: int, prompt_digest: str, piece: Piece
+        self, consumer: Visitor, request_id: str, epoch: int, prompt_digest: str, chunk: Piece
     ) -> tuple[int, ...]:
-        """Blocks of a piece for a reader that follows the prefill. Raises RefusedError."""
+        """Return the blocks of a chunk for a layerwise consumer. Raises RefusedError."""
         with self._changed:
             self._expire()
-            kept = self._find(request_id, prompt_digest, epoch)
-            progress, end = kept.progress, piece.first_block + piece.num_blocks
+            leased = self._find(request_id, prompt_digest, epoch)
+            progress, end = leased.progress, chunk.first_block + chunk.num_blocks
             final = end <= progress.blocks or (
-                end <= progress.coming and piece.first_plane + piece.num_planes <= progress.planes
+                end <= progress.coming and chunk.first_plane + chunk.num_planes <= progress.planes
             )
-            wanted = kept.held.blocks[piece.first_block : end]
-            if visitor not in kept.followers or not final or len(wanted) != piece.num_blocks:
-                raise RefusedError(Reason.MALFORMED, "not announced to this reader")
-            return wanted
+            blocks = leased.held.blocks[chunk.first_block : end]
+            if consumer not in leased.followers or not final or len(blocks) != chunk.num_blocks:
+                raise RefusedError(Reason.MALFORMED, "the chunk was not announced to this consumer")
+            return blocks
 
     def take(
         self, request_id: str, epoch: int, prompt_digest: str, blocks: slice, wait_s: float
     ) -> tuple[int, ...]:
-        """Blocks for a reader, which must release them. Raises RefusedError.
+        """Lease blocks to a consumer, which must release them. Raises RefusedError.
 
-        A reader may be faster than the engine's own word that the prefill is done: it is waited
-        for, unless the request is over already.
+        A consumer may ask before the engine has reported the end of the prefill. It then waits up
+        to `wait_s`, unless the request is known to be over.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_settled(request_id), wait_s)
             self._expire()
-            kept = self._find(request_id, prompt_digest, epoch)
-            if not kept.ended:
-                raise RefusedError(Reason.NOT_HELD, "the prefill has not ended")
+            leased = self._find(request_id, prompt_digest, epoch)
+            if not leased.ended:
+                raise RefusedError(Reason.NOT_HELD, "the prefill is still running")
             if request_id in self._reading:
-                raise RefusedError(Reason.BUSY, "somebody reads it")
-            held = kept.held
-            wanted = held.blocks[blocks]
-            if not 0 <= blocks.start <= blocks.stop or len(wanted) != blocks.stop - blocks.start:
-                raise RefusedError(Reason.MALFORMED, f"{len(held.blocks)} blocks are held")
+                raise RefusedError(Reason.BUSY, "another consumer reads it")
+            prefill = leased.held
+            granted = prefill.blocks[blocks]
+            if not 0 <= blocks.start <= blocks.stop or len(granted) != blocks.stop - blocks.start:
+                raise RefusedError(Reason.MALFORMED, f"{len(prefill.blocks)} blocks are leased")
             self._reading[request_id] = time.monotonic() + self._reading_s
-            return wanted
+            return granted
 
     def release(self, request_id: str, epoch: int) -> bool:
-        """Free what was read or is not wanted; whether it had been held until now, all of it.
+        """Free the blocks; return whether all of them were leased until now.
 
-        By name, with epoch 0, where the reader knows no more: also before the prefill has come.
+        With epoch 0 `request_id` is a prefill's name, also of a prefill that is not registered yet.
         """
         with self._changed:
             self._expire()
             if not epoch:
                 self._remember(request_id)
                 request_id = self._names.get(request_id, "")
-            kept = self._kept.get(request_id)
-            if kept is None or epoch not in (0, kept.held.epoch):
+            leased = self._kept.get(request_id)
+            if leased is None or epoch not in (0, leased.held.epoch):
                 return False
-            if kept.ended:
+            if leased.ended:
                 self._free(request_id)
                 return True
-            kept.released = True
-            return kept.progress.blocks == kept.num_blocks
+            leased.released = True
+            return leased.progress.blocks == leased.num_blocks
 
     def has(self, request_id: str, epoch: int) -> bool:
-        """Whether a prefill, all of it, has been held until now."""
+        """Return whether a prefill is complete and still leased."""
         with self._changed:
             self._expire()
-            kept = self._kept.get(request_id)
+            leased = self._kept.get(request_id)
             return (
-                kept is not None
-                and kept.held.epoch == epoch
-                and kept.progress.blocks == kept.num_blocks
+                leased is not None
+                and leased.held.epoch == epoch
+                and leased.progress.blocks == leased.num_blocks
             )
 
     def extend(self, request_ids: Iterable[str]) -> None:
-        """A heartbeat came for these, by id or by name."""
+        """Extend the leases of these requests, by id or by name, after a heartbeat."""
         with self._changed:
             now = time.monotonic()
             self._expire()
@@ -265,7 +269,7 @@ class Holds:
                 self._leases.extend(self._names.get(request_id, request_id), now)
 
     def take_freed(self) -> set[str]:
-        """Requests whose blocks the engine may use again, each told once."""
+        """Return the requests whose blocks the engine may reuse; each is returned once."""
         with self._changed:
             self._expire()
             freed, self._freed = self._freed, set()
@@ -273,49 +277,49 @@ class Holds:
 
     @property
     def num_held(self) -> int:
-        """Requests whose blocks are kept now."""
+        """Requests whose blocks are leased now."""
         with self._changed:
             return len(self._kept)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        over = [one for one, until in self._reading.items() if until <= now]
-        for request_id in [*over, *self._leases.expire(now)]:
-            # Whose lease ends while it is read is kept until the reader's own time is over.
+        overdue = [read_id for read_id, deadline in self._reading.items() if deadline <= now]
+        for request_id in [*overdue, *self._leases.expire(now)]:
+            # A lease that ends during a read lasts until the deadline of that read.
             if self._reading.get(request_id, now) <= now and request_id in self._kept:
                 self.num_expired += 1
                 self._free(request_id)
 
     def _is_settled(self, request_id: str) -> bool:
-        kept = self._kept.get(request_id)
-        return kept.ended if kept is not None else request_id in self._past
+        leased = self._kept.get(request_id)
+        return leased.ended if leased is not None else request_id in self._past
 
-    def _has_more(self, name: str, seen: Progress) -> bool:
-        kept = self._kept.get(self._names.get(name, ""))
-        return kept.progress != seen if kept is not None else name in self._past
+    def _has_more(self, name: str, previous: Progress) -> bool:
+        leased = self._kept.get(self._names.get(name, ""))
+        return leased.progress != previous if leased is not None else name in self._past
 
     def _find(self, request_id: str, prompt_digest: str, epoch: int | None = None) -> _Kept:
-        kept = self._kept.get(request_id)
-        if kept is None:
-            raise RefusedError(Reason.NOT_HELD, "the request is not held (any more)")
-        if epoch not in (None, kept.held.epoch):
-            raise RefusedError(Reason.EPOCH, f"held as number {kept.held.epoch}, not {epoch}")
-        if kept.held.prompt_digest != prompt_digest:
-            raise RefusedError(Reason.PROMPT, "held for other tokens")
-        return kept
+        leased = self._kept.get(request_id)
+        if leased is None:
+            raise RefusedError(Reason.NOT_HELD, "no lease for this request, or it has ended")
+        if epoch not in (None, leased.held.epoch):
+            raise RefusedError(Reason.EPOCH, f"leased with epoch {leased.held.epoch}, not {epoch}")
+        if leased.held.prompt_digest != prompt_digest:
+            raise RefusedError(Reason.PROMPT, "leased for other prompt tokens")
+        return leased
 
     def _free(self, request_id: str) -> None:
         self._freed.add(request_id)
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        kept = self._kept.pop(request_id)
+        leased = self._kept.pop(request_id)
         self._reading.pop(request_id, None)
         self._leases.end(request_id)
         self._remember(request_id)
-        if self._names.get(kept.name) == request_id:
-            del self._names[kept.name]
-            self._remember(kept.name)
+        if self._names.get(leased.name) == request_id:
+            del self._names[leased.name]
+            self._remember(leased.name)
         self._changed.notify_all()
 
     def _remember(self, request_id: str) -> None:

@@ -1,7 +1,7 @@
-"""What must agree before KV is read: whose it is, of which prompt, and how it lies in memory.
+"""What identifies a KV handoff, and the reasons for which one is refused.
 
-Engines attend to whatever lies in a block. A hand-off therefore names boot, request, hold, prompt
-and layout, both ends compare them, and the first that differs is the reason of a refusal.
+An engine attends to whatever a block contains. So a handoff names boot, request, epoch, prompt and
+layout; both ends compare them, and the first difference is the reason of a refusal.
 """
 
 import hashlib
@@ -17,33 +17,33 @@ _DIGEST_BYTES = 16
 
 
 class Reason(StrEnum):
-    """Why a hand-off came to nothing; labels of a metric."""
+    """Why a handoff failed; values are labels of the metric cleave_kv_lost."""
 
     MALFORMED = "malformed"
-    """It lacks a field, or offers fewer tokens than the prompt has."""
+    """A field is missing, or the handoff covers fewer tokens than the prompt has."""
     BOOT = "boot"
-    """The owner was started again since."""
+    """The producer was restarted since."""
     LAYOUT = "layout"
-    """Another model, type or block size, or a rank that does not hold what it should."""
+    """The model, data type or block size differs, or a rank does not have the expected KV."""
     PROMPT = "prompt"
-    """KV of other tokens."""
+    """The KV is of other prompt tokens."""
     NOT_HELD = "not_held"
-    """Pulled already, expired, or never held."""
+    """Pulled already, expired, or never leased."""
     EPOCH = "epoch"
-    """The request is held, but not from the time the hand-off is of."""
+    """The request is leased, but under another epoch than that of the handoff."""
     BUSY = "busy"
-    """Somebody else reads it now."""
+    """Another consumer reads it now."""
     LAPSED = "lapsed"
-    """The owner gave the blocks up while they were read."""
+    """The lease ended while the blocks were read."""
     TIME_OUT = "time_out"
     LOST = "peer_lost"
-    """No connection, or it broke."""
+    """The connection failed or broke."""
     CHECKSUM = "checksum"
-    """Other bytes arrived than were sent."""
+    """The received bytes differ from those sent."""
 
 
 class RefusedError(Exception):
-    """The KV is not to be used; nothing of it may be attended to."""
+    """The KV must not be used; the engine has to compute the prompt itself."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)
@@ -51,58 +51,58 @@ class RefusedError(Exception):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """How a model's KV lies in blocks; equal on both ends, or nothing is moved.
+    """How a model's KV lies in blocks; nothing is transferred unless both ends are equal.
 
-    How it is spread over ranks may differ: shapes.py.
+    The parallelism may differ, see `Shape`.
     """
 
     model: str
-    """Source and revision."""
+    """Model source and revision."""
     dtype: str
     block_size: int
-    """Tokens."""
+    """Tokens per block."""
     num_layers: int
-    """Of the whole model."""
+    """Layers of the whole model."""
     num_kv_heads: int
-    """The same; 1 with MLA, of which every rank holds all."""
+    """KV heads of the whole model; 1 with MLA, where every rank has the whole latent KV."""
     head_size: int
     arrangement: str
-    """Of the bytes that a block holds of one head."""
+    """Order of the bytes of one head within a block."""
 
     def difference(self, other: "Layout") -> str:
-        """The first field that differs, with both values; empty: none does."""
+        """Return the first field that differs, with both values; empty when none does."""
         for name in self.__struct_fields__:
             own, its = getattr(self, name), getattr(other, name)
             if own != its:
-                return f"{name} is {its!r} there and {own!r} here"
+                return f"{name} is {its!r} at the producer and {own!r} at the consumer"
         return ""
 
 
 class HandOff(msgspec.Struct, frozen=True):
-    """One held prompt, as its owner describes it to whoever will read it."""
+    """A leased prompt, as the producer describes it to a consumer."""
 
     boot_id: str
     request_id: str
     epoch: int
-    """Number of the hold within this boot, from 1; 0: see `ahead`."""
+    """Number of the lease within this boot, from 1; 0: see `ahead`."""
     prompt_digest: str
     num_tokens: int
     addresses: tuple[tuple[str, int], ...]
-    """Host and port of each rank of the owner, in the order of ranks."""
+    """(host, port) of each rank of the producer, in the order of ranks."""
     shape: Shape = Shape()
-    """The owner's."""
+    """Parallelism of the producer."""
 
     @property
     def ahead(self) -> bool:
-        """Whether it was made before the prefill: number, digest and length are not known yet.
+        """Whether it was made before the prefill, when epoch, digest and length are unknown.
 
-        The request id is then a name that the prefill was told too.
+        `request_id` is then a name that the gateway gave to prefill and decode request alike.
         """
         return not self.epoch
 
 
 def prompt_digest(token_ids: Iterable[int], kind: str = "") -> str:
-    """Of the tokens and of what else decides the KV (adapter, images, salt: `kind`)."""
-    digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES)
-    digest.update(kind.encode())
-    return digest.hexdigest()
+    """Hash the tokens and what else decides their KV (`kind`: adapter, images, cache salt)."""
+    hasher = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES)
+    hasher.update(kind.encode())
+    return hasher.hexdigest()

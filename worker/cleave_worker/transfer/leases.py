@@ -1,6 +1,6 @@
-"""How long the blocks of a finished prefill are kept for the instance that will pull them.
+"""Expiry times of the leases on finished prefills.
 
-Owned by the prefill side of a hand-off, emulated or real; time is passed in, in seconds of any
+Used by the producer side of a KV transfer, emulated or real. Times are passed in, in seconds of any
 monotonic clock.
 """
 
@@ -14,7 +14,7 @@ class Leases:
 
     @property
     def next_expiry(self) -> float | None:
-        """When the next lease ends; None when there is none."""
+        """When the next lease ends; None without leases."""
         return min(self._expiry.values(), default=None)
 
     def grant(self, request_id: str, now: float) -> None:
@@ -22,18 +22,18 @@ class Leases:
         self._expiry[request_id] = now + self._duration_s
 
     def extend(self, request_id: str, now: float) -> None:
-        """A heartbeat came: keep the blocks for two thirds of a lease from now, as NIXL does."""
+        """Extend a lease after a heartbeat to two thirds of its duration from now, as NIXL does."""
         expiry = self._expiry.get(request_id)
         if expiry is not None:
             self._expiry[request_id] = max(expiry, now + self._duration_s * 2 / 3)
 
     def end(self, request_id: str) -> bool:
-        """The blocks were pulled or are not wanted; whether the lease was still on."""
+        """End a lease; return whether it was still running."""
         return self._expiry.pop(request_id, None) is not None
 
     def expire(self, now: float) -> list[str]:
-        """End the leases whose time is over and return their request ids."""
-        over = [request_id for request_id, expiry in self._expiry.items() if expiry <= now]
-        for request_id in over:
+        """End the leases that are overdue and return their request ids."""
+        expired = [request_id for request_id, expiry in self._expiry.items() if expiry <= now]
+        for request_id in expired:
             del self._expiry[request_id]
-        return over
+        return expired

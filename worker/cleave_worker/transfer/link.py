@@ -1,8 +1,8 @@
-"""Links between two engines: one interface over every way that KV can take.
+"""Links between two engines: one interface over every transport for KV.
 
-Used by the two ends of a hand-off (owner.py, reader.py). One-sided links read and write the peer's
-memory without its help, two-sided ones need it to send or receive at the same time. Every call has
-a bound in seconds; after a LinkError the link is of no use and is closed.
+Used by both ends of a transfer (`Owner`, `Reader`). One-sided links read and write the peer's
+memory without its help; two-sided links need it to send or receive at the same time. Every call is
+bounded in seconds. After a LinkError the link is unusable and has to be closed.
 """
 
 import time
@@ -16,56 +16,58 @@ from cleave_worker.transfer.memory import Move, Span
 
 
 class Way(StrEnum):
-    """What carries the bytes."""
+    """What carries the bytes; values are labels of metrics."""
 
     SHARED_MEMORY = "shared memory"
     NIXL = "nixl"
-    """InfiniBand, RoCE or NVLink, as UCX finds them; TCP if it is told to."""
+    """InfiniBand, RoCE or NVLink, as UCX selects them; TCP if UCX is configured so."""
     GLOO = "gloo"
     """TCP, between hosts without GPUs."""
     NCCL = "nccl"
-    """NVLink, InfiniBand, RoCE or TCP, as NCCL finds them."""
+    """NVLink, InfiniBand, RoCE or TCP, as NCCL selects them."""
 
 
 class LinkError(OSError):
-    """Bytes did not move in time or in full; one sentence."""
+    """The bytes did not arrive in time or in full; the message is one sentence."""
 
 
 class OneSided(Protocol):
-    """Reaches into the peer's memory."""
+    """Reads and writes the peer's memory."""
 
     way: Way
 
     def read(self, moves: Iterable[Move], seconds: float) -> None:
-        """Copy from there to here. Raises LinkError, and leaves own memory as it was or partly
-        filled, but never touches it after it has returned."""
+        """Copy from remote to local memory. Raises LinkError; local memory may then be partly
+        filled, but is never written after the call."""
 
     def write(self, moves: Iterable[Move], seconds: float) -> None:
-        """Copy from here to there. Raises LinkError; bytes may then still come there."""
+        """Copy from local to remote memory. Raises LinkError; bytes may then still arrive at the
+        peer."""
 
     def close(self) -> None:
-        """Let go of the peer's memory."""
+        """Release the peer's memory."""
 
 
 class TwoSided(Protocol):
-    """Moves bytes when both ends take part; spans of both are of the same lengths in total."""
+    """Transfers bytes when both ends take part; the ranges of both ends have equal lengths in
+    total."""
 
     way: Way
 
     def send(self, spans: Iterable[Span], seconds: float) -> None:
-        """Give the bytes of own spans, in their order. Raises LinkError."""
+        """Send the bytes of local ranges in their order. Raises LinkError."""
 
     def receive(self, spans: Iterable[Span], seconds: float) -> None:
-        """Fill own spans, once all bytes are there. Raises LinkError and leaves them as they were
-        or partly filled, but never touches them after it has returned."""
+        """Fill local ranges. Raises LinkError; they may then be partly filled, but are never
+        written after the call."""
 
     def close(self) -> None:
-        """Break the connection; what the peer waits for ends with an error."""
+        """Close the connection; the peer's pending calls fail."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """What has gone over a link, and how fast."""
+    """Bytes transferred over a link, and the time that took."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -77,8 +79,8 @@ class Meter:
 
     @contextmanager
     def measure(self, num_bytes: int) -> Iterator[None]:
-        """Count a transfer that ends well."""
-        begun = time.perf_counter()
+        """Count a transfer, unless it raises."""
+        started = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.perf_counter() - started
         self.num_bytes += num_bytes

@@ -1,8 +1,8 @@
-"""Memory that KV lies in, as regions of bytes, and the spans of it that a transfer moves.
+"""The memory that contains KV, as regions of bytes, and the byte ranges that a transfer copies.
 
-Engines register their KV once; links copy spans of it. What is hard: blocks of one request lie
-scattered, but often beside each other, and a copy that is larger costs less: spans that continue
-each other on both sides are moved as one.
+An engine registers its KV cache once; links copy ranges of it. What is hard: the blocks of a
+request are scattered, but often adjacent, and one large copy costs less than many small ones. So
+blocks that are adjacent at both ends are copied as one range.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One copy: as many bytes there as here."""
+    """One copy between ranges of equal length."""
 
     remote: Span
     local: Span
@@ -31,7 +31,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Where one layer keeps its blocks: block `b` at `offset + b * stride` of a region."""
+    """The blocks of one layer: block `b` lies at `offset + b * stride` of a region."""
 
     region: int
     offset: int
@@ -39,17 +39,18 @@ class Plane:
     block_bytes: int
 
     def span(self, block: int, count: int = 1) -> Span:
-        """The bytes of blocks that follow each other."""
+        """Return the bytes of `count` adjacent blocks."""
         return Span(self.region, self.offset + block * self.stride, self.block_bytes * count)
 
     def part(self, first: int, count: int, of: int) -> "Plane":
-        """The same plane with `count` of the `of` equal parts of each block, from the first on."""
+        """Return this layer with only `count` of `of` equal parts of each block, from `first`
+        on."""
         size = self.block_bytes // of
         return Plane(self.region, self.offset + first * size, self.stride, count * size)
 
     @property
     def is_dense(self) -> bool:
-        """Whether there is nothing between a block and the next."""
+        """Whether blocks are adjacent without gaps."""
         return self.stride == self.block_bytes
 
 
@@ -60,85 +61,87 @@ class _Run(NamedTuple):
 
 
 def moves(
-    theirs: Sequence[Plane],
-    their_blocks: Sequence[int],
-    ours: Sequence[Plane],
-    our_blocks: Sequence[int],
+    remote_layers: Sequence[Plane],
+    remote_blocks: Sequence[int],
+    local_layers: Sequence[Plane],
+    local_blocks: Sequence[int],
 ) -> Iterator[Move]:
-    """The fewest copies that bring their blocks, plane by plane, to our blocks.
+    """Yield the fewest copies from remote to local blocks, layer by layer.
 
-    One at a time: a long prompt has 100,000 of them, and a list would cost more than the bytes.
-    Raises ValueError when planes or blocks do not match in number or size.
+    Lazy, as a long prompt has 100,000 copies and a list would cost more than the bytes. Raises
+    ValueError when layers or blocks do not match in number or size.
     """
-    if len(theirs) != len(ours) or len(their_blocks) != len(our_blocks):
+    if len(remote_layers) != len(local_layers) or len(remote_blocks) != len(local_blocks):
         raise ValueError(
-            f"{len(theirs)} planes and {len(their_blocks)} blocks there, "
-            f"{len(ours)} and {len(our_blocks)} here: they must match"
+            f"{len(remote_layers)} layers and {len(remote_blocks)} blocks at the producer, "
+            f"{len(local_layers)} and {len(local_blocks)} at the consumer: they must match"
         )
-    planes = list(zip(theirs, ours, strict=True))
-    if any(plane.block_bytes != own.block_bytes for plane, own in planes):
-        raise ValueError("blocks there and here differ in size: they must match")
-    single = [_Run(*pair, 1) for pair in zip(their_blocks, our_blocks, strict=True)]
-    joined = _join(single)
+    layers = list(zip(remote_layers, local_layers, strict=True))
+    if any(remote.block_bytes != local.block_bytes for remote, local in layers):
+        raise ValueError("blocks of producer and consumer differ in size: they must match")
+    runs = [_Run(*pair, 1) for pair in zip(remote_blocks, local_blocks, strict=True)]
+    merged = _join(runs)
     return (
-        Move(plane.span(there, length), own.span(here, length))
-        for plane, own in planes
-        for there, here, length in (joined if plane.is_dense and own.is_dense else single)
+        Move(remote.span(remote_block, length), local.span(local_block, length))
+        for remote, local in layers
+        for remote_block, local_block, length in (
+            merged if remote.is_dense and local.is_dense else runs
+        )
     )
 
 
-def spans_of(planes: Sequence[Plane], blocks: Sequence[int]) -> Iterator[Span]:
-    """Bytes of blocks in the order in which `moves` takes them, neighbours joined."""
-    single = [_Run(block, block, 1) for block in blocks]
-    joined = _join(single)
+def spans_of(layers: Sequence[Plane], blocks: Sequence[int]) -> Iterator[Span]:
+    """Yield the bytes of blocks in the order of `moves`, adjacent blocks merged."""
+    runs = [_Run(block, block, 1) for block in blocks]
+    merged = _join(runs)
     return (
-        plane.span(block, length)
-        for plane in planes
-        for block, _, length in (joined if plane.is_dense else single)
+        layer.span(block, length)
+        for layer in layers
+        for block, _, length in (merged if layer.is_dense else runs)
     )
 
 
-def pieces(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Spans cut and grouped so that each group but the last fills a buffer of this size.
+def pieces(ranges: Iterable[Span], size: int) -> Iterator[list[Span]]:
+    """Cut and group ranges so that each group except the last fills a buffer of `size` bytes.
 
-    Spans of the same lengths are cut alike, wherever they lie.
+    Ranges of the same lengths are cut alike, wherever they lie.
     """
-    piece: list[Span] = []
-    room = size
-    for span in spans:
-        at, end = span.offset, span.offset + span.length
+    group: list[Span] = []
+    free_bytes = size
+    for range_ in ranges:
+        at, end = range_.offset, range_.offset + range_.length
         while at < end:
-            length = min(room, end - at)
-            piece.append(Span(span.region, at, length))
+            length = min(free_bytes, end - at)
+            group.append(Span(range_.region, at, length))
             at += length
-            room -= length
-            if not room:
-                yield piece
-                piece, room = [], size
-    if piece:
-        yield piece
+            free_bytes -= length
+            if not free_bytes:
+                yield group
+                group, free_bytes = [], size
+    if group:
+        yield group
 
 
-def packed(piece: Sequence[Span], start: int = 0) -> list[Span]:
-    """Where the spans of a piece lie in a buffer, one behind the other."""
-    starts = itertools.accumulate((span.length for span in piece), initial=start)
-    return [Span(0, at, span.length) for at, span in zip(starts, piece, strict=False)]
+def packed(group: Sequence[Span], start: int = 0) -> list[Span]:
+    """Return where the ranges of a group lie in a buffer, packed from `start` on."""
+    starts = itertools.accumulate((range_.length for range_ in group), initial=start)
+    return [Span(0, at, range_.length) for at, range_ in zip(starts, group, strict=False)]
 
 
-def _join(single: Iterable[_Run]) -> list[_Run]:
-    """Blocks that continue each other on both sides, as one run each."""
-    found: list[_Run] = []
-    for run in single:
-        last = found[-1] if found else None
+def _join(runs: Iterable[_Run]) -> list[_Run]:
+    """Merge blocks that are adjacent at both ends into runs."""
+    merged: list[_Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
         if last and (last.there + last.length, last.here + last.length) == (run.there, run.here):
-            found[-1] = _Run(last.there, last.here, last.length + 1)
+            merged[-1] = _Run(last.there, last.here, last.length + 1)
         else:
-            found.append(run)
-    return found
+            merged.append(run)
+    return merged
 
 
 class Memory:
-    """Registered regions: flat tensors of bytes, on the host or on a GPU."""
+    """Registered regions: flat byte tensors on the host or on a GPU."""
 
     def __init__(self, regions: Sequence[torch.Tensor]) -> None:
         for region in regions:
@@ -148,42 +151,42 @@ class Memory:
         self._sizes = [region.numel() for region in regions]
         self._is_host = all(region.device.type == "cpu" for region in regions)
 
-    def view(self, span: Span) -> torch.Tensor:
-        """The bytes of a span. Raises ValueError when it does not lie inside its region."""
-        self._check(span)
-        return self.regions[span.region][span.offset : span.offset + span.length]
+    def view(self, range_: Span) -> torch.Tensor:
+        """Return the bytes of a range. Raises ValueError when it exceeds its region."""
+        self._check(range_)
+        return self.regions[range_.region][range_.offset : range_.offset + range_.length]
 
     def fill(self, source: "Memory", pairs: Iterable[tuple[Span, Span]]) -> None:
-        """Copy bytes of `source` into own spans: (own span, span there) each.
+        """Copy bytes of `source`: pairs of (own range, range of `source`).
 
-        Raises ValueError at the first pair that is not there, with all before it copied.
+        Raises ValueError at the first invalid pair, after all pairs before it were copied.
         """
         if not (self._is_host and source._is_host):
-            for own, there in pairs:
-                self.view(own).copy_(source.view(there))
+            for own, remote in pairs:
+                self.view(own).copy_(source.view(remote))
             return
-        # A tenth of what two views and a copy of tensors cost; many spans are small.
-        copy, sizes, their_sizes = ctypes.memmove, self._sizes, source._sizes
-        # Asked each time: sharing moves regions.
+        # Costs a tenth of two views and a tensor copy; many ranges are small.
+        copy, sizes, source_sizes = ctypes.memmove, self._sizes, source._sizes
+        # Read on each call, as `share` moves regions.
         starts = [region.data_ptr() for region in self.regions]
-        their_starts = [region.data_ptr() for region in source.regions]
-        for own, there in pairs:
+        source_starts = [region.data_ptr() for region in source.regions]
+        for own, remote in pairs:
             region, offset, length = own
-            their_region, their_offset, their_length = there
+            source_region, source_offset, source_length = remote
             if (
-                length != their_length
+                length != source_length
                 or not 0 <= region < len(sizes)
-                or not 0 <= their_region < len(their_sizes)
+                or not 0 <= source_region < len(source_sizes)
                 or not 0 <= offset <= offset + length <= sizes[region]
-                or not 0 <= their_offset <= their_offset + length <= their_sizes[their_region]
+                or not 0 <= source_offset <= source_offset + length <= source_sizes[source_region]
             ):
                 self._check(own)
-                source._check(there)
-                raise ValueError(f"{their_length} bytes do not fill a span of {length}")
-            copy(starts[region] + offset, their_starts[their_region] + their_offset, length)
+                source._check(remote)
+                raise ValueError(f"{source_length} bytes bytes do not fill a range of  {length}")
+            copy(starts[region] + offset, source_starts[source_region] + source_offset, length)
 
-    def _check(self, span: Span) -> None:
-        region, offset, length = span
+    def _check(self, range_: Span) -> None:
+        region, offset, length = range_
         if not 0 <= region < len(self._sizes):
             raise ValueError(f"region {region} of {len(self._sizes)} is not registered")
         if offset < 0 or length < 0 or offset + length > self._sizes[region]:
@@ -191,14 +194,13 @@ class Memory:
 
 
 def register(tensors: Iterable[torch.Tensor], num_blocks: int) -> tuple[Memory, list[Plane]]:
-    """KV caches, one tensor per layer with blocks first, as regions and planes.
+    """Return KV caches (one tensor per layer, blocks in dimension 0) as regions and layers.
 
-    Layers that share one allocation share a region. Raises ValueError when a layer's blocks are
-    not contiguous: then no span describes one.
+    Layers of one allocation share a region. Raises ValueError when blocks are not contiguous.
     """
     regions: dict[int, int] = {}
     flat: list[torch.Tensor] = []
-    planes: list[Plane] = []
+    layers: list[Plane] = []
     for tensor in tensors:
         if tensor.dim() < 2 or tensor.shape[0] < num_blocks or not tensor[0].is_contiguous():
             raise ValueError(f"a KV cache of shape {tuple(tensor.shape)} has no contiguous blocks")
@@ -208,7 +210,7 @@ def register(tensors: Iterable[torch.Tensor], num_blocks: int) -> tuple[Memory, 
             regions[address] = len(flat)
             flat.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
         size = tensor.element_size()
-        planes.append(
+        layers.append(
             Plane(
                 regions[address],
                 tensor.storage_offset() * size,
@@ -216,4 +218,4 @@ def register(tensors: Iterable[torch.Tensor], num_blocks: int) -> tuple[Memory, 
                 tensor[0].numel() * size,
             )
         )
-    return Memory(flat), planes
+    return Memory(flat), layers

@@ -1,8 +1,9 @@
-"""One-sided link over NIXL: InfiniBand, RoCE or NVLink, as its UCX finds them between two engines.
+"""One-sided link over NIXL: InfiniBand, RoCE or NVLink, whichever its UCX finds between two
+engines.
 
-An owner registers its regions with an agent of its own and tells readers where they lie; a reader's
-agent reads them without the owner's engine. What is hard is told in arrivals.py: bytes arrive in a
-buffer, and only those of a transfer that is over are moved on.
+A producer registers its regions with an agent and sends their addresses to consumers, whose agents
+read them without the producer's engine. What is hard is in `Arrivals`: bytes arrive in a staging
+buffer and are unpacked only after their transfer has completed.
 """
 
 import itertools
@@ -23,54 +24,55 @@ from cleave_worker.transfer.memory import Memory, Move, Span, packed, pieces
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.0002
-"""Between two looks at a piece; while it sleeps other threads of the engine run."""
+"""Poll interval of a transfer; meanwhile other threads of the engine run."""
 _ONE_BYTE = Span(0, 0, 1)
 _CARDS = Path("/sys/class/infiniband")
-"""Those that read memory by themselves, RoCE's among them."""
+"""RDMA devices, including those for RoCE."""
 
 Begin = Callable[[str, Sequence[Spot], Sequence[Spot]], Flight]
-"""Agent.read or Agent.write."""
+"""`Agent.read` or `Agent.write`."""
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """How a reader gets at an owner's regions."""
+    """How a consumer reads a producer's regions."""
 
     metadata: bytes
-    """Of the owner's agent."""
+    """Metadata of the producer's agent."""
     starts: tuple[int, ...]
-    """Addresses of the regions."""
+    """Start address of each region."""
     device: int
-    """That they are on."""
+    """Device id of the regions."""
 
 
 def usual(device: torch.device) -> tuple[Way, ...]:
-    """What to try, best first, with KV on this device: 026 says why."""
+    """Return the default transports for KV on this device, best first; decision 026 gives
+    reasons."""
     has_cards = _CARDS.is_dir() and any(_CARDS.iterdir())
     nixl = (Way.NIXL,) if has_cards else ()
     return (Way.SHARED_MEMORY, *nixl, Way.GLOO) if device.type == "cpu" else (*nixl, Way.NCCL)
 
 
-def usable(ways: Sequence[Way]) -> tuple[Way, ...]:
-    """Those that can be tried here. Raises ValueError when there is none."""
-    if Way.NIXL not in ways or installed():
-        return tuple(ways)
-    left = tuple(way for way in ways if way is not Way.NIXL)
-    if not left:
-        raise ValueError("ways: nixl is not installed here: install it, or name other ways")
-    _log.info("NIXL is not installed: KV moves over %s", " or ".join(left))
-    return left
+def usable(transports: Sequence[Way]) -> tuple[Way, ...]:
+    """Return the transports that can be used on this machine. Raises ValueError when none can."""
+    if Way.NIXL not in transports or installed():
+        return tuple(transports)
+    available = tuple(transport for transport in transports if transport is not Way.NIXL)
+    if not available:
+        raise ValueError("ways: nixl is not installed: install it, or name other transports")
+    _log.info("NIXL is not installed: KV is transferred over %s", " or ".join(available))
+    return available
 
 
 def agent_name(boot_id: str, rank: int) -> str:
-    """What the agent of an owner's rank is called."""
+    """Return the agent name of a producer's rank."""
     return f"{boot_id}/{rank}"
 
 
 class Served:
-    """An owner's regions, registered when the first reader asks for them."""
+    """A producer's regions, registered with NIXL when the first consumer asks for them."""
 
     def __init__(self, name: str, memory: Memory) -> None:
-        """`name`: as agent_name has it."""
+        """`name`: from `agent_name`."""
         self._name = name
         self._memory = memory
         self._agent: Agent | None = None
@@ -79,7 +81,7 @@ class Served:
         self._lock = threading.Lock()
 
     def reach(self) -> Reach | None:
-        """What to tell a reader; None: NIXL does not work here, which is logged once."""
+        """Return the metadata for consumers; None when NIXL fails here, which is logged once."""
         with self._lock:
             if not self._tried:
                 self._tried = True
@@ -91,46 +93,52 @@ class Served:
 
     def _register(self) -> Reach:
         self._agent = Agent(self._name, self._memory.regions[0].device, answers=True)
-        spots = self._agent.register(self._memory)
-        starts = tuple(spot.address for spot in spots)
-        return Reach(self._agent.metadata(), starts, spots[0].device)
+        descriptors = self._agent.register(self._memory)
+        starts = tuple(descriptor.address for descriptor in descriptors)
+        return Reach(self._agent.metadata(), starts, descriptors[0].device)
 
 
 class Nixl:
-    """A OneSided link, used by one thread at a time; any may close it."""
+    """A OneSided link; one thread uses it at a time, any thread may close it."""
 
     way = Way.NIXL
 
     def __init__(
-        self, local: Memory, arrivals: Arrivals, reach: Reach, name: str, seconds: float
+        self,
+        local: Memory,
+        staging_buffers: Arrivals,
+        remote_metadata: Reach,
+        remote_agent: str,
+        seconds: float,
     ) -> None:
-        """Reads a byte, for who can be met is not always reached. Raises LinkError.
+        """Read one byte as a test, as loaded metadata does not prove reachability. Raises
+        LinkError.
 
-        `name`: of the only agent that is meant.
+        `name`: the name that the remote agent must have.
         """
         self._local = local
-        self._arrivals = arrivals
-        self._reach = reach
-        self.name = name
+        self._arrivals = staging_buffers
+        self._reach = remote_metadata
+        self.name = remote_agent
         self.is_closed = False
         self._lock = threading.Lock()
         byte = Memory([torch.empty(1, dtype=torch.uint8, device=local.regions[0].device)])
-        self._agent = arrivals.meet(reach.metadata, name)
+        self._agent = staging_buffers.meet(remote_metadata.metadata, remote_agent)
         self._read(byte, [Move(_ONE_BYTE, _ONE_BYTE)], seconds)
 
     def read(self, moves: Iterable[Move], seconds: float) -> None:
-        """Move one piece on while the next one comes. Raises LinkError."""
+        """Unpack one chunk while the next one arrives. Raises LinkError."""
         self._read(self._local, moves, seconds)
 
     def write(self, moves: Iterable[Move], seconds: float) -> None:
-        """Pack a piece and have it moved, one after the other. Raises LinkError."""
-        with self._loan(time.monotonic() + seconds) as loan:
-            for theirs, ours in _cut(moves):
-                loan.pack(self._local, ours)
-                loan.wait(loan.begin(self._agent.write, 0, theirs))
+        """Pack and send one chunk after the other. Raises LinkError."""
+        with self._loan(time.monotonic() + seconds) as lease:
+            for remote, local in _cut(moves):
+                lease.pack(self._local, local)
+                lease.wait(lease.begin(self._agent.write, 0, remote))
 
     def close(self) -> None:
-        """Forget the peer, as soon as nothing comes from it any more."""
+        """Remove the remote agent as soon as none of its transfers are pending."""
         with self._lock:
             if self.is_closed:
                 return
@@ -138,95 +146,97 @@ class Nixl:
         self._arrivals.part(self.name)
 
     def spot(self, span: Span) -> Spot:
-        """A span of the owner's as NIXL names it."""
+        """Describe a remote range to NIXL."""
         start = self._reach.starts[span.region]
         return Spot(start + span.offset, span.length, self._reach.device)
 
     def _read(self, target: Memory, moves: Iterable[Move], seconds: float) -> None:
-        with self._loan(time.monotonic() + seconds) as loan:
-            coming: tuple[Flight, int, list[Span]] | None = None
-            for number, (theirs, ours) in enumerate(_cut(moves)):
+        with self._loan(time.monotonic() + seconds) as lease:
+            pending: tuple[Flight, int, list[Span]] | None = None
+            for number, (remote, local) in enumerate(_cut(moves)):
                 half = number % 2
-                begun = loan.begin(self._agent.read, half, theirs)
-                if coming:
-                    loan.land(target, *coming)
-                coming = (begun, half, ours)
-            if coming:
-                loan.land(target, *coming)
+                handle = lease.begin(self._agent.read, half, remote)
+                if pending:
+                    lease.land(target, *pending)
+                pending = (handle, half, local)
+            if pending:
+                lease.land(target, *pending)
 
     @contextmanager
     def _loan(self, deadline: float) -> Iterator["_Loan"]:
-        """A buffer for one transfer; a link whose transfer fails is closed."""
+        """Provide a buffer for one transfer; a link whose transfer fails is closed."""
         try:
             buffer = self._arrivals.lend(self.name, deadline)
-            loan = _Loan(self, buffer, deadline)
+            lease = _Loan(self, buffer, deadline)
             try:
-                yield loan
+                yield lease
             finally:
-                self._arrivals.give_back(buffer, loan.flights, self.name)
+                self._arrivals.give_back(buffer, lease.flights, self.name)
         except (LinkError, ValueError, IndexError, RuntimeError) as error:
             self.close()
             raise LinkError(f"over NIXL: {error}") from error
 
 
 class _Loan:
-    """A buffer, and what is under way in its two halves."""
+    """A buffer and the pending transfers of its two halves."""
 
     def __init__(self, link: Nixl, buffer: Buffer, deadline: float) -> None:
         self._link = link
         self._buffer = buffer
         self._deadline = deadline
         self.flights: list[Flight] = []
-        """Those not known to be over."""
+        """Transfers that may not have completed."""
 
-    def begin(self, do: Begin, half: int, theirs: Sequence[Span]) -> Flight:
-        """Have a piece moved between the owner's spans and a half."""
-        here = [self._buffer.spot(place) for place in _places(theirs, half)]
-        flight = do(self._link.name, here, [self._link.spot(span) for span in theirs])
-        self.flights.append(flight)
-        return flight
+    def begin(self, post: Begin, half: int, remote: Sequence[Span]) -> Flight:
+        """Start a transfer between remote ranges and one half."""
+        local_descriptors = [self._buffer.spot(range_) for range_ in _places(remote, half)]
+        handle = post(
+            self._link.name, local_descriptors, [self._link.spot(span) for span in remote]
+        )
+        self.flights.append(handle)
+        return handle
 
-    def wait(self, flight: Flight) -> None:
-        """Until it is over. Raises LinkError."""
-        while (state := flight.look()) is State.UNDER_WAY:
+    def wait(self, handle: Flight) -> None:
+        """Wait until a transfer has completed. Raises LinkError."""
+        while (state := handle.look()) is State.UNDER_WAY:
             if self._link.is_closed:
                 raise LinkError("the link was closed")
             if time.monotonic() > self._deadline:
-                raise LinkError("bytes did not come in time")
+                raise LinkError("the transfer did not complete in time")
             time.sleep(_POLL_S)
         if state is State.FAILED:
-            raise LinkError("the peer is not reached any more")
-        self.flights.remove(flight)
+            raise LinkError("the peer cannot be reached any more")
+        self.flights.remove(handle)
 
-    def land(self, target: Memory, flight: Flight, half: int, ours: Sequence[Span]) -> None:
-        """Wait for a piece and move it on."""
-        self.wait(flight)
-        target.fill(self._buffer.memory, zip(ours, _places(ours, half), strict=True))
-        # Before anything else comes into this half, and before the engine computes with it.
+    def land(self, target: Memory, handle: Flight, half: int, local: Sequence[Span]) -> None:
+        """Wait for a chunk and copy it to its destination."""
+        self.wait(handle)
+        target.fill(self._buffer.memory, zip(local, _places(local, half), strict=True))
+        # Must end before this half is filled again and before the engine reads the KV.
         _settle(target)
 
-    def pack(self, source: Memory, ours: Sequence[Span]) -> None:
-        """Fill the first half."""
-        self._buffer.memory.fill(source, zip(_places(ours, 0), ours, strict=True))
+    def pack(self, source: Memory, local: Sequence[Span]) -> None:
+        """Fill the first half with local ranges."""
+        self._buffer.memory.fill(source, zip(_places(local, 0), local, strict=True))
         _settle(source)
 
 
-def _places(piece: Sequence[Span], half: int) -> list[Span]:
-    return packed(piece, half * PIECE_BYTES)
+def _places(ranges: Sequence[Span], half: int) -> list[Span]:
+    return packed(ranges, half * PIECE_BYTES)
 
 
 def _cut(moves: Iterable[Move]) -> Iterator[tuple[list[Span], list[Span]]]:
-    """Pieces as they lie there and here."""
-    there, here = itertools.tee(moves)
+    """Yield chunks as (remote ranges, local ranges)."""
+    remote, local = itertools.tee(moves)
     return zip(
-        pieces((move.remote for move in there), PIECE_BYTES),
-        pieces((move.local for move in here), PIECE_BYTES),
+        pieces((move.remote for move in remote), PIECE_BYTES),
+        pieces((move.local for move in local), PIECE_BYTES),
         strict=True,
     )
 
 
 def _settle(memory: Memory) -> None:
-    """Wait for copies of this thread: on a GPU they are only begun."""
+    """Wait for the copies of this thread, which are asynchronous on a GPU."""
     device = memory.regions[0].device
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

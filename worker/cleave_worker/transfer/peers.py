@@ -1,4 +1,4 @@
-"""The ranks of an owner that one reading rank turns to, as a hand-off names them."""
+"""The producer ranks that one consumer rank contacts for a handoff."""
 
 from dataclasses import dataclass
 
@@ -10,38 +10,38 @@ from cleave_worker.transfer.shapes import Shape, Source, cut, sources
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One rank."""
+    """One rank of a producer."""
 
     boot_id: str
     shape: Shape
-    """Of its engine."""
+    """Parallelism of its engine."""
     address: tuple[str, int]
     source: Source
-    """What is needed of it."""
+    """What this consumer rank needs of it."""
 
 
-def peers(kept: Kept, hand_off: HandOff) -> tuple[Peer, ...]:
-    """All of them, those included that are only told that they are not wanted.
+def peers(kv: Kept, handoff: HandOff) -> tuple[Peer, ...]:
+    """Return all ranks to contact, including those that only learn that they are not read.
 
-    Raises RefusedError when the hand-off's shape cannot be.
+    Raises RefusedError when the handoff's parallelism is invalid.
     """
-    shape, heads = hand_off.shape, kept.layout.num_kv_heads
+    shape, heads = handoff.shape, kv.layout.num_kv_heads
     fault = shape.fault(heads)
-    if not fault and shape.num_ranks != len(hand_off.addresses):
-        fault = f"{len(hand_off.addresses)} addresses for {shape.num_ranks} ranks"
+    if not fault and shape.num_ranks != len(handoff.addresses):
+        fault = f"{len(handoff.addresses)} addresses for {shape.num_ranks} ranks"
     if fault:
         raise RefusedError(Reason.LAYOUT, fault)
     return tuple(
-        Peer(hand_off.boot_id, shape, hand_off.addresses[source.rank], source)
-        for source in sources(kept.share.shape, kept.share.rank, shape, heads)
+        Peer(handoff.boot_id, shape, handoff.addresses[source.rank], source)
+        for source in sources(kv.share.shape, kv.share.rank, shape, heads)
     )
 
 
-def own_planes(kept: Kept, peer: Peer) -> tuple[Plane, ...]:
-    """Where what a peer has is to go. Raises RefusedError."""
-    if peer.source.part is None:
+def own_planes(kv: Kept, rank: Peer) -> tuple[Plane, ...]:
+    """Return the local layers that a remote rank's KV fills. Raises RefusedError."""
+    if rank.source.part is None:
         return ()
     try:
-        return cut(kept.planes, kept.share, peer.source.part, kept.layout.num_kv_heads)
+        return cut(kv.planes, kv.share, rank.source.part, kv.layout.num_kv_heads)
     except ValueError as error:
         raise RefusedError(Reason.LAYOUT, str(error)) from error

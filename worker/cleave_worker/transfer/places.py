@@ -1,7 +1,7 @@
-"""Where the ranks of an owner serve, for a hand-off that was made before anybody could tell.
+"""Looks up the addresses of all ranks of a producer for handoffs that were made before the prefill.
 
-A gateway that has a prefill followed knows one address of the prefill engine: that of rank 0, which
-knows the others and the engine's shape. It is asked once for each boot that it is.
+For an overlapped prefill the gateway knows only the address of the producer's rank 0, which knows
+the other ranks and the parallelism. It is asked once per boot.
 """
 
 import threading
@@ -18,39 +18,39 @@ _Named = tuple[str, tuple[tuple[str, int], ...]]
 
 
 class Places:
-    """Boots with where their ranks are."""
+    """Addresses and parallelism of producers, cached by boot."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[_Named, wire.Located] = OrderedDict()
         self._lock = threading.Lock()
 
-    def complete(self, hand_off: HandOff, seconds: float) -> HandOff:
-        """The hand-off with all ranks of its owner; one of a finished prefill has them already.
+    def complete(self, handoff: HandOff, seconds: float) -> HandOff:
+        """Return the handoff with all ranks of its producer; it has them already after the prefill.
 
-        Each step of asking gets `seconds`. Raises RefusedError.
+        Each network operation may take `seconds`. Raises RefusedError.
         """
-        if not hand_off.ahead:
-            return hand_off
-        named = (hand_off.boot_id, hand_off.addresses)
+        if not handoff.ahead:
+            return handoff
+        key = (handoff.boot_id, handoff.addresses)
         with self._lock:
-            located = self._known.get(named)
-        if located is None:
-            located = _ask(hand_off, seconds)
-            self._keep(named, located)
-        return msgspec.structs.replace(hand_off, shape=located.shape, addresses=located.addresses)
+            ranks = self._known.get(key)
+        if ranks is None:
+            ranks = _ask(handoff, seconds)
+            self._keep(key, ranks)
+        return msgspec.structs.replace(handoff, shape=ranks.shape, addresses=ranks.addresses)
 
-    def _keep(self, named: _Named, located: wire.Located) -> None:
+    def _keep(self, key: _Named, ranks: wire.Located) -> None:
         with self._lock:
-            self._known[named] = located
+            self._known[key] = ranks
             while len(self._known) > _MAX_BOOTS:
                 self._known.popitem(last=False)
 
 
-def _ask(hand_off: HandOff, seconds: float) -> wire.Located:
-    if not hand_off.addresses:
-        raise RefusedError(Reason.LAYOUT, "the hand-off names no address")
-    connection = dial(hand_off.addresses[0], seconds)
+def _ask(handoff: HandOff, seconds: float) -> wire.Located:
+    if not handoff.addresses:
+        raise RefusedError(Reason.LAYOUT, "the handoff has no address")
+    connection = dial(handoff.addresses[0], seconds)
     try:
-        return exchange(connection, wire.Locate(hand_off.boot_id), wire.Located, seconds)
+        return exchange(connection, wire.Locate(handoff.boot_id), wire.Located, seconds)
     finally:
         connection.close()

@@ -1,8 +1,8 @@
-"""How far a prompt's KV has come while it is computed, and what of it is still to be moved. Pure.
+"""How much of a prompt's KV is computed, and which chunks a consumer still lacks. Pure.
 
-The owner announces a `Progress`; the reader compares it with what it has and asks for the pieces
-between. What is hard: announcements are skipped when the reader is slow, yet each plane of each
-block must be moved once, and none before it is final.
+The producer announces a `Progress`; the consumer compares it with what it has and requests the
+chunks in between. What is hard: a slow consumer misses announcements, yet each layer of each block
+must be transferred exactly once, and only after it is final.
 """
 
 from typing import NamedTuple
@@ -11,21 +11,21 @@ import msgspec
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What is final: of the first `blocks` everything, of those up to `coming` the first planes."""
+    """Final: all of the first `blocks` blocks, `planes` layers of those up to `coming`."""
 
     blocks: int
     coming: int
     planes: int
-    """Of the blocks between: one for each layer that the running step is through with."""
+    """Layers that the running step has finished, of the blocks from `blocks` to `coming`."""
 
     def within(self, first: int, end: int) -> "Progress":
-        """The same for whoever wants the blocks from `first` to before `end` only."""
+        """Return the progress limited to the blocks from `first` up to but not including `end`."""
         return Progress(
             _clamp(self.blocks, first, end), _clamp(self.coming, first, end), self.planes
         )
 
     def of_planes(self, first: int, count: int) -> "Progress":
-        """The same for whoever wants so many planes of a block only, and counts them from 0."""
+        """Return the progress of `count` layers from `first` on, numbered from 0."""
         return Progress(self.blocks, self.coming, _clamp(self.planes - first, 0, count))
 
 
@@ -33,7 +33,7 @@ NOTHING = Progress(0, 0, 0)
 
 
 class Piece(NamedTuple):
-    """Some planes of some blocks that follow each other in the prompt."""
+    """Consecutive layers of consecutive blocks of a prompt."""
 
     first_block: int
     num_blocks: int
@@ -41,26 +41,30 @@ class Piece(NamedTuple):
     num_planes: int
 
 
-def missing(have: Progress, now: Progress, num_planes: int) -> list[Piece]:
-    """What became final between two announcements, in the order of the prompt.
+def missing(previous: Progress, now: Progress, num_layers: int) -> list[Piece]:
+    """Return what became final between two announcements, in the order of the prompt.
 
-    `num_planes`: of a whole block. Raises ValueError for announcements that no prefill makes.
+    `num_layers`: of a complete block. Raises ValueError when `now` cannot follow `previous`.
     """
-    if now.blocks < have.blocks or have.blocks < now.blocks < have.coming:
-        raise ValueError(f"{now} does not follow {have}")
-    started = have.coming > have.blocks and have.planes > 0
-    from_plane, at = (have.planes, have.coming) if started else (0, have.blocks)
-    if started and now.blocks == have.blocks:
-        if now.coming != have.coming or now.planes < have.planes:
-            raise ValueError(f"{now} does not follow {have}")
-        pieces = [Piece(have.blocks, at - have.blocks, from_plane, now.planes - from_plane)]
+    if now.blocks < previous.blocks or previous.blocks < now.blocks < previous.coming:
+        raise ValueError(f"{now} does not follow {previous}")
+    is_partial = previous.coming > previous.blocks and previous.planes > 0
+    first_layer, end = (previous.planes, previous.coming) if is_partial else (0, previous.blocks)
+    if is_partial and now.blocks == previous.blocks:
+        if now.coming != previous.coming or now.planes < previous.planes:
+            raise ValueError(f"{now} does not follow {previous}")
+        chunks = [
+            Piece(previous.blocks, end - previous.blocks, first_layer, now.planes - first_layer)
+        ]
     else:
-        pieces = [
-            Piece(have.blocks, at - have.blocks, from_plane, num_planes - from_plane),
-            Piece(at, now.blocks - at, 0, num_planes),
+        # 1. The other layers of blocks that were started. 2. Blocks that were begun and finished
+        # since. 3. The first layers of blocks that are started now.
+        chunks = [
+            Piece(previous.blocks, end - previous.blocks, first_layer, num_layers - first_layer),
+            Piece(end, now.blocks - end, 0, num_layers),
             Piece(now.blocks, now.coming - now.blocks, 0, now.planes),
         ]
-    return [piece for piece in pieces if piece.num_blocks and piece.num_planes]
+    return [chunk for chunk in chunks if chunk.num_blocks and chunk.num_planes]
 
 
 def _clamp(value: int, low: int, high: int) -> int:

@@ -1,8 +1,8 @@
-"""The decode side of hand-offs: pulls held blocks into own ones, and says truly whether it did.
+"""The consumer side of KV transfers: pulls leased blocks into blocks of this engine.
 
-Called from worker threads, for different owners side by side, for one owner one after the other.
-A pull that returns has moved the very KV that was handed off; any other end is a RefusedError with
-its reason, and whatever lies in the own blocks then must not be attended to.
+Called from worker threads: concurrently for different producers, serially for one producer rank.
+When a pull returns, the local blocks contain exactly the KV that the handoff names. Otherwise it
+raises RefusedError with a reason, and the engine must not use the local blocks.
 """
 
 import logging
@@ -26,169 +26,176 @@ from cleave_worker.transfer.shared import SharedMemory
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 _BEAT_S = 2.0
-"""For one owner; a dead one must not keep the others' heartbeats waiting."""
+"""For one producer; a dead one must not delay heartbeats to the others."""
 _MAX_OWNERS = 64
 _BROKEN = (Reason.LOST, Reason.TIME_OUT, Reason.LAYOUT, Reason.MALFORMED)
-"""After these nobody knows what the owner does; closing the connection makes it free the blocks."""
+"""After these the state of the producer is unknown; closing the connection frees its blocks."""
 
 _ALL = slice(0, None)
-"""Planes, where a prompt comes in one piece."""
+"""Layers of a pull that takes a whole prompt."""
 
 
 class Reader:
-    """Pulls from any owner."""
+    """Pulls KV from any producer."""
 
     def __init__(
         self,
-        kept: Kept,
-        ways: Sequence[Way],
+        kv: Kept,
+        transports: Sequence[Way],
         transfer_s: float,
         *,
         check_bytes: bool = False,
     ) -> None:
-        """`ways`: which to use, best first; the first that works with an owner serves."""
-        self._kept = kept
-        self._ways = tuple(ways)
+        """`transports`: in order of preference; the first that works with a producer is
+        used."""
+        self._kept = kv
+        self._ways = tuple(transports)
         self._transfer_s = transfer_s
         self._check_bytes = check_bytes
         self._places = Places()
         self.arrivals = Arrivals(
-            f"{nixl.agent_name(kept.boot_id, kept.share.rank)}/reader",
-            kept.memory.regions[0].device,
+            f"{nixl.agent_name(kv.boot_id, kv.share.rank)}/reader",
+            kv.memory.regions[0].device,
         )
-        """Of all links over NIXL."""
+        """Shared by all links over NIXL."""
         self._pairs: OrderedDict[Peer, _Pair] = OrderedDict()
         self._lock = threading.Lock()
 
-    def pull(self, hand_off: HandOff, prompt_digest: str, first: int, blocks: Sequence[int]) -> Way:
-        """Fill own `blocks` with the owner's, from its block number `first` of this prompt.
+    def pull(self, handoff: HandOff, prompt_digest: str, first: int, blocks: Sequence[int]) -> Way:
+        """Fill local `blocks` with the producer's blocks from number `first` of the prompt on.
 
-        From as many of its ranks as have a part of what this one holds, each with its own last
-        word. Returns the way that the bytes took. Raises RefusedError.
+        Pulls from each remote rank that has a part of this rank's KV, and releases the lease at
+        each. Returns the transport that was used. Raises RefusedError.
         """
-        if hand_off.prompt_digest != prompt_digest:
-            raise RefusedError(Reason.PROMPT, "handed off for other tokens")
-        if hand_off.boot_id == self._kept.boot_id:
+        if handoff.prompt_digest != prompt_digest:
+            raise RefusedError(Reason.PROMPT, "the handoff is for other prompt tokens")
+        if handoff.boot_id == self._kept.boot_id:
             raise RefusedError(Reason.BOOT, "an engine cannot pull from itself")
-        found = self.find(hand_off)
-        needed = [peer for peer in found if peer.source.part]
-        ways = [self._use(peer, lambda pair: pair.pull(hand_off, first, blocks)) for peer in needed]
-        for peer in found:
-            if peer not in needed:
-                self.decline_at(peer, hand_off)
-        return ways[0]
+        ranks = self.find(handoff)
+        needed = [rank for rank in ranks if rank.source.part]
+        transports = [
+            self._use(rank, lambda connection: connection.pull(handoff, first, blocks))
+            for rank in needed
+        ]
+        for rank in ranks:
+            if rank not in needed:
+                self.decline_at(rank, handoff)
+        return transports[0]
 
-    def pull_piece(self, peer: Peer, hand_off: HandOff, piece: Piece, blocks: Sequence[int]) -> Way:
-        """Fill some planes of own `blocks` with a piece of what is followed (follower.py).
+    def pull_piece(self, rank: Peer, handoff: HandOff, chunk: Piece, blocks: Sequence[int]) -> Way:
+        """Fill some layers of local `blocks` with a chunk of a running prefill.
 
-        Whoever follows it asks in the end whether it was held all the time. Raises RefusedError.
+        The caller (`Follower`) releases the prefill and checks its lease. Raises RefusedError.
         """
-        return self._use(peer, lambda pair: pair.pull_piece(hand_off, piece, blocks))
+        return self._use(rank, lambda connection: connection.pull_piece(handoff, chunk, blocks))
 
-    def find(self, hand_off: HandOff, seconds: float = ANSWER_S) -> tuple[Peer, ...]:
-        """The owner's ranks that this one turns to; it is asked if the hand-off does not say.
+    def find(self, handoff: HandOff, seconds: float = ANSWER_S) -> tuple[Peer, ...]:
+        """Return the remote ranks that this rank must contact; asks the producer for unknown
+        addresses.
 
-        Each step of that gets `seconds`. Raises RefusedError.
+        Each network operation may take `seconds`. Raises RefusedError.
         """
-        return peers(self._kept, self._places.complete(hand_off, seconds))
+        return peers(self._kept, self._places.complete(handoff, seconds))
 
-    def decline(self, hand_off: HandOff) -> None:
-        """Tell the owner that nobody will pull; if it cannot be reached its lease ends anyway."""
+    def decline(self, handoff: HandOff) -> None:
+        """Tell the producer that its blocks will not be pulled; if that fails the lease expires."""
         with suppress(RefusedError):
-            for peer in self.find(hand_off):
-                self.decline_at(peer, hand_off)
+            for rank in self.find(handoff):
+                self.decline_at(rank, handoff)
 
-    def decline_at(self, peer: Peer, hand_off: HandOff) -> None:
-        """The same at one rank."""
+    def decline_at(self, rank: Peer, handoff: HandOff) -> None:
+        """Tell one rank of the producer."""
         with suppress(RefusedError, wire.WireError, TimeoutError):
-            connection, _ = self.connect(peer, _CONNECT_S)
+            connection, _ = self.connect(rank, _CONNECT_S)
             try:
-                connection.send(wire.Release(hand_off.request_id, hand_off.epoch), _CONNECT_S)
+                connection.send(wire.Release(handoff.request_id, handoff.epoch), _CONNECT_S)
                 connection.receive(_CONNECT_S)
             finally:
                 connection.close()
 
-    def beat(self, hand_offs: Iterable[HandOff]) -> int:
-        """Extend the leases of what will be pulled later; the number of ranks not reached."""
-        lost = 0
-        for peer, request_ids in self._by_peer(hand_offs).items():
+    def beat(self, handoffs: Iterable[HandOff]) -> int:
+        """Extend the leases of handoffs that will be pulled later; return the number of lost
+        ranks."""
+        num_lost = 0
+        for rank, request_ids in self._by_peer(handoffs).items():
             try:
-                connection, _ = self.connect(peer, _BEAT_S)
+                connection, _ = self.connect(rank, _BEAT_S)
             except RefusedError:
-                lost += 1
+                num_lost += 1
                 continue
             with suppress(wire.WireError):
                 connection.send(wire.Beat(tuple(request_ids)), _BEAT_S)
             connection.close()
-        return lost
+        return num_lost
 
     def close(self) -> None:
-        """Break all connections."""
+        """Close all connections."""
         with self._lock:
-            pairs = list(self._pairs.values())
+            connections = list(self._pairs.values())
             self._pairs.clear()
-        for pair in pairs:
-            pair.close()
+        for connection in connections:
+            connection.close()
 
-    def _by_peer(self, hand_offs: Iterable[HandOff]) -> dict[Peer, list[str]]:
-        found: dict[Peer, list[str]] = {}
-        silent: set[str] = set()
-        for hand_off in hand_offs:
-            if hand_off.boot_id in silent:
+    def _by_peer(self, handoffs: Iterable[HandOff]) -> dict[Peer, list[str]]:
+        request_ids: dict[Peer, list[str]] = {}
+        unreachable: set[str] = set()
+        for handoff in handoffs:
+            if handoff.boot_id in unreachable:
                 continue
             try:
-                for peer in self.find(hand_off, _BEAT_S):
-                    found.setdefault(peer, []).append(hand_off.request_id)
+                for rank in self.find(handoff, _BEAT_S):
+                    request_ids.setdefault(rank, []).append(handoff.request_id)
             except RefusedError:
-                silent.add(hand_off.boot_id)
-        return found
+                unreachable.add(handoff.boot_id)
+        return request_ids
 
-    def _use(self, peer: Peer, pull: "Callable[[_Pair], Way]") -> Way:
-        pair = self._pair(peer)
+    def _use(self, rank: Peer, pull: "Callable[[_Pair], Way]") -> Way:
+        connection = self._pair(rank)
         try:
-            return pull(pair)
+            return pull(connection)
         except RefusedError as refused:
             if refused.reason in _BROKEN:
-                self._forget(peer, pair)
+                self._forget(rank, connection)
             raise
 
-    def _pair(self, peer: Peer) -> "_Pair":
+    def _pair(self, rank: Peer) -> "_Pair":
         with self._lock:
-            pair = self._pairs.pop(peer, None) or _Pair(self, peer)
-            self._pairs[peer] = pair
+            connection = self._pairs.pop(rank, None) or _Pair(self, rank)
+            self._pairs[rank] = connection
             old = self._pairs.popitem(last=False)[1] if len(self._pairs) > _MAX_OWNERS else None
         if old:
             old.close()
-        return pair
+        return connection
 
-    def _forget(self, peer: Peer, pair: "_Pair") -> None:
+    def _forget(self, rank: Peer, connection: "_Pair") -> None:
         with self._lock:
-            if self._pairs.get(peer) is pair:
-                del self._pairs[peer]
-        pair.close()
+            if self._pairs.get(rank) is connection:
+                del self._pairs[rank]
+        connection.close()
 
-    def connect(self, peer: Peer, seconds: float) -> tuple[wire.Wire, wire.Welcome]:
-        """A greeted connection; each of two steps gets `seconds`. Raises RefusedError."""
-        kept = self._kept
-        hello = wire.Hello(
-            peer.boot_id, kept.layout, peer.shape, peer.source, kept.boot_id, kept.share.rank
+    def connect(self, rank: Peer, seconds: float) -> tuple[wire.Wire, wire.Welcome]:
+        """Connect and shake hands; each of the two steps may take `seconds`. Raises
+        RefusedError."""
+        kv = self._kept
+        handshake = wire.Hello(
+            rank.boot_id, kv.layout, rank.shape, rank.source, kv.boot_id, kv.share.rank
         )
-        connection = dial(peer.address, seconds)
+        connection = dial(rank.address, seconds)
         try:
-            return connection, exchange(connection, hello, wire.Welcome, seconds)
+            return connection, exchange(connection, handshake, wire.Welcome, seconds)
         except BaseException:
             connection.close()
             raise
 
 
 class _Pair:
-    """The connection with one rank of an owner, and the link over which its bytes come."""
+    """The connection with one producer rank, and the link over which its KV is transferred."""
 
-    def __init__(self, reader: Reader, peer: Peer) -> None:
-        """Raises RefusedError when own planes have no room for what the peer is asked for."""
-        self._reader = reader
-        self._peer = peer
-        self._own = own_planes(reader._kept, peer)
+    def __init__(self, client: Reader, remote_rank: Peer) -> None:
+        """Raises RefusedError when this rank lacks the layers that it should receive."""
+        self._reader = client
+        self._peer = remote_rank
+        self._own = own_planes(client._kept, remote_rank)
         self._lock = threading.Lock()
         self._connection: wire.Wire | None = None
         self._planes = self._own
@@ -198,34 +205,34 @@ class _Pair:
         self._meter = Meter()
         self._told_at = 0
 
-    def pull(self, hand_off: HandOff, first: int, blocks: Sequence[int]) -> Way:
-        """See Reader.pull."""
+    def pull(self, handoff: HandOff, first: int, blocks: Sequence[int]) -> Way:
+        """See `Reader.pull`."""
         with self._lock:
             try:
-                grant = self._ask(hand_off, first, blocks)
-                self._move(grant, blocks)
-                self._settle(hand_off, grant, blocks)
+                response = self._ask(handoff, first, blocks)
+                self._move(response, blocks)
+                self._settle(handoff, response, blocks)
             except LinkError as error:
                 raise RefusedError(Reason.LOST, str(error)) from error
             assert self.way
             self._tell()
             return self.way
 
-    def pull_piece(self, hand_off: HandOff, piece: Piece, blocks: Sequence[int]) -> Way:
-        """See Reader.pull_piece."""
-        planes = slice(piece.first_plane, piece.first_plane + piece.num_planes)
+    def pull_piece(self, handoff: HandOff, chunk: Piece, blocks: Sequence[int]) -> Way:
+        """See `Reader.pull_piece`."""
+        layers = slice(chunk.first_plane, chunk.first_plane + chunk.num_planes)
         with self._lock:
             try:
-                grant = self._ask(hand_off, piece.first_block, blocks, planes)
-                self._move(grant, blocks, planes)
+                response = self._ask(handoff, chunk.first_block, blocks, layers)
+                self._move(response, blocks, layers)
             except LinkError as error:
                 raise RefusedError(Reason.LOST, str(error)) from error
-            self._check(grant, blocks, planes)
+            self._check(response, blocks, layers)
             assert self.way
             return self.way
 
     def close(self) -> None:
-        """Break the connection; a pull that runs ends with an error."""
+        """Close the connection; a running pull ends with an error."""
         connection = self._connection
         if connection:
             connection.close()
@@ -234,116 +241,122 @@ class _Pair:
                 link.close()
 
     def _ask(
-        self, hand_off: HandOff, first: int, blocks: Sequence[int], planes: slice = _ALL
+        self, handoff: HandOff, first: int, blocks: Sequence[int], layers: slice = _ALL
     ) -> wire.Grant:
-        fresh = self._connection is None
-        if fresh:
+        is_new = self._connection is None
+        if is_new:
             self._open()
         try:
-            return self._request(hand_off, first, blocks, planes)
+            return self._request(handoff, first, blocks, layers)
         except RefusedError as refused:
-            if fresh or refused.reason is not Reason.LOST:
+            if is_new or refused.reason is not Reason.LOST:
                 raise
-        # The owner closes connections that are idle for long, or was lost: one more try tells.
+        # The server closes idle connections, or the producer is gone: reconnect once to find out.
         self.close()
         self._open()
-        return self._request(hand_off, first, blocks, planes)
+        return self._request(handoff, first, blocks, layers)
 
     def _request(
-        self, hand_off: HandOff, first: int, blocks: Sequence[int], planes: slice
+        self, handoff: HandOff, first: int, blocks: Sequence[int], layers: slice
     ) -> wire.Grant:
         pull = wire.Pull(
-            hand_off.request_id,
-            hand_off.epoch,
-            hand_off.prompt_digest,
+            handoff.request_id,
+            handoff.epoch,
+            handoff.prompt_digest,
             first,
             len(blocks),
             send=self._two_sided is not None,
             checksums=self._reader._check_bytes,
-            first_plane=planes.start,
-            num_planes=(planes.stop or 0) - planes.start,
+            first_plane=layers.start,
+            num_planes=(layers.stop or 0) - layers.start,
         )
-        grant = self._exchange(pull, wire.Grant)
-        if len(grant.blocks) != len(blocks):
-            raise RefusedError(Reason.MALFORMED, "another number of blocks was granted")
-        return grant
+        response = self._exchange(pull, wire.Grant)
+        if len(response.blocks) != len(blocks):
+            raise RefusedError(Reason.MALFORMED, "the producer returned another number of blocks")
+        return response
 
-    def _move(self, grant: wire.Grant, blocks: Sequence[int], part: slice = _ALL) -> None:
-        theirs, ours = self._planes[part], self._own[part]
+    def _move(self, response: wire.Grant, blocks: Sequence[int], layers: slice = _ALL) -> None:
+        remote, local = self._planes[layers], self._own[layers]
         seconds = self._reader._transfer_s
-        size = sum(plane.block_bytes for plane in ours) * len(blocks)
+        size = sum(layer.block_bytes for layer in local) * len(blocks)
         with self._meter.measure(size):
             if self._one_sided:
                 try:
-                    wanted = moves(theirs, grant.blocks, ours, blocks)
+                    copies = moves(remote, response.blocks, local, blocks)
                 except ValueError as error:
                     raise RefusedError(Reason.LAYOUT, str(error)) from error
-                self._one_sided.read(wanted, seconds)
+                self._one_sided.read(copies, seconds)
             elif self._two_sided:
-                self._two_sided.receive(spans_of(ours, blocks), seconds)
+                self._two_sided.receive(spans_of(local, blocks), seconds)
 
     def _tell(self) -> None:
-        """Log the bandwidth of this pair, each time that ten times as much has come."""
+        """Log the bandwidth each time that the total number of bytes has grown tenfold."""
         meter = self._meter
         if meter.num_bytes > 10 * self._told_at:
             self._told_at = meter.num_bytes
             rate = meter.bytes_per_s / 1e9
-            _log.info("KV of %s comes over %s at %.3f GB/s", self._peer.boot_id, self.way, rate)
+            _log.info("KV from %s arrives over %s at %.3f GB/s", self._peer.boot_id, self.way, rate)
 
-    def _settle(self, hand_off: HandOff, grant: wire.Grant, blocks: Sequence[int]) -> None:
-        """Give the blocks back, learn whether they were held all the time, compare the bytes."""
-        release = wire.Release(hand_off.request_id, hand_off.epoch)
+    def _settle(self, handoff: HandOff, response: wire.Grant, blocks: Sequence[int]) -> None:
+        """Release the lease, check that it lasted until now, and compare checksums."""
+        release = wire.Release(handoff.request_id, handoff.epoch)
         released = self._exchange(release, wire.Released)
         if not released.held:
-            raise RefusedError(Reason.LAPSED, "the owner had given the blocks up")
-        self._check(grant, blocks)
+            raise RefusedError(Reason.LAPSED, "the lease ended before the blocks were read")
+        self._check(response, blocks)
 
-    def _check(self, grant: wire.Grant, blocks: Sequence[int], part: slice = _ALL) -> None:
-        if self._reader._check_bytes and grant.checksums != checksums(
-            self._reader._kept.memory, self._own[part], blocks
+    def _check(self, response: wire.Grant, blocks: Sequence[int], layers: slice = _ALL) -> None:
+        if self._reader._check_bytes and response.checksums != checksums(
+            self._reader._kept.memory, self._own[layers], blocks
         ):
-            raise RefusedError(Reason.CHECKSUM, "other bytes arrived than were sent")
+            raise RefusedError(Reason.CHECKSUM, "the received bytes differ from those sent")
 
     def _exchange(self, message: wire.Message, kind: type[Answer]) -> Answer:
         assert self._connection
         return exchange(self._connection, message, kind, ANSWER_S)
 
     def _open(self) -> None:
-        self._connection, welcome = self._reader.connect(self._peer, _CONNECT_S)
-        self._planes = welcome.planes
-        if [one.block_bytes for one in self._planes] != [one.block_bytes for one in self._own]:
-            raise RefusedError(Reason.LAYOUT, "the owner holds other layers, or heads of them")
+        self._connection, handshake = self._reader.connect(self._peer, _CONNECT_S)
+        self._planes = handshake.planes
+        if [layer.block_bytes for layer in self._planes] != [
+            layer.block_bytes for layer in self._own
+        ]:
+            raise RefusedError(Reason.LAYOUT, "the producer has other layers or KV heads")
         self._one_sided = self._two_sided = None
-        for way in self._reader._ways:
-            if self._use(way, welcome):
-                self.way = way
+        for transport in self._reader._ways:
+            if self._use(transport, handshake):
+                self.way = transport
                 return
-        raise RefusedError(Reason.LOST, "no way to move KV works with this owner")
+        raise RefusedError(Reason.LOST, "no transport works with this producer")
 
-    def _use(self, way: Way, welcome: wire.Welcome) -> bool:
-        kept = self._reader._kept
+    def _use(self, transport: Way, handshake: wire.Welcome) -> bool:
+        kv = self._reader._kept
         try:
-            if way is Way.SHARED_MEMORY:
-                if not welcome.shared:
+            if transport is Way.SHARED_MEMORY:
+                if not handshake.shared:
                     return False
-                self._one_sided = SharedMemory(kept.memory, welcome.shared)
-            elif way is Way.NIXL:
-                return self._use_nixl(welcome)
+                self._one_sided = SharedMemory(kv.memory, handshake.shared)
+            elif transport is Way.NIXL:
+                return self._use_nixl(handshake)
             else:
-                met = self._exchange(wire.Meet(way), wire.Met)
-                peer = (self._peer.address[0], met.port)
-                self._two_sided = group.join(kept.memory, way, peer, kept.host, _CONNECT_S)
+                rendezvous = self._exchange(wire.Meet(transport), wire.Met)
+                peer = (self._peer.address[0], rendezvous.port)
+                self._two_sided = group.join(kv.memory, transport, peer, kv.host, _CONNECT_S)
         except LinkError as error:
-            _log.info("%s does not reach %s: %s", way, self._peer.boot_id, error)
+            _log.info(
+                "transport %s does not work with %s: %s", transport, self._peer.boot_id, error
+            )
             return False
         return True
 
-    def _use_nixl(self, welcome: wire.Welcome) -> bool:
-        """Raises LinkError."""
-        reach = self._exchange(wire.Meet(Way.NIXL), wire.Met).reach if welcome.nixl else None
-        if reach is None:
+    def _use_nixl(self, handshake: wire.Welcome) -> bool:
+        """Return whether a link over NIXL was opened. Raises LinkError."""
+        metadata = self._exchange(wire.Meet(Way.NIXL), wire.Met).reach if handshake.nixl else None
+        if metadata is None:
             return False
-        reader, peer = self._reader, self._peer
-        name = nixl.agent_name(peer.boot_id, peer.source.rank)
-        self._one_sided = nixl.Nixl(reader._kept.memory, reader.arrivals, reach, name, _CONNECT_S)
+        client, rank = self._reader, self._peer
+        name = nixl.agent_name(rank.boot_id, rank.source.rank)
+        self._one_sided = nixl.Nixl(
+            client._kept.memory, client.arrivals, metadata, name, _CONNECT_S
+        )
         return True

@@ -1,9 +1,10 @@
-"""How an engine spreads KV over its ranks, and which rank takes what from which of another engine.
+"""How an engine shards KV over its ranks, and which part each consumer rank pulls from which rank.
 
-Both ends of a hand-off call this and come to the same bytes. Tensor ranks share a layer's KV heads
-out in order; more ranks than heads hold copies, so that KV of MLA, which counts as one head, lies
-whole on each. Pipeline stages hold layers in order. What is hard: an owner must know how many ranks
-will come before it gives blocks up, and ranks whose copies nobody needs must hear of the end too.
+Both ends call this and arrive at the same bytes. Tensor parallel ranks share a layer's KV heads in
+order; with more ranks than heads several ranks have copies, so with MLA, which counts as one head,
+each rank has the whole KV. Pipeline stages hold layers in order. What is hard: a producer rank must
+know how many consumer ranks will come before it frees blocks, and a rank whose copy is not needed
+must learn of the end of the pull, too.
 """
 
 import functools
@@ -15,11 +16,11 @@ import msgspec
 from cleave_worker.transfer.memory import Plane
 
 _BEYOND = 1 << 20
-"""End of the last stage: what is added to a model's layers, to draft with, lies there."""
+"""End of the last stage: additional layers of a model, such as draft layers, belong to it."""
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """An engine's parallelism. Ranks are counted stage by stage."""
+    """Parallelism of an engine. Ranks are numbered stage by stage."""
 
     tensor_parallel_size: int = 1
     stages: tuple[int, ...] = (0,)
@@ -27,51 +28,51 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks of the engine."""
         return self.tensor_parallel_size * len(self.stages)
 
     def layers(self, rank: int) -> range:
-        """Those of the rank's stage; the last one's are open at the end."""
+        """Return the layers of the rank's stage; the range of the last stage is open-ended."""
         stage = rank // self.tensor_parallel_size
         return range(self.stages[stage], (*self.stages[1:], _BEYOND)[stage])
 
     def heads(self, rank: int, num_kv_heads: int) -> range:
-        """KV heads that a rank holds, as vLLM shares them out."""
+        """Return the KV heads that a rank has, as vLLM distributes them."""
         first = rank % self.tensor_parallel_size * num_kv_heads // self.tensor_parallel_size
         return range(first, first + max(1, num_kv_heads // self.tensor_parallel_size))
 
     def fault(self, num_kv_heads: int) -> str:
-        """Why the KV cannot be spread so; empty: it can."""
+        """Return why KV cannot be sharded so; empty when it can."""
         size, stages = self.tensor_parallel_size, self.stages
         if num_kv_heads < 1 or size < 1 or (num_kv_heads % size and size % num_kv_heads):
-            return f"{num_kv_heads} KV heads cannot be shared out to {size} tensor ranks"
+            return f"{num_kv_heads} KV heads cannot be sharded over {size} tensor parallel ranks"
         if not stages or stages[0] != 0 or list(stages) != sorted(set(stages)):
-            return f"stages begin at layers {stages}: they must ascend from 0"
+            return f"stages start at layers {stages}: they must ascend from 0"
         return ""
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank holds."""
+    """The part of the model's KV that one rank has."""
 
     shape: Shape = Shape()
     rank: int = 0
     layers: tuple[int, ...] = ()
-    """Of its planes, in their order; empty: the stage's, one after the other."""
+    """Model layer of each local layer, in order; empty: those of the stage, consecutively."""
 
-    def layers_of(self, num_planes: int) -> Sequence[int]:
-        """Layer of each plane. Raises ValueError when they are not what the rank should hold."""
+    def layers_of(self, num_layers: int) -> Sequence[int]:
+        """Return the model layer of each local layer. Raises ValueError for impossible ones."""
         own = self.shape.layers(self.rank)
-        layers = self.layers or own[:num_planes]
-        if len(layers) != num_planes or any(layer not in own for layer in layers):
+        layers = self.layers or own[:num_layers]
+        if len(layers) != num_layers or any(layer not in own for layer in layers):
             raise ValueError(
-                f"rank {self.rank} of {self.shape} cannot hold layers {tuple(layers)} in "
-                f"{num_planes} planes"
+                f"rank {self.rank} of {self.shape} cannot have layers {tuple(layers)} in "
+                f"{num_layers} layer regions"
             )
         return layers
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Of every block: these heads of these layers, counted over the whole model."""
+    """Heads and layers of every block, numbered over the whole model."""
 
     first_layer: int
     end_layer: int
@@ -80,81 +81,94 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """A rank of the other engine that one reading rank has to do with."""
+    """A rank of the producer that one consumer rank contacts."""
 
     rank: int
     part: Part | None
-    """None: it holds copies that nobody needs, and is only told that they are not wanted."""
+    """None: the rank has an unneeded copy, and only learns that it will not be read."""
     num_readers: int
-    """Ranks that turn to it in all."""
+    """Number of consumer ranks that contact this rank."""
 
 
 @functools.lru_cache(256)
-def sources(ours: Shape, rank: int, theirs: Shape, num_kv_heads: int) -> tuple[Source, ...]:
-    """Whom rank `rank` of ours turns to; together the parts are all that it holds, each once.
+def sources(local: Shape, rank: int, remote: Shape, num_kv_heads: int) -> tuple[Source, ...]:
+    """Return the producer ranks that consumer rank `rank` contacts.
 
-    Every rank of theirs is turned to by at least one of ours. Both shapes must be free of faults.
+    Their parts together are all KV of `rank`, each part once. Every producer rank is contacted by
+    at least one consumer rank. Both shapes must be valid, see `Shape.fault`.
     """
-    readings = _readings(ours, theirs, num_kv_heads)
-    turning = [there for _, there in readings]
+    parts = _readings(local, remote, num_kv_heads)
+    contacted = [remote_rank for _, remote_rank in parts]
     return tuple(
-        Source(there, part, turning.count(there))
-        for (here, there), part in readings.items()
-        if here == rank
+        Source(remote_rank, part, contacted.count(remote_rank))
+        for (local_rank, remote_rank), part in parts.items()
+        if local_rank == rank
     )
 
 
-def _readings(ours: Shape, theirs: Shape, num_kv_heads: int) -> dict[tuple[int, int], Part | None]:
-    """By rank of ours and rank of theirs, for all of them."""
-    found: dict[tuple[int, int], Part | None] = {}
-    for here, there in itertools.product(range(ours.num_ranks), range(theirs.num_ranks)):
-        layers = _common(ours.layers(here), theirs.layers(there))
-        heads = _common(ours.heads(here, num_kv_heads), theirs.heads(there, num_kv_heads))
-        if layers and heads and _serves(here, there, ours, theirs, num_kv_heads):
-            found[here, there] = Part(layers.start, layers.stop, heads.start, heads.stop)
-    read = {there for _, there in found}
-    for there in set(range(theirs.num_ranks)) - read:
-        here = next(
-            here
-            for here in range(ours.num_ranks)
-            if _common(ours.layers(here), theirs.layers(there))
-            and (there - here) % min(ours.tensor_parallel_size, theirs.tensor_parallel_size) == 0
+def _readings(local: Shape, remote: Shape, num_kv_heads: int) -> dict[tuple[int, int], Part | None]:
+    """Assign parts to (consumer rank, producer rank) pairs, for all ranks."""
+    parts: dict[tuple[int, int], Part | None] = {}
+    for local_rank, remote_rank in itertools.product(
+        range(local.num_ranks), range(remote.num_ranks)
+    ):
+        layers = _common(local.layers(local_rank), remote.layers(remote_rank))
+        heads = _common(
+            local.heads(local_rank, num_kv_heads), remote.heads(remote_rank, num_kv_heads)
         )
-        found[here, there] = None
-    return found
+        if layers and heads and _serves(local_rank, remote_rank, local, remote, num_kv_heads):
+            parts[local_rank, remote_rank] = Part(
+                layers.start, layers.stop, heads.start, heads.stop
+            )
+    assigned = {remote_rank for _, remote_rank in parts}
+    for remote_rank in set(range(remote.num_ranks)) - assigned:
+        local_rank = next(
+            local_rank
+            for local_rank in range(local.num_ranks)
+            if _common(local.layers(local_rank), remote.layers(remote_rank))
+            and (remote_rank - local_rank)
+            % min(local.tensor_parallel_size, remote.tensor_parallel_size)
+            == 0
+        )
+        parts[local_rank, remote_rank] = None
+    return parts
 
 
-def _serves(here: int, there: int, ours: Shape, theirs: Shape, num_kv_heads: int) -> bool:
-    """Of ranks that hold copies of a head one serves; readers are spread over them."""
-    num_copies = max(1, theirs.tensor_parallel_size // num_kv_heads)
-    copy = there % theirs.tensor_parallel_size % num_copies
-    return copy == here % ours.tensor_parallel_size % num_copies
+def _serves(
+    local_rank: int, remote_rank: int, local: Shape, remote: Shape, num_kv_heads: int
+) -> bool:
+    """Whether `remote_rank` is the copy that serves `local_rank`; spreads them over the copies."""
+    num_copies = max(1, remote.tensor_parallel_size // num_kv_heads)
+    copy = remote_rank % remote.tensor_parallel_size % num_copies
+    return copy == local_rank % local.tensor_parallel_size % num_copies
 
 
-def cut(planes: Sequence[Plane], share: Share, part: Part, num_kv_heads: int) -> tuple[Plane, ...]:
-    """Where a part lies among a rank's planes, whose blocks hold head after head.
+def cut(
+    all_layers: Sequence[Plane], shard: Share, part: Part, num_kv_heads: int
+) -> tuple[Plane, ...]:
+    """Return where a part lies among a rank's layers, whose blocks contain head after head.
 
-    Raises ValueError when the rank does not hold it.
+    Raises ValueError when the rank does not have it.
     """
     layers = range(part.first_layer, part.end_layer)
-    heads = share.shape.heads(share.rank, num_kv_heads)
-    wanted = range(part.first_head, part.end_head)
-    if not wanted or _common(heads, wanted) != wanted:
-        raise ValueError(f"rank {share.rank} holds heads {heads}, not {wanted}")
-    cuts = tuple(
-        plane.part(wanted.start - heads.start, len(wanted), len(heads))
-        for plane, layer in zip(planes, share.layers_of(len(planes)), strict=True)
+    heads = shard.shape.heads(shard.rank, num_kv_heads)
+    requested = range(part.first_head, part.end_head)
+    if not requested or _common(heads, requested) != requested:
+        raise ValueError(f"rank {shard.rank} has heads {heads}, not {requested}")
+    regions = tuple(
+        layer_region.part(requested.start - heads.start, len(requested), len(heads))
+        for layer_region, layer in zip(all_layers, shard.layers_of(len(all_layers)), strict=True)
         if layer in layers
     )
-    if not cuts:
-        raise ValueError(f"rank {share.rank} holds none of layers {layers}")
-    return cuts
+    if not regions:
+        raise ValueError(f"rank {shard.rank} has none of layers {layers}")
+    return regions
 
 
-def count_before(num_planes: int, share: Share, part: Part) -> int:
-    """Planes of a rank that lie before those of a part."""
-    return sum(layer < part.first_layer for layer in share.layers_of(num_planes))
+def count_before(num_layers: int, shard: Share, part: Part) -> int:
+    """Count the local layers of a rank that precede those of a part."""
+    return sum(layer < part.first_layer for layer in shard.layers_of(num_layers))
 
 
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _common(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))

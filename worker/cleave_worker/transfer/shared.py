@@ -1,8 +1,8 @@
-"""One-sided link between processes of one host: the owner's memory, mapped by the reader.
+"""One-sided link between processes of one host: the consumer maps the producer's memory.
 
-The owner moves its regions into shared memory once; a peer that may see its process (same user,
-same process namespace) maps them and copies at the speed of memory. What is hard: process ids and
-file numbers are used again, so what was opened counts only if it is the very file that was named.
+The producer moves its regions into shared memory once. A peer that can see its process (same user,
+same process namespace) maps them and copies at memory speed. What is hard: process ids and file
+descriptors are reused, so an opened file counts only if device, inode and size are the stated ones.
 """
 
 import mmap
@@ -18,7 +18,7 @@ from cleave_worker.transfer.memory import Memory, Move
 
 
 class SharedRegion(msgspec.Struct, frozen=True):
-    """Where a peer finds a region."""
+    """Where a peer can open a region: /proc/`pid`/fd/`file`."""
 
     pid: int
     file: int
@@ -28,10 +28,10 @@ class SharedRegion(msgspec.Struct, frozen=True):
 
 
 def share(memory: Memory) -> tuple[SharedRegion, ...]:
-    """Move regions into shared memory, in place: every tensor on them sees the same bytes.
+    """Move regions into shared memory, in place: tensors on them keep their contents.
 
-    Empty when it cannot be done: memory of a GPU, or more of it than this host can share.
-    To be called before the regions' addresses are used by anybody.
+    Returns () when that is impossible: GPU memory, or more than /dev/shm has free. Must be called
+    before any address of the regions is used.
     """
     if any(region.device.type != "cpu" for region in memory.regions):
         return ()
@@ -43,45 +43,47 @@ def share(memory: Memory) -> tuple[SharedRegion, ...]:
 
 def _share(region: torch.Tensor) -> SharedRegion:
     file, size = region.untyped_storage()._share_fd_cpu_()
-    told = os.fstat(file)
-    return SharedRegion(os.getpid(), file, told.st_dev, told.st_ino, size)
+    status = os.fstat(file)
+    return SharedRegion(os.getpid(), file, status.st_dev, status.st_ino, size)
 
 
 def _free_bytes() -> int:
     try:
-        room = os.statvfs("/dev/shm")  # noqa: S108
+        filesystem = os.statvfs("/dev/shm")  # noqa: S108
     except OSError:
         return 0
-    return room.f_bavail * room.f_frsize
+    return filesystem.f_bavail * filesystem.f_frsize
 
 
 class SharedMemory:
-    """A OneSided link."""
+    """A OneSided link over mapped memory."""
 
     way = Way.SHARED_MEMORY
 
-    def __init__(self, local: Memory, theirs: Sequence[SharedRegion]) -> None:
-        """Map the peer's regions. Raises LinkError when they cannot be reached from here."""
+    def __init__(self, local: Memory, remote_regions: Sequence[SharedRegion]) -> None:
+        """Map the peer's regions. Raises LinkError when this process cannot open them."""
         self._local = local
         self._maps: list[mmap.mmap] = []
         try:
-            for region in theirs:
+            for region in remote_regions:
                 self._maps.append(_map(region))
         except OSError as error:
             self.close()
             raise LinkError(f"the peer's memory cannot be mapped: {error}") from error
-        self._remote = Memory([torch.frombuffer(one, dtype=torch.uint8) for one in self._maps])
+        self._remote = Memory(
+            [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in self._maps]
+        )
 
     def read(self, moves: Iterable[Move], seconds: float) -> None:  # noqa: ARG002
-        """Copy from there to here; memory does not keep anybody waiting."""
-        remote = self._remote  # Keeps the mapping while bytes are copied, whoever closes the link.
+        """Copy from remote to local memory; needs no time limit, as memory does not block."""
+        remote = self._remote  # Keeps the mapping during the copy, even if the link is closed.
         try:
-            self._local.fill(remote, ((here, there) for there, here in moves))
+            self._local.fill(remote, ((local, remote_range) for remote_range, local in moves))
         except ValueError as error:
             raise LinkError(str(error)) from error
 
     def write(self, moves: Iterable[Move], seconds: float) -> None:  # noqa: ARG002
-        """Copy from here to there."""
+        """Copy from local to remote memory."""
         remote = self._remote
         try:
             remote.fill(self._local, moves)
@@ -89,21 +91,25 @@ class SharedMemory:
             raise LinkError(str(error)) from error
 
     def close(self) -> None:
-        """Let go of the peer's memory."""
+        """Release the peer's memory."""
         self._remote = Memory([])
-        for one in self._maps:
-            # Whoever still looks at it unmaps it with the last look.
+        for mapping in self._maps:
+            # A copy that still runs unmaps it at its end.
             with suppress(BufferError):
-                one.close()
+                mapping.close()
         self._maps = []
 
 
 def _map(region: SharedRegion) -> mmap.mmap:
     file = os.open(f"/proc/{region.pid}/fd/{region.file}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        told = os.fstat(file)
-        if (told.st_dev, told.st_ino, told.st_size) != (region.device, region.inode, region.size):
-            raise OSError("another file has its place")
+        status = os.fstat(file)
+        if (status.st_dev, status.st_ino, status.st_size) != (
+            region.device,
+            region.inode,
+            region.size,
+        ):
+            raise OSError("the file descriptor refers to another file")
         return mmap.mmap(file, region.size)
     finally:
         os.close(file)

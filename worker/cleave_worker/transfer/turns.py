@@ -1,9 +1,9 @@
-"""Several ranks of one engine that come for the same held blocks, and who of them is the last.
+"""Lets the ranks of one consumer engine share a lease, and ends it when the last rank is done.
 
-Between an owner's connections and its holds: for the holds all of them are one reader. What is
-hard: ranks come in any order and some only to say that they want nothing, so the blocks are free
-when all have been there, or one of them was lost: then nothing that the others read is used. Who
-follows a prefill is known to the holds; here its ranks only have their last words.
+Stands between a server's connections and `Holds`, which sees all ranks as one consumer. What is
+hard: ranks arrive in any order, and some only to say that they need nothing. The blocks are free
+once all ranks have released them, or when one rank was lost: then no rank uses what it has read.
+`Holds` itself tracks layerwise consumers; only their releases pass through here.
 """
 
 import threading
@@ -14,12 +14,12 @@ from cleave_worker.transfer.holds import Holds, Visitor
 from cleave_worker.transfer.identity import Reason, RefusedError
 
 _REMEMBERED = 4096
-"""Holds that some ranks have come for, and the others perhaps never will."""
+"""Pulls that are tracked; some ranks of a pull may never connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """For blocks of a held prompt."""
+    """A request for blocks of a leased prompt."""
 
     request_id: str
     epoch: int
@@ -29,7 +29,7 @@ class Ask:
 
     @property
     def wanted(self) -> slice:
-        """Of the prompt's blocks."""
+        """The requested blocks as a slice of the prompt's blocks."""
         return slice(self.first_block, self.first_block + self.num_blocks)
 
 
@@ -44,56 +44,60 @@ class _Turn:
 
 
 class Turns:
-    """Of one owner."""
+    """Ranks that share pulls from one server."""
 
-    def __init__(self, holds: Holds) -> None:
-        self._holds = holds
+    def __init__(self, leases: Holds) -> None:
+        self._holds = leases
         self._turns: OrderedDict[tuple[str, int], _Turn] = OrderedDict()
         self._lock = threading.Lock()
 
-    def take(self, visitor: Visitor, ask: Ask, wait_s: float) -> tuple[int, ...]:
-        """Blocks for a visitor, which must release them. Raises RefusedError."""
-        if visitor.num_ranks == 1:
-            return self._take(ask, wait_s)
-        turn = self._turn(visitor, ask.request_id, ask.epoch)
-        with turn.lock:
-            if turn.boot_id != visitor.boot_id or visitor.rank in turn.came:
-                raise RefusedError(Reason.BUSY, "somebody reads it, or did")
-            if turn.ask is None:
-                turn.blocks = self._take(ask, wait_s)
-                turn.ask = ask
-            elif turn.ask != ask:
-                raise RefusedError(Reason.MALFORMED, "another rank of yours asked for other blocks")
-            turn.came.add(visitor.rank)
-            return turn.blocks
+    def take(self, consumer: Visitor, request: Ask, wait_s: float) -> tuple[int, ...]:
+        """Lease blocks to a consumer rank, which must release them. Raises RefusedError."""
+        if consumer.num_ranks == 1:
+            return self._take(request, wait_s)
+        state = self._turn(consumer, request.request_id, request.epoch)
+        with state.lock:
+            if state.boot_id != consumer.boot_id or consumer.rank in state.came:
+                raise RefusedError(Reason.BUSY, "another consumer reads it, or has read it")
+            if state.ask is None:
+                state.blocks = self._take(request, wait_s)
+                state.ask = request
+            elif state.ask != request:
+                raise RefusedError(
+                    Reason.MALFORMED, "another rank of this consumer requested other blocks"
+                )
+            state.came.add(consumer.rank)
+            return state.blocks
 
-    def release(self, visitor: Visitor, request_id: str, epoch: int) -> bool:
-        """A visitor has read, or wants nothing; whether the blocks had been held until now."""
-        if visitor.num_ranks == 1:
+    def release(self, consumer: Visitor, request_id: str, epoch: int) -> bool:
+        """Record that a rank is done; return whether the blocks were leased until now."""
+        if consumer.num_ranks == 1:
             return self._holds.release(request_id, epoch)
-        turn = self._turn(visitor, request_id, epoch)
-        with turn.lock:
-            if turn.boot_id != visitor.boot_id:
+        state = self._turn(consumer, request_id, epoch)
+        with state.lock:
+            if state.boot_id != consumer.boot_id:
                 return False
-            turn.came.add(visitor.rank)
-            turn.done.add(visitor.rank)
-            if len(turn.done) < visitor.num_ranks:
+            state.came.add(consumer.rank)
+            state.done.add(consumer.rank)
+            if len(state.done) < consumer.num_ranks:
                 return self._holds.has(request_id, epoch)
             return self._end(request_id, epoch)
 
     def abandon(self, request_id: str, epoch: int) -> None:
-        """A visitor was lost while it read."""
+        """Free the blocks of a pull after the connection with one of its ranks broke."""
         self._end(request_id, epoch)
 
-    def _take(self, ask: Ask, wait_s: float) -> tuple[int, ...]:
-        return self._holds.take(ask.request_id, ask.epoch, ask.prompt_digest, ask.wanted, wait_s)
+    def _take(self, request: Ask, wait_s: float) -> tuple[int, ...]:
+        return self._holds.take(
+            request.request_id, request.epoch, request.prompt_digest, request.wanted, wait_s
+        )
 
-    def _turn(self, visitor: Visitor, request_id: str, epoch: int) -> _Turn:
+    def _turn(self, consumer: Visitor, request_id: str, epoch: int) -> _Turn:
         with self._lock:
-            turn = self._turns.setdefault((request_id, epoch), _Turn(visitor.boot_id))
+            state = self._turns.setdefault((request_id, epoch), _Turn(consumer.boot_id))
             while len(self._turns) > _REMEMBERED:
                 self._turns.popitem(last=False)
-            return turn
+            return state
 
     def _end(self, request_id: str, epoch: int) -> bool:
         with self._lock:

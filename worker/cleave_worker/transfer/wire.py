@@ -1,7 +1,7 @@
-"""Messages between the two ends of a hand-off, and their framing over a blocking socket.
+"""Messages between the two ends of a KV transfer, framed over a blocking socket.
 
-Used by threads of owner and reader. Every send and receive has a deadline for the whole frame, so
-that a peer that stands still, or sends byte by byte, costs a bounded time.
+Used by threads of `Owner` and `Reader`. Every send and receive has a deadline for the whole frame,
+so a peer that hangs or sends byte by byte costs a bounded time.
 """
 
 import socket
@@ -22,69 +22,70 @@ _MAX_FRAME = 16 << 20
 
 
 class WireError(OSError):
-    """The peer broke the protocol, closed the connection or let the deadline pass."""
+    """The peer broke the protocol or closed the connection, or the deadline passed."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """First message of a reader."""
+    """First message of a consumer. Answered by `Welcome` or `Refusal`."""
 
     boot_id: str
-    """Of the owner that is meant."""
+    """Boot id of the producer engine for which it is meant."""
     layout: Layout
     shape: Shape
-    """The owner's, as the hand-off has it."""
+    """Parallelism of the producer as the handoff states it."""
     source: Source
-    """Which rank is meant, and what this reader needs of it."""
+    """The producer rank for which it is meant, and what the consumer needs of its KV."""
     reader: str
-    """Boot id of the reader's engine."""
+    """Boot id of the consumer engine."""
     rank: int
-    """Of the reader."""
+    """Rank of the consumer."""
 
 
 class Locate(msgspec.Struct, tag=True, frozen=True):
-    """In place of a greeting: where are the ranks of this engine? Answered by Located."""
+    """First message instead of `Hello`: where are the ranks of this engine? Answered by
+    `Located`."""
 
     boot_id: str
-    """Of the owner that is meant."""
+    """Boot id of the producer engine for which it is meant."""
 
 
 class Located(msgspec.Struct, tag=True, frozen=True):
-    """What a hand-off would say of its owner."""
+    """The fields of a handoff that locate the producer's ranks."""
 
     shape: Shape
     addresses: tuple[tuple[str, int], ...]
-    """Of each rank, in the order of ranks."""
+    """(host, port) of each rank, in the order of ranks."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The owner is the one that was meant, has the same layout and what the reader needs."""
+    """The producer has this boot id, the same layout and the requested part of the KV."""
 
     planes: tuple[Plane, ...]
-    """Where that lies."""
+    """Where that part lies."""
     shared: tuple[SharedRegion, ...]
-    """Empty: its memory cannot be mapped."""
+    """Empty when the producer's memory cannot be mapped."""
     first_plane: int = 0
-    """Of these, among the owner's, by whose numbers it announces what is final."""
+    """Index of the first of `planes` among the producer rank's own, by which `Progress` counts."""
     nixl: bool = False
-    """Whether it can be met that way."""
+    """Whether the producer can serve over NIXL."""
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True):
-    """Make a link. Answered by Met."""
+    """Open a link over a transport. Answered by `Met`."""
 
     way: Way
 
 
 class Met(msgspec.Struct, tag=True, frozen=True):
-    """Where the owner waits for the other end of a two-sided link, or how NIXL reads its memory."""
+    """Port of the rendezvous of a two-sided link, or metadata for reads over NIXL."""
 
     port: int = 0
     reach: Reach | None = None
-    """None also where NIXL does not do what it should."""
+    """None also when NIXL fails on the producer."""
 
 
 class Pull(msgspec.Struct, tag=True, frozen=True):
-    """Ask for blocks of a held request."""
+    """Request blocks of a leased request. Answered by `Grant`."""
 
     request_id: str
     epoch: int
@@ -92,15 +93,16 @@ class Pull(msgspec.Struct, tag=True, frozen=True):
     first_block: int
     num_blocks: int
     send: bool
-    """Over the two-sided link; False: the reader reads."""
+    """True: the producer sends over the two-sided link; False: the consumer reads."""
     checksums: bool
     first_plane: int = 0
     num_planes: int = 0
-    """0: all, of a prefill that has ended; otherwise a piece of one that the reader follows."""
+    """0: all layers of a finished prefill; else a chunk of a running one that the consumer
+    follows."""
 
 
 class Follow(msgspec.Struct, tag=True, frozen=True):
-    """Wait for more of a prefill than was seen. Answered by News."""
+    """Wait until a prefill has more than `seen`. Answered by `News`."""
 
     name: str
     prompt_digest: str
@@ -108,7 +110,7 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
 
 
 class News(msgspec.Struct, tag=True, frozen=True):
-    """What the engine calls the request, and how much of it may be pulled."""
+    """The engine's id of the request, and how much of its KV may be pulled."""
 
     request_id: str
     epoch: int
@@ -116,9 +118,9 @@ class News(msgspec.Struct, tag=True, frozen=True):
 
 
 class Grant(msgspec.Struct, tag=True, frozen=True):
-    """The blocks are the reader's until it releases them, for a bounded time.
+    """Blocks that belong to the consumer until it releases them, for a bounded time.
 
-    Of a prefill that runs the time begins with its end.
+    For a running prefill that time starts when it ends.
     """
 
     blocks: tuple[int, ...]
@@ -126,27 +128,27 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
-    """The blocks were read, or never will be. Answered by Released."""
+    """The blocks were read, or will not be read. Answered by `Released`."""
 
     request_id: str
     epoch: int
-    """0: not known, and the id is the name of a prefill that nobody follows."""
+    """0: the epoch is unknown and `request_id` is the name of a prefill."""
 
 
 class Released(msgspec.Struct, tag=True, frozen=True):
-    """Whether the blocks had been held until now: if not, what was read is void."""
+    """Whether the blocks were leased until now; if not, the consumer must discard what it read."""
 
     held: bool
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """These requests still wait for their turn: extend their leases. Not answered."""
+    """Extend the leases of requests that are still queued at the consumer. Not answered."""
 
     request_ids: tuple[str, ...]
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):
-    """Answer in place of any other."""
+    """Error response to any request."""
 
     reason: Reason
     text: str
@@ -174,7 +176,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class Wire:
-    """One connection."""
+    """One connection that sends and receives framed messages."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -190,7 +192,7 @@ class Wire:
             raise WireError(f"cannot write: {error}") from error
 
     def receive(self, seconds: float) -> Message:
-        """Read one frame. Raises WireError, or TimeoutError when the deadline passes."""
+        """Read one frame. Raises WireError, or TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         length = int.from_bytes(self._read(_LENGTH_BYTES, deadline), "big")
         if length > _MAX_FRAME:
@@ -201,7 +203,7 @@ class Wire:
             raise WireError("unreadable frame") from error
 
     def close(self) -> None:
-        """Close the connection; a thread that reads from it ends with an error."""
+        """Close the connection; a thread that reads from it gets an error."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -212,14 +214,14 @@ class Wire:
     def _read(self, length: int, deadline: float) -> bytes:
         body = bytearray()
         while len(body) < length:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("no whole message in time")
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError("no complete message in time")
             try:
-                self._socket.settimeout(left)
+                self._socket.settimeout(remaining)
                 part = self._socket.recv(min(length - len(body), 1 << 16))
             except TimeoutError:
-                raise TimeoutError("no whole message in time") from None
+                raise TimeoutError("no complete message in time") from None
             except OSError as error:
                 raise WireError(f"cannot read: {error}") from error
             if not part:

@@ -1,1 +1,1 @@
-"""Plug-ins that vLLM loads through its own doors."""
+"""Plug-ins that vLLM loads through its entry points and options."""

@@ -1,10 +1,10 @@
-"""Keeps vLLM's CPU workers on the cores they were given.
+"""Keeps vLLM's CPU workers on the cores of their own affinity.
 
-Loaded by vLLM itself (entry point `vllm.general_plugins`) in each of its processes; does nothing
-unless an agent started the engine. What is hard: to leave room for NIXL's transfer thread, vLLM
-moves a worker's main thread to the last core of each NUMA node of the machine, whatever its
-affinity. All engines of a machine would then compute on one core, and inside a cpuset that lacks
-this core the engine could not start. The topology it asks for is cut down to the process's own set.
+Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
+agent started the engine. What is hard: to leave a core for NIXL's transfer thread, vLLM pins a
+worker's main thread to the last core of each NUMA node of the machine, whatever its affinity. All
+engines of a machine would then compute on one core, and in a cpuset without that core the engine
+could not start. So the topology that vLLM reads is restricted to the process's own cores.
 """
 
 import os
@@ -14,7 +14,7 @@ from cleave.metrics.load_page import ENV
 
 
 def keep_own_cores() -> None:
-    """Let vLLM see no core that this process may not use."""
+    """Hide the cores that this process may not use from vLLM."""
     if ENV not in os.environ:
         return
     from vllm.platforms.cpu import CpuPlatform
@@ -28,9 +28,9 @@ def keep_own_cores() -> None:
 
 
 def restrict(nodes: Sequence[Sequence[int]], own: Collection[int]) -> list[list[int]]:
-    """Cores of each NUMA node that are in `own`; when that leaves none, `own` is one node.
+    """Return the cores of each NUMA node that are in `own`, or `own` as one node if there are none.
 
-    vLLM lists one hardware thread per physical core, so the own threads may all be missing.
+    vLLM lists one hardware thread per physical core, so all own threads may be missing.
     """
-    kept = [[core for core in node if core in own] for node in nodes]
-    return [node for node in kept if node] or [sorted(own)]
+    restricted = [[core for core in node if core in own] for node in nodes]
+    return [node for node in restricted if node] or [sorted(own)]

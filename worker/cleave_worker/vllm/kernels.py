@@ -1,10 +1,10 @@
-"""Leaves FlashInfer out of vLLM on GPUs where it cannot compile its kernels.
+"""Disables FlashInfer in vLLM on GPUs where it cannot compile its kernels.
 
-Loaded by vLLM itself (entry point `vllm.general_plugins`) in each of its processes; does nothing
-unless an agent started the engine. What is hard: `has_flashinfer` is False without nvcc and
-without FlashInfer's prebuilt kernels, but vLLM 0.32 imports FlashInfer past it, among others for
-attention on Blackwell, where it is the first choice, and then ends in its warm-up. Where the import
-fails vLLM takes the next choice, which is FlashAttention. On Hopper that is the first one anyway.
+Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
+agent started the engine. What is hard: `has_flashinfer` is False without nvcc and FlashInfer's
+prebuilt kernels, but vLLM 0.32 imports FlashInfer without this check, for instance for attention on
+Blackwell, where it is the first choice, and then fails in its warm-up. When the import fails, vLLM
+takes the next choice, FlashAttention, which is the first choice on Hopper anyway.
 """
 
 import os
@@ -16,8 +16,7 @@ from cleave.metrics.load_page import ENV
 def leave_out_flashinfer() -> None:
     """Let `import flashinfer` fail where vLLM's own check says that it cannot be used.
 
-    `VLLM_USE_FLASHINFER_SAMPLER=1`, for kernels that are there without that check's knowledge,
-    keeps it.
+    `VLLM_USE_FLASHINFER_SAMPLER=1` keeps it, for kernels that this check does not find.
     """
     if ENV not in os.environ:
         return

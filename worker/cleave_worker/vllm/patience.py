@@ -1,14 +1,14 @@
-"""Makes vLLM's processes on CPU sleep while they wait, so that they leave the cores to the passes.
+"""Makes vLLM's CPU processes sleep while they wait, which leaves the cores to computation.
 
-Loaded by vLLM itself (entry point `vllm.general_plugins`) in each of its processes; does nothing
-unless an agent started the engine, and nothing on GPUs, where cores are many and passes elsewhere.
-What is hard: both waits look polite and are not.
+Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
+agent started the engine, and nothing on GPUs, where no step computes on the waiting cores. What is
+hard: two waits of vLLM look idle and are not.
 
-- Messages between scheduler and workers are awaited by calling `sched_yield` until they are there.
-  Beside a busy process on the same core (Linux 6.18) such a waiter hardly ever runs: it looks 600
-  times a second, one that sleeps 12,000 times.
-- NIXL's progress thread polls its sockets with a time-out of zero, all the time: it takes a quarter
-  of the worker's core and more. Its events wake it just as well out of a longer poll.
+- Scheduler and workers wait for messages by calling `sched_yield` in a loop. Beside a busy process
+  on the same core (Linux 6.18) such a waiter hardly ever runs: it checks 600 times a second, a
+  waiter that sleeps checks 12,000 times.
+- NIXL's progress thread polls its sockets without a timeout, which takes a quarter of the worker's
+  core and more. Its events end a longer poll just as well.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any
 from cleave.metrics.load_page import ENV
 
 WAIT_S = 20e-6
-"""Between two looks for a message; a pass takes milliseconds."""
+"""Interval between checks for a message; a step takes milliseconds."""
 
 POLL_US = 1000
 """Longest sleep of the progress thread without an event."""
@@ -51,12 +51,12 @@ def _calm_nixl() -> None:
         from nixl import _api
     except ImportError:
         return  # Mixed instances need no transfers.
-    plain = _api.nixlBind.nixlAgentConfig
+    base = _api.nixlBind.nixlAgentConfig
 
-    class PatientConfig(plain):  # type: ignore[misc, valid-type]
-        """NIXL's Python door sets the delay to 0 and offers no other."""
+    class SleepingAgentConfig(base):  # type: ignore[misc, valid-type]
+        """NIXL's Python API sets the delay to 0 and offers no other value."""
 
         def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
             super().__setattr__(name, POLL_US if name == "pthrDelay" else value)
 
-    _api.nixlBind.nixlAgentConfig = PatientConfig
+    _api.nixlBind.nixlAgentConfig = SleepingAgentConfig

@@ -1,13 +1,15 @@
-"""vLLM's scheduler, which follows terms that change while it runs.
+"""vLLM's scheduler with order, limits and admission that change while it runs.
 
-Named to vLLM by the agent (`--scheduler-cls`) when terms are stated for a role. vLLM's own classes
-do the scheduling; what is added calls `cleave.policy` and goes through few doors, each held by a
-test against the pinned version: the queue of waiting requests, which vLLM asks whether it is empty
-just before it looks at its first; the limits of a pass, which vLLM reads in each; and the order of
-running requests, of which vLLM preempts the last one.
+The agent names it to vLLM (`--scheduler-cls`) when a role has a scheduling configuration. vLLM's
+own classes schedule; the additions call `cleave.policy` at three points, each held by a test
+against the pinned version:
 
-What is hard: the queue says it is empty while its first request may not join yet, so nothing of
-vLLM's loop is repeated here; and a request that may not join now must be able to join some day.
+1. The queue of waiting requests: vLLM checks that it is not empty before it peeks at the first.
+2. The limits of a step, which vLLM reads in each step.
+3. The order of running requests, of which vLLM preempts the last one.
+
+What is hard: the queue reports that it is empty while its first request may not join yet, so
+nothing of vLLM's loop is repeated here; and each request must be admitted eventually.
 """
 
 import os
@@ -31,13 +33,13 @@ from cleave_worker.scheduling.window import Window
 
 
 def make_scheduler(vllm_config: Any, **more: Any) -> SchedulerInterface:  # noqa: ANN401
-    """vLLM's scheduler for this configuration, following the terms page of the environment."""
+    """Return vLLM's scheduler for this configuration; it reads the scheduling page of the agent."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (FollowingAsyncScheduler if is_async else FollowingScheduler)(vllm_config, **more)
 
 
 class WaitingQueue(FCFSRequestQueue):
-    """Waiting requests in the order of the terms; empty for vLLM while the first may not join."""
+    """Waiting requests in the configured order; empty for vLLM while the first may not join."""
 
     def __init__(self, has_seat: Callable[[], bool], may_join: Callable[[Request], bool]) -> None:
         super().__init__()
@@ -46,43 +48,43 @@ class WaitingQueue(FCFSRequestQueue):
         self._may_join = may_join
 
     def __bool__(self) -> bool:
-        # Without a seat nobody is looked at, so that the batch is sorted when somebody can start.
+        # Sorted only when the batch has a free seat and a request can start.
         if not len(self) or not self._has_seat():
             return False
         self.window.sort()
         return self._may_join(self[0])
 
     def peek_request(self) -> Request:
-        """The first; raises IndexError when there is none."""
+        """Return the first request. Raises IndexError when there is none."""
         return self[0]
 
     def pop_request(self) -> Request:
-        """Take the first out."""
+        """Remove and return the first request."""
         request = super().pop_request()
         self.window.took()
         return request
 
     def prepend_request(self, request: Request) -> None:
-        """Put one before all others."""
+        """Put one request before all others."""
         super().prepend_request(request)
         self.window.put_back()
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """Put some before all others, the last of them first."""
-        before = len(self)
+        """Put requests before all others, the last of them first."""
+        length = len(self)
         super().prepend_requests(requests)
-        self.window.put_back(len(self) - before)
+        self.window.put_back(len(self) - length)
 
     def remove_request(self, request: Request) -> None:
-        """Take one out, wherever it is."""
+        """Remove one request at any position."""
         self.window.leave((request,))
         super().remove_request(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Take some out, wherever they are."""
-        gone = set(requests)
-        self.window.leave(gone)
-        super().remove_requests(gone)
+        """Remove requests at any position."""
+        removed = set(requests)
+        self.window.leave(removed)
+        super().remove_requests(removed)
 
 
 class _Following(Scheduler):
@@ -102,25 +104,25 @@ class _Following(Scheduler):
         self.follow(terms.DEFAULT)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One pass of vLLM's, by the newest terms."""
-        if self._page and (news := self._page.news()):
-            self.follow(news)
+        """Schedule one step with the newest configuration."""
+        if self._page and (config := self._page.news()):
+            self.follow(config)
         if self._terms.preemption_limit:
-            # The last one is preempted first.
+            # vLLM preempts the last one first.
             self.running.sort(key=self._by_claim)
         return super().schedule(throttle_prefills)
 
-    def follow(self, terms: Terms) -> None:
-        """Schedule like this from the next pass on; what runs goes on running."""
-        self._terms = terms
+    def follow(self, config: Terms) -> None:
+        """Use this configuration from the next step on; running requests continue."""
+        self._terms = config
         self.max_num_scheduled_tokens = find_limit(
-            terms.max_num_batched_tokens, self._started_tokens
+            config.max_num_batched_tokens, self._started_tokens
         )
-        self.max_num_active_reqs = find_limit(terms.max_num_seqs, self._started_seqs)
+        self.max_num_active_reqs = find_limit(config.max_num_seqs, self._started_seqs)
         self.scheduler_config.long_prefill_token_threshold = (
-            terms.long_prefill_token_threshold or self._started_threshold
+            config.long_prefill_token_threshold or self._started_threshold
         )
-        self.waiting.window.follow(terms.order, terms.prefill_sched_batch)
+        self.waiting.window.follow(config.order, config.prefill_sched_batch)
 
     def _by_claim(self, request: Request) -> tuple[bool, float]:
         spared = is_spared(request.num_preemptions, self._terms.preemption_limit)
@@ -145,11 +147,11 @@ class _Following(Scheduler):
 
 
 class FollowingScheduler(_Following):
-    """vLLM's scheduler that waits for each pass."""
+    """vLLM's synchronous scheduler with a scheduling configuration."""
 
 
 class FollowingAsyncScheduler(_Following, AsyncScheduler):
-    """vLLM's scheduler that runs ahead of the passes."""
+    """vLLM's asynchronous scheduler with a scheduling configuration."""
 
 
 def _lengths(request: Request) -> Lengths:

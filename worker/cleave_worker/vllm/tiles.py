@@ -1,10 +1,10 @@
-"""Lets vLLM's CPU workers use the matrix registers (AMX tiles) its attention is written for.
+"""Lets vLLM's CPU workers use AMX, the matrix registers for which its attention is written.
 
-Loaded by vLLM itself (entry point `vllm.general_plugins`) in each of its processes; does nothing
-unless an agent started the engine, nor on processors without tiles. What is hard: Linux lends tiles
-only to processes that ask (Documentation/arch/x86/xstate.rst), and kills the others with SIGILL.
-vLLM's attention does not ask. Other engines are saved by oneDNN, which does for its first product
-of many rows; a decode instance that pulls all its KV never computes one.
+Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
+agent started the engine, nor on processors without AMX. What is hard: Linux allows AMX only to
+processes that request it (Documentation/arch/x86/xstate.rst) and ends others with SIGILL. vLLM's
+attention does not request it. In most engines oneDNN does, for its first product of many rows; a
+decode instance that pulls all its KV never computes one.
 """
 
 import logging
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 def ask_for_tiles() -> None:
-    """Ask the kernel for AMX tiles, for all threads of this process."""
+    """Request AMX from the kernel for all threads of this process."""
     if ENV not in os.environ:
         return
     import torch
@@ -26,6 +26,6 @@ def ask_for_tiles() -> None:
         return
     if not torch.cpu._init_amx():
         _logger.warning(
-            "this processor has AMX tiles, but the kernel lends none to this process: a model in "
+            "this processor has AMX, but the kernel does not allow it to this process: a model in "
             "bfloat16 will end it with SIGILL; allow the system call arch_prctl"
         )

@@ -1,1 +1,1 @@
-"""What the operator does when traffic moves: it watches, plans anew, and says why."""
+"""Replanning: compares traffic and latencies with the plan, and replans when they differ."""

@@ -1,7 +1,7 @@
-"""What plans rest on besides the spec: traffic that was seen, and the model's correction. Pure.
+"""Plan inputs besides the spec: observed traffic, and the latency model's correction. Pure.
 
-Kept in status, so that an operator that starts anew neither loses it nor learns it again; each part
-names by a digest what it was learnt for, and counts as long as the spec states the same.
+Kept in the status, so that a restarted operator neither loses them nor measures them again. Each
+part records the hash of what it was measured for, and is valid as long as the spec yields the same.
 """
 
 from pydantic import ValidationError
@@ -16,47 +16,47 @@ from cleave.perf.corrected import NONE, Correction
 from cleave.pods.labels import Manifest
 
 
-def standing(deployment: LLMDeployment, status: Manifest, there: Inventory) -> PlanBasis | None:
-    """What the plan rests on instead of the spec; None: on the spec."""
-    basis = _read(deployment, status)
-    if basis and basis.correction and basis.correction.of != model_digest(deployment, there):
-        return basis.model_copy(update={"correction": None})
-    return basis
+def standing(deployment: LLMDeployment, status: Manifest, inventory: Inventory) -> PlanBasis | None:
+    """Return what replaces the spec's inputs; None: the plan is made from the spec."""
+    fitted = _read(deployment, status)
+    if fitted and fitted.correction and fitted.correction.of != model_digest(deployment, inventory):
+        return fitted.model_copy(update={"correction": None})
+    return fitted
 
 
 def planned_for(deployment: LLMDeployment, status: Manifest) -> Workload | None:
-    """The traffic that the plan was made for; None: for none that was stated or seen."""
-    basis = _read(deployment, status)
-    return basis.workload if basis else deployment.spec.workload
+    """Return the traffic that the plan was made for; None: no traffic was given or observed."""
+    fitted = _read(deployment, status)
+    return fitted.workload if fitted else deployment.spec.workload
 
 
 def _read(deployment: LLMDeployment, status: Manifest) -> PlanBasis | None:
     try:
-        basis = PlanBasis.model_validate(status.get("basis"), by_alias=True)
+        fitted = PlanBasis.model_validate(status.get("basis"), by_alias=True)
     except ValidationError:
         return None
-    return basis if basis.of == traffic_digest(deployment) else None
+    return fitted if fitted.of == traffic_digest(deployment) else None
 
 
 def corrected(
-    deployment: LLMDeployment, status: Manifest, there: Inventory
+    deployment: LLMDeployment, status: Manifest, inventory: Inventory
 ) -> LatencyCorrection | None:
-    """What is known of the latency model's error; None: nothing."""
+    """Return the correction of the latency model; None: there is none for this model."""
     try:
-        found = LatencyCorrection.model_validate(status.get("correction"), by_alias=True)
+        correction = LatencyCorrection.model_validate(status.get("correction"), by_alias=True)
     except ValidationError:
         return None
-    return found if found.of == model_digest(deployment, there) else None
+    return correction if correction.of == model_digest(deployment, inventory) else None
 
 
 def traffic_digest(deployment: LLMDeployment) -> str:
-    """Of the traffic that the spec states."""
-    stated = deployment.spec.workload
-    return digest(stated.model_dump(mode="json", exclude_defaults=True) if stated else None)
+    """Hash the traffic of the spec."""
+    workload = deployment.spec.workload
+    return digest(workload.model_dump(mode="json", exclude_defaults=True) if workload else None)
 
 
-def model_digest(deployment: LLMDeployment, there: Inventory) -> str:
-    """Of what latencies depend on."""
+def model_digest(deployment: LLMDeployment, inventory: Inventory) -> str:
+    """Hash what latencies depend on: model, engine and kinds of nodes."""
     spec = deployment.spec
     parts = spec.model_dump(
         mode="json",
@@ -64,19 +64,19 @@ def model_digest(deployment: LLMDeployment, there: Inventory) -> str:
         include={"model", "engine"},
         exclude={"model": {"cache"}},
     )
-    kinds = there.kinds if spec.engine.type is EngineType.VLLM else ""
+    kinds = inventory.kinds if spec.engine.type is EngineType.VLLM else ""
     return digest([parts, kinds])
 
 
 def to_correction(written: LatencyCorrection | None) -> Correction:
-    """As the planner has it."""
+    """Convert to the planner's type."""
     if written is None:
         return NONE
     return Correction(written.prefill, written.decode, written.num_requests)
 
 
 def from_correction(correction: Correction, of: str) -> LatencyCorrection | None:
-    """As status has it; None: nothing is corrected."""
+    """Convert to the status' type; None: nothing is corrected."""
     if correction.is_none:
         return None
     return LatencyCorrection(

@@ -1,7 +1,8 @@
-"""What the gateways of each deployment count, looked at now and then.
+"""Scrapes the gateways of each deployment and turns their counters into traffic windows.
 
-Used by the controller. A page costs a request and some milliseconds of reading, so there are bounds
-on both; what comes of it are windows (`cleave.traffic.window`), of which the last few are kept.
+Used by the controller. A scrape costs a request and some milliseconds of parsing, so both are
+bounded. Counters become windows (`cleave.traffic.window`), of which the last `MOST_WINDOWS` are
+kept.
 """
 
 import asyncio
@@ -22,23 +23,23 @@ log = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 
 MOST_WINDOWS = 128
-"""Kept of each deployment: half an hour at a window in 15 s, as `Scaling.calm_s` may ask for."""
+"""Windows kept per deployment: half an hour at 15 s each, the longest `Scaling.calm_s`."""
 LATELY = 4
-"""Windows, a minute of them likewise."""
+"""Windows that make up a recent minute, at 15 s each."""
 TIMEOUT_S = 2.0
 _FORGET_S = 900.0
-"""Between two looks that are so far apart anything may have happened."""
+"""After a gap of this length between two scrapes the windows are dropped."""
 _PATH = "/metrics"
 _PAGE_LIMIT = 4 << 20
 _AT_ONCE = 16
-"""Pages under way at a time, of all deployments together."""
+"""Most concurrent requests, of all deployments together."""
 
 Fetch = Callable[[str], Awaitable[str]]
-"""The page at a URL. Raises http.HttpError."""
+"""Returns the page at a URL. Raises http.HttpError."""
 
 
 async def fetch(url: str) -> str:
-    """The page at `url`. Raises http.HttpError."""
+    """Return the page at `url`. Raises http.HttpError."""
     return (await http.get(url, seconds=TIMEOUT_S, limit=_PAGE_LIMIT)).decode(errors="replace")
 
 
@@ -47,12 +48,12 @@ class _Kept:
     total: Total = field(default_factory=Total)
     num_looks: int = 0
     stirred_s: float | None = None
-    """When a request was seen last, or the watch began."""
+    """Time of the last observed request, or of the first scrape."""
     windows: deque[Window] = field(default_factory=lambda: deque(maxlen=MOST_WINDOWS))
 
 
 class Counting(Generic[K]):
-    """What was counted, by deployment. `now` is Unix time, as in status."""
+    """Traffic windows by deployment. `now` returns Unix time, as in the status."""
 
     def __init__(self, now: Callable[[], float], fetch: Fetch = fetch) -> None:
         self._now, self._fetch = now, fetch
@@ -60,57 +61,60 @@ class Counting(Generic[K]):
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def windows(self, key: K) -> tuple[Window, ...]:
-        """The last windows, oldest first."""
-        kept = self._kept.get(key)
-        return tuple(kept.windows) if kept else ()
+        """Return the kept windows, oldest first."""
+        state = self._kept.get(key)
+        return tuple(state.windows) if state else ()
 
     def lately(self, key: K) -> Window | None:
-        """About the last minute; None: nothing is known of it."""
+        """Return about the last minute; None: it was not observed."""
         windows = self.windows(key)[-LATELY:]
         is_old = not windows or self._now() - windows[-1].end_s > PATIENCE_S
         return None if is_old else join(windows)
 
     def in_flight(self, key: K) -> float:
-        """Requests that waited or ran at the last look."""
-        kept = self._kept.get(key)
-        return kept.total.counts.in_flight if kept and kept.total.counts else 0.0
+        """Return the requests that waited or ran at the last scrape."""
+        state = self._kept.get(key)
+        return state.total.counts.in_flight if state and state.total.counts else 0.0
 
     def quiet_s(self, key: K) -> float:
-        """Seconds since a request was seen last, or the watch began."""
-        kept = self._kept.get(key)
-        return 0.0 if kept is None or kept.stirred_s is None else self._now() - kept.stirred_s
+        """Seconds since the last observed request, or since the first scrape."""
+        state = self._kept.get(key)
+        return 0.0 if state is None or state.stirred_s is None else self._now() - state.stirred_s
 
     def stir(self, key: K) -> None:
-        """A request was seen."""
+        """Record that a request was observed now."""
         self._kept.setdefault(key, _Kept()).stirred_s = self._now()
 
     def is_news(self, key: K) -> bool:
-        """Whether there is a new minute of windows, so that it is time to decide."""
+        """Whether another minute of windows is complete, so that it is time to decide."""
         return self._kept[key].num_looks % LATELY == 0
 
     def forget(self, key: K) -> None:
-        """The deployment is gone."""
+        """Drop the windows of a deployment that is gone."""
         self._kept.pop(key, None)
 
     async def look(self, key: K, gateways: Collection[str]) -> bool:
-        """Ask the gateways at these addresses; whether a window has come of it. Never raises."""
-        found = await asyncio.gather(*(self._read(address) for address in gateways))
-        pages = {address: page for address, page in zip(gateways, found, strict=True) if page}
-        kept = self._kept.setdefault(key, _Kept())
-        before = kept.total.counts
-        if before is not None and self._now() - before.at_s > _FORGET_S:
-            # It was not this operator that led, or nobody answered.
-            before, kept.total = None, Total()
-            kept.windows.clear()
-        kept.total = kept.total.add(frozenset(gateways), pages, self._now())
-        if kept.stirred_s is None or self.in_flight(key):
+        """Scrape the gateways at these addresses; returns whether there is a new window.
+
+        Never raises.
+        """
+        results = await asyncio.gather(*(self._read(address) for address in gateways))
+        pages = {address: page for address, page in zip(gateways, results, strict=True) if page}
+        state = self._kept.setdefault(key, _Kept())
+        previous = state.total.counts
+        if previous is not None and self._now() - previous.at_s > _FORGET_S:
+            # Another operator led meanwhile, or no gateway answered.
+            previous, state.total = None, Total()
+            state.windows.clear()
+        state.total = state.total.add(frozenset(gateways), pages, self._now())
+        if state.stirred_s is None or self.in_flight(key):
             self.stir(key)
-        if before is None or kept.total.counts is None or kept.total.counts is before:
+        if previous is None or state.total.counts is None or state.total.counts is previous:
             return False
-        window = between(before, kept.total.counts)
+        window = between(previous, state.total.counts)
         if window is not None:
-            kept.windows.append(window)
-            kept.num_looks += 1
+            state.windows.append(window)
+            state.num_looks += 1
             if window.num_requests:
                 self.stir(key)
         return window is not None
@@ -119,7 +123,7 @@ class Counting(Generic[K]):
         try:
             async with self._slots:
                 page = await self._fetch(base_url(address) + _PATH)
-            # Away from the loop: a page takes milliseconds to read.
+            # In a thread: a page takes milliseconds to parse.
             return await asyncio.to_thread(read_page, page, self._now())
         except (http.HttpError, CountsError) as error:
             log.debug("the gateway at %s: %s", address, error)

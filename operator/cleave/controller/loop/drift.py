@@ -1,4 +1,4 @@
-"""Whether traffic is still what was planned for, and which windows speak of it now. Pure."""
+"""Detects whether traffic still is as planned, and selects the windows to judge it by. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,66 +11,68 @@ from cleave.traffic.window import Window, join
 
 DOUBT_S = 60.0
 _DOUBT = 0.2
-"""A look is put off for so long at most, and for this part of the interval between two."""
+"""A due review is deferred for at most `DOUBT_S` seconds and this share of the interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How traffic compares with what was planned for, as far as windows were looked at."""
+    """How traffic compares with the planned one, up to the last compared window."""
 
     planned_for: Workload | None = None
     since_s: float | None = None
-    """When the fleet settled; None: it has not."""
+    """When the fleet became stable; None: it is not."""
     until_s: float = 0.0
-    """End of the last window that was looked at."""
+    """End of the last compared window."""
     detector: Detector = Detector()  # noqa: RUF009 - a frozen value
     change: Change | None = None
-    """The last one; None: none was seen."""
+    """The last detected change; None: none was detected."""
 
-    def puts_off(self, late_s: float, interval_s: float) -> bool:
-        """Whether a look that has been due for `late_s` had better wait for a change to show."""
-        return self.detector.is_in_doubt and late_s < min(DOUBT_S, _DOUBT * interval_s)
+    def puts_off(self, overdue_s: float, interval_s: float) -> bool:
+        """Whether a review, due since `overdue_s`, should wait for more evidence of a change."""
+        return self.detector.is_in_doubt and overdue_s < min(DOUBT_S, _DOUBT * interval_s)
 
     def is_fresh(self, now_s: float, interval_s: float) -> bool:
-        """Whether a change was seen less than an interval ago: each minute tells more of it."""
+        """Whether a change was detected less than an interval ago; each minute adds evidence."""
         return self.change is not None and now_s - self.change.at_s < interval_s
 
 
 def follow(
-    course: Course, planned_for: Workload | None, windows: Iterable[Window], since_s: float | None
+    state: Course, planned_for: Workload | None, windows: Iterable[Window], since_s: float | None
 ) -> Course:
-    """The course with what is new of `windows`; one of other traffic or an earlier fleet ends.
+    """Return the state after the new ones of `windows`.
 
-    Nothing is compared where nothing was planned for, or before the fleet has settled (`since_s`).
-    A change after which the plan was kept does not hide the next one.
+    It is reset when the planned traffic changes or the fleet becomes stable again (`since_s`).
+    Nothing is compared without planned traffic, or while the fleet is not stable. A change after
+    which the plan was kept does not hide the next one.
     """
-    if (course.planned_for, course.since_s) != (planned_for, since_s):
+    if (state.planned_for, state.since_s) != (planned_for, since_s):
         reference = Reference.of(planned_for) if planned_for else None
-        course = Course(planned_for, since_s, detector=Detector(reference))
-    if course.detector.reference is None and course.until_s == 0.0:
-        return course
+        state = Course(planned_for, since_s, detector=Detector(reference))
+    if state.detector.reference is None and state.until_s == 0.0:
+        return state
     if since_s is None:
-        return course
-    detector, change, until_s = course.detector, course.change, course.until_s
+        return state
+    detector, change, until_s = state.detector, state.change, state.until_s
     for window in windows:
         if window.start_s >= since_s and window.end_s > until_s:
-            detector, found = watch(detector, window)
-            change, until_s = found or change, window.end_s
-    return replace(course, detector=detector, change=change, until_s=until_s)
+            detector, detected = watch(detector, window)
+            change, until_s = detected or change, window.end_s
+    return replace(state, detector=detector, change=change, until_s=until_s)
 
 
 def find_start(windows: Sequence[Window], change: Change | None, settled_s: float) -> float:
-    """Since when windows tell of the traffic as it is now; the fleet has settled at `settled_s`.
+    """Return the time since which windows represent the present traffic.
 
-    What ends just after a change came mostly before it, and what came after it and ends is short.
-    So windows count from the moment when the change was seen; those before it only where lengths
-    have not changed and too little is known since.
+    The fleet has been stable since `settled_s`. Requests that end just after a change mostly began
+    before it, and those that began and ended after it are short. So windows count from the
+    detection of the change; earlier ones count only if lengths have not changed and there are too
+    few requests since.
     """
     if change is None or change.at_s <= settled_s:
         return settled_s
     later = join(after) if (after := _list_after(windows, change.at_s)) else None
-    is_known = later is not None and min(later.prompts.num, later.outputs.num) >= FEWEST
-    if change.what is Quantity.RATE and not is_known:
+    has_enough = later is not None and min(later.prompts.num, later.outputs.num) >= FEWEST
+    if change.what is Quantity.RATE and not has_enough:
         return max(change.since_s, settled_s)
     return change.at_s
 
@@ -78,13 +80,13 @@ def find_start(windows: Sequence[Window], change: Change | None, settled_s: floa
 def find_settle_s(
     windows: Sequence[Window], change: Change | None, since_s: float, least_s: float
 ) -> float:
-    """So long after `since_s` latencies tell also of what was before it; `least_s` at least.
+    """Seconds after `since_s` in which latencies still reflect earlier conditions.
 
-    Who ends by then came before: for the life of a request, and as long as a change took to be
-    seen, for when it began is not known to the second.
+    Requests that end by then began before: this covers the life of a request and, as the start of a
+    change is not known to the second, the time that its detection took. At least `least_s`.
     """
-    looked_at = (windows, _list_after(windows, since_s))
-    life_s = max((join(each).life_s for each in looked_at if each), default=0.0)
+    groups = (windows, _list_after(windows, since_s))
+    life_s = max((join(each).life_s for each in groups if each), default=0.0)
     mixed_s = max(change.at_s - since_s, 0.0) if change else 0.0
     return max(least_s, life_s) + mixed_s
 
@@ -96,15 +98,15 @@ def _list_after(windows: Sequence[Window], at_s: float) -> list[Window]:
 def list_recent(
     windows: Sequence[Window], since_s: float, enough_s: float, lead_s: float
 ) -> tuple[Window, ...]:
-    """The newest windows after `since_s`, as many as are `enough_s` long and say enough.
+    """Return the newest windows after `since_s` that last `enough_s` and hold enough requests.
 
-    Those of `lead_s` before come with them: whoever judges latencies by them leaves these out.
+    Windows of `lead_s` before them are included; latencies are judged without these.
     """
     after = _list_after(windows, since_s)
     newest = after[::-1]
     lengths = accumulate(window.length_s for window in newest)
     requests = accumulate(min(window.prompts.num, window.outputs.num) for window in newest)
-    for window, length_s, known in zip(newest, lengths, requests, strict=True):
-        if length_s >= enough_s and known >= FEWEST:
+    for window, length_s, num_requests in zip(newest, lengths, requests, strict=True):
+        if length_s >= enough_s and num_requests >= FEWEST:
             return tuple(each for each in after if each.start_s >= window.start_s - lead_s)
     return tuple(after)

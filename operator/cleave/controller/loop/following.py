@@ -1,4 +1,7 @@
-"""What follows from the planner's verdict on what runs. Pure; called by `replanning`, once each."""
+"""Applies the planner's verdict about the running plan. Pure.
+
+Called by `replanning`, once per verdict.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,96 +32,103 @@ _MOST_PLANS = 10
 
 
 def follow(
-    view: "DeploymentView", before: Turn, change: Change | None, answered: PlanOutcome
+    view: "DeploymentView", outcome: Turn, change: Change | None, finished: PlanOutcome
 ) -> Turn:
-    """Take up the verdict of an answered review."""
-    review, told = answered.review, answered.reviewed
-    if review is None or told is None:
-        raise ValueError("answered: holds no verdict; ask the planner for a review")
-    now = replace(
-        before,
-        correction=told.correction,
-        prediction=told.prediction.model_dump(mode="json", exclude_none=True),
-        conditions=(_drifted(change, told), _holds(told)),
+    """Return the outcome of a finished review.
+
+    Raises ValueError when `finished` has no verdict.
+    """
+    review, review_result = finished.review, finished.reviewed
+    if review is None or review_result is None:
+        raise ValueError("finished: has no verdict; request a review from the planner")
+    updated = replace(
+        outcome,
+        correction=review_result.correction,
+        prediction=review_result.prediction.model_dump(mode="json", exclude_none=True),
+        conditions=(_drifted(change, review_result), _holds(review_result)),
         advice=None,
         events=(),
     )
-    match told.verdict:
+    match review_result.verdict:
         case Verdict.APPLY:
-            now = _remember(now, review, told, APPLIED, answered.plan)
-            now = replace(now, events=(Event("Replanned", told.reason),))
-            return _rest_on(view, now, answered, told)
+            updated = _remember(updated, review, review_result, APPLIED, finished.plan)
+            updated = replace(updated, events=(Event("Replanned", review_result.reason),))
+            return _rest_on(view, updated, finished, review_result)
         case Verdict.PROPOSE:
-            return _advise(view, now, answered, review, told)
+            return _advise(view, updated, finished, review, review_result)
         case Verdict.CORRECT:
-            event = Event("ModelCorrected", told.judged, is_warning=True)
-            return replace(_remember(now, review, told, CORRECTED), events=(event,))
+            event = Event("ModelCorrected", review_result.judged, is_warning=True)
+            return replace(_remember(updated, review, review_result, CORRECTED), events=(event,))
         case Verdict.KEEP if change is not None:
-            return replace(now, events=(Event("PlanKept", f"{change}; {told.reason}"),))
-    return now
+            return replace(
+                updated, events=(Event("PlanKept", f"{change}; {review_result.reason}"),)
+            )
+    return updated
 
 
-def _drifted(change: Change | None, told: Reviewed) -> Condition:
-    match told.verdict:
+def _drifted(change: Change | None, result: Reviewed) -> Condition:
+    match result.verdict:
         case Verdict.APPLY:
-            return Condition(DRIFTED, False, "Replanned", told.reason)
+            return Condition(DRIFTED, False, "Replanned", result.reason)
         case Verdict.PROPOSE:
-            return Condition(DRIFTED, True, PROPOSED, told.reason)
+            return Condition(DRIFTED, True, PROPOSED, result.reason)
         case Verdict.CORRECT:
-            return Condition(DRIFTED, change is not None, CORRECTED, told.judged)
+            return Condition(DRIFTED, change is not None, CORRECTED, result.judged)
     if change is None:
-        return Condition(DRIFTED, False, "AsPlanned", told.reason)
-    # It is known and lived with: nothing is left to do about it.
-    return Condition(DRIFTED, False, "Kept", f"{change}; {told.reason}")
+        return Condition(DRIFTED, False, "AsPlanned", result.reason)
+    # The change is known and the plan stays: nothing remains to be done.
+    return Condition(DRIFTED, False, "Kept", f"{change}; {result.reason}")
 
 
-def _holds(told: Reviewed) -> Condition:
-    if told.holds is None:
-        return Condition(HOLDS, None, "TooFewAnswers", told.judged)
-    return Condition(HOLDS, told.holds, "Holds" if told.holds else "Wrong", told.judged)
+def _holds(result: Reviewed) -> Condition:
+    if result.holds is None:
+        return Condition(HOLDS, None, "TooFewAnswers", result.judged)
+    return Condition(HOLDS, result.holds, "Holds" if result.holds else "Wrong", result.judged)
 
 
-def _rest_on(view: "DeploymentView", now: Turn, answered: PlanOutcome, told: Reviewed) -> Turn:
-    """The answer's plan counts from now on, and with it what it rests on."""
-    if answered.basis is None:
-        raise ValueError("answered: says not what was planned for")
-    basis = answered.basis.model_copy(update={"correction": told.correction})
-    digest = inputs(view.deployment, view.inventory, basis)
-    plan = {**(answered.plan or {}), "inputs": digest}
-    outcome = PlanOutcome(digest, view.inventory.numbers, basis, plan=plan)
-    return replace(now, basis=basis, outcome=outcome)
+def _rest_on(
+    view: "DeploymentView", outcome: Turn, finished: PlanOutcome, result: Reviewed
+) -> Turn:
+    """Make the result's plan the one in force, together with its inputs."""
+    if finished.basis is None:
+        raise ValueError("finished: lacks the inputs that the plan was made from")
+    fitted = finished.basis.model_copy(update={"correction": result.correction})
+    inputs_hash = inputs(view.deployment, view.inventory, fitted)
+    plan = {**(finished.plan or {}), "inputs": inputs_hash}
+    adopted = PlanOutcome(inputs_hash, view.inventory.numbers, fitted, plan=plan)
+    return replace(outcome, basis=fitted, outcome=adopted)
 
 
 def _advise(
-    view: "DeploymentView", now: Turn, answered: PlanOutcome, review: Review, told: Reviewed
+    view: "DeploymentView", outcome: Turn, finished: PlanOutcome, review: Review, result: Reviewed
 ) -> Turn:
-    """Told once, however often it is found again."""
-    plan = answered.plan or {}
-    last = now.plans[0] if now.plans else {}
+    """Report a proposed plan; the Event is emitted once per proposal."""
+    plan = finished.plan or {}
+    last = outcome.plans[0] if outcome.plans else {}
     if (last.get("verdict"), last.get("pools")) != (PROPOSED, plan.get("pools")):
-        now = _remember(now, review, told, PROPOSED, plan)
-        now = replace(now, events=(Event("PlanProposed", told.reason),))
+        outcome = _remember(outcome, review, result, PROPOSED, plan)
+        outcome = replace(outcome, events=(Event("PlanProposed", result.reason),))
     if view.deployment.spec.planning.mode is Mode.ADVISORY:
-        # All plans are advice there: this one takes the place of the last.
-        return _rest_on(view, now, answered, told)
-    return replace(now, advice=plan)
+        # In Advisory mode every plan is advice: this one replaces the last.
+        return _rest_on(view, outcome, finished, result)
+    return replace(outcome, advice=plan)
 
 
 def _remember(
-    now: Turn, review: Review, told: Reviewed, verdict: str, plan: Manifest | None = None
+    outcome: Turn, review: Review, result: Reviewed, verdict: str, plan: Manifest | None = None
 ) -> Turn:
-    """With an entry in what came of the last looks; corrections in a row are one."""
+    """Add an entry to the past plans; consecutive corrections are merged into one."""
     entry: Manifest = {
         "at": timestamp(review.at_s),
         "verdict": verdict,
-        "reason": told.judged if verdict == CORRECTED else told.reason,
+        "reason": result.judged if verdict == CORRECTED else result.reason,
     }
     if plan is not None:
         entry["pools"] = plan["pools"]
     if verdict == APPLIED:
-        left = instances(review.pools)
-        entry["left"] = [pool.model_dump(mode="json", exclude_none=True) for pool in left]
-    plans = now.plans
+        replaced = instances(review.pools)
+        entry["left"] = [pool.model_dump(mode="json", exclude_none=True) for pool in replaced]
+    plans = outcome.plans
     if verdict == CORRECTED and plans and plans[0]["verdict"] == CORRECTED:
         plans = plans[1:]
-    return replace(now, plans=(entry, *plans)[:_MOST_PLANS])
+    return replace(outcome, plans=(entry, *plans)[:_MOST_PLANS])

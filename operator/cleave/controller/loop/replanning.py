@@ -1,9 +1,9 @@
-"""Whether plans follow traffic: what was seen, what is asked, what was answered. Pure.
+"""Decides when to review the running plan, and takes up the planner's results. Pure.
 
-Called by the deployment's reconcile. Traffic is compared with what was planned for; when it has
-changed, and now and then, the planner is asked about what runs (`loop.review`, in its process), and
-its verdict is taken up here, once. What is hard: nothing of it is kept in memory but what gateways
-have counted of late; all else is in status, so that a restart neither loses a plan nor makes one.
+Called by the deployment's reconcile. Traffic is compared with the planned one. When it changes, and
+periodically, the planner reviews the running plan (`loop.review`, in its process), and its verdict
+is applied here, once. What is hard: only recent traffic is kept in memory; everything else is in
+the status, so that a restart neither loses a plan nor makes one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,63 +38,67 @@ if TYPE_CHECKING:
     from cleave.controller.deployment import DeploymentView
 
 _SOON = 5
-"""A corrected model, and traffic that has just changed, are looked at again after this part of the
-interval; what was seen less long after a change tells of both sides of it, where that is less than
-a minute."""
+"""After a model correction or a change of traffic the next review comes after this fraction of the
+interval. Windows this soon after a change still mix both sides of it (at most a minute)."""
 _HORIZON = 12
-"""Intervals for which traffic is taken to stay as it is: an hour, as the interval is by itself."""
+"""Intervals for which traffic is assumed to stay as it is: an hour with the default interval."""
 _NOT_COMPARED = "nothing was compared yet"
 
 
 def watches(deployment: LLMDeployment) -> bool:
-    """Whether the gateways' counts are of use."""
+    """Whether the gateways' counters are needed for replanning."""
     return deployment.spec.planning.replan.mode is not Replanning.OFF
 
 
 def turn(view: "DeploymentView") -> Turn:
-    """What follows from what was seen, and from the planner's answer to the last question."""
-    deployment, status, there = view.deployment, view.status, view.inventory
-    kept = Turn(
-        basis=bases.standing(deployment, status, there),
+    """Return the outcome of replanning from observed traffic and the planner's last result.
+
+    1. Read what the status records. 2. Apply a new result. 3. Else report a change of traffic, and
+    request a review when one is due.
+    """
+    deployment, status, inventory = view.deployment, view.status, view.inventory
+    recorded = Turn(
+        basis=bases.standing(deployment, status, inventory),
         outcome=view.outcome,
-        correction=bases.corrected(deployment, status, there),
+        correction=bases.corrected(deployment, status, inventory),
         plans=tuple(status.get("plans", ())),
     )
     if not _is_looked_at(deployment):
-        return kept
-    kept = replace(kept, conditions=_said(status), prediction=status.get("prediction"))
-    if any(each.type == DRIFTED and each.reason == PROPOSED for each in kept.conditions):
-        kept = replace(kept, advice=status.get("advice"))
+        return recorded
+    recorded = replace(recorded, conditions=_said(status), prediction=status.get("prediction"))
+    if any(each.type == DRIFTED and each.reason == PROPOSED for each in recorded.conditions):
+        recorded = replace(recorded, advice=status.get("advice"))
     if deployment.spec.paused:
-        return kept
+        return recorded
     change = view.course.change
-    answered = _answered(view)
-    if answered is not None:
-        return follow(view, kept, change, answered)
+    finished = _answered(view)
+    if finished is not None:
+        return follow(view, recorded, change, finished)
     return replace(
-        _noticed(_unanswered(view, kept), change, _told_s(status)),
-        question=_due(view, kept, change),
+        _noticed(_unanswered(view, recorded), change, _told_s(status)),
+        question=_due(view, recorded, change),
     )
 
 
 def follow_course(
-    course: Course, deployment: LLMDeployment, status: Manifest, windows: Iterable[Window]
+    state: Course, deployment: LLMDeployment, status: Manifest, windows: Iterable[Window]
 ) -> Course:
-    """How traffic compares with what the plan was made for; `course`: as far as that is known."""
+    """Compare new windows with the traffic that the plan was made for."""
     planned_for = bases.planned_for(deployment, status)
-    return drift.follow(course, planned_for, windows, _settled_s(status))
+    return drift.follow(state, planned_for, windows, _settled_s(status))
 
 
-def is_urgent(course: Course, deployment: LLMDeployment, status: Manifest) -> bool:
-    """Whether there is a change that nobody has looked at yet."""
-    change = course.change if _is_looked_at(deployment) else None
+def is_urgent(state: Course, deployment: LLMDeployment, status: Manifest) -> bool:
+    """Whether a change was detected that no review has covered yet."""
+    change = state.change if _is_looked_at(deployment) else None
     return change is not None and _came_after(change, _told_s(status))
 
 
 def _is_looked_at(deployment: LLMDeployment) -> bool:
-    """What is stated by hand stays, and is only looked at where advice is wanted.
+    """Whether the running plan is reviewed.
 
-    Of a model that the planner does not know, it could say nothing.
+    A manual placement is reviewed only in Advisory mode. A model that the planner does not know
+    cannot be reviewed.
     """
     spec = deployment.spec
     is_by_hand = spec.placement is not None and spec.planning.mode is not Mode.ADVISORY
@@ -104,36 +108,36 @@ def _is_looked_at(deployment: LLMDeployment) -> bool:
 
 
 def _said(status: Manifest) -> tuple[Condition, ...]:
-    """What was said stays said until there is news."""
-    before = {each.type: each for each in conditions.read(status)}
+    """The present conditions stay until there is a new result."""
+    recorded = {each.type: each for each in conditions.read(status)}
     return tuple(
-        before.get(kind, Condition(kind, None, "NotCompared", _NOT_COMPARED))
+        recorded.get(kind, Condition(kind, None, "NotCompared", _NOT_COMPARED))
         for kind in (DRIFTED, HOLDS)
     )
 
 
-def _noticed(kept: Turn, change: Change | None, told_s: float) -> Turn:
-    """A change is told when it is first seen; what to do about it takes a moment longer."""
-    drifted, *others = kept.conditions
-    if change is None or drifted.status or not _came_after(change, told_s):
-        return kept
-    now = Condition(DRIFTED, True, "TrafficChanged", f"{change}; a plan is looked for")
+def _noticed(recorded: Turn, change: Change | None, reviewed_s: float) -> Turn:
+    """Report a detected change at once; the review takes a moment longer."""
+    drifted, *rest = recorded.conditions
+    if change is None or drifted.status or not _came_after(change, reviewed_s):
+        return recorded
+    condition = Condition(DRIFTED, True, "TrafficChanged", f"{change}; looking for a better plan")
     event = Event(DRIFTED, f"traffic is not what was planned for: {change}")
-    return replace(kept, conditions=(now, *others), events=(event,))
+    return replace(recorded, conditions=(condition, *rest), events=(event,))
 
 
-def _unanswered(view: "DeploymentView", kept: Turn) -> Turn:
-    """A look that the planner could not take changes nothing; it is taken again."""
+def _unanswered(view: "DeploymentView", recorded: Turn) -> Turn:
+    """Report a review that failed; it is requested again when due."""
     outcome = view.outcome
     if outcome is None or outcome.review is None or not outcome.faults:
-        return kept
-    drifted, _ = kept.conditions
+        return recorded
+    drifted, _ = recorded.conditions
     failed = Condition(HOLDS, None, "NotCompared", "; ".join(outcome.faults))
-    return replace(kept, conditions=(drifted, failed))
+    return replace(recorded, conditions=(drifted, failed))
 
 
 def _settled_s(status: Manifest) -> float | None:
-    """Since when the fleet is as it was wanted; None: it is not."""
+    """Time since which the fleet is as desired; None: it is not."""
     for each in status.get("conditions", ()):
         if each["type"] == "Progressing" and each["status"] == "False":
             return seconds(each["lastTransitionTime"])
@@ -141,94 +145,96 @@ def _settled_s(status: Manifest) -> float | None:
 
 
 def _came_after(change: Change, at_s: float) -> bool:
-    """Status knows whole seconds only."""
+    """Compare in whole seconds, as the status has no fractions."""
     return int(change.at_s) > at_s
 
 
 def _told_s(status: Manifest) -> float:
-    """When what runs was looked at last."""
+    """Time of the last review."""
     return seconds(status.get("prediction", {}).get("at")) or 0.0
 
 
 def _answered(view: "DeploymentView") -> PlanOutcome | None:
-    """The answer to a review that still speaks of this deployment and has not been taken up."""
+    """Return a finished review that is still valid and was not applied yet; else None."""
     outcome = view.outcome
     if outcome is None or outcome.review is None or outcome.reviewed is None:
         return None
     if outcome.inputs != inputs(view.deployment, view.inventory, outcome.basis):
         return None
-    told = view.status.get("prediction", {}).get("at")
-    return None if told == timestamp(outcome.review.at_s) else outcome
+    reviewed_at = view.status.get("prediction", {}).get("at")
+    return None if reviewed_at == timestamp(outcome.review.at_s) else outcome
 
 
-def _due(view: "DeploymentView", kept: Turn, change: Change | None) -> PlanOutcome | None:
-    """The question about what runs, if it is time for it and enough was seen."""
-    settled_s, running = _settled_s(view.status), _running(view)
-    if view.asked is not None or settled_s is None or not running:
+def _due(view: "DeploymentView", recorded: Turn, change: Change | None) -> PlanOutcome | None:
+    """Return the request for a review if one is due and enough traffic was observed."""
+    settled_s, current_pools = _settled_s(view.status), _running(view)
+    if view.asked is not None or settled_s is None or not current_pools:
         return None
-    if not _is_time(view, kept, change, settled_s):
+    if not _is_time(view, recorded, change, settled_s):
         return None
     since_s = find_start(view.windows, change, settled_s)
-    terms = _terms(view)
-    settle_s = find_settle_s(view.windows, change, since_s, terms.settle_s)
-    terms = replace(terms, settle_s=settle_s)
-    # The guard leaves the first ones out.
-    recent = list_recent(view.windows, since_s, terms.cooldown_s, terms.settle_s)
-    if change is None and not _can_be_judged(recent, terms):
-        # What is as planned can wait until it is known whether the model is right.
+    settings = _terms(view)
+    settle_s = find_settle_s(view.windows, change, since_s, settings.settle_s)
+    settings = replace(settings, settle_s=settle_s)
+    # The model check skips the windows of `settle_s` at their beginning.
+    recent = list_recent(view.windows, since_s, settings.cooldown_s, settings.settle_s)
+    if change is None and not _can_be_judged(recent, settings):
+        # Traffic is as planned: wait until the model can be checked as well.
         return None
     try:
         workload = refit(recent)
     except RefitError:
         return None
     of = bases.traffic_digest(view.deployment)
-    basis = PlanBasis(workload=workload, correction=kept.correction, of=of)
+    fitted = PlanBasis(workload=workload, correction=recorded.correction, of=of)
     algorithm = str(view.status.get("plan", {}).get("algorithm", ""))
-    left = tuple(_left(kept.plans))
-    review = Review(view.now_s, running, algorithm, recent, terms, left)
+    past_plans = tuple(_left(recorded.plans))
+    review = Review(view.now_s, current_pools, algorithm, recent, settings, past_plans)
     return PlanOutcome(
-        inputs(view.deployment, view.inventory, basis),
+        inputs(view.deployment, view.inventory, fitted),
         view.inventory.numbers,
-        basis,
+        fitted,
         review,
         bases.model_digest(view.deployment, view.inventory),
     )
 
 
-def _is_time(view: "DeploymentView", kept: Turn, change: Change | None, settled_s: float) -> bool:
-    asked_s = view.outcome.review.at_s if view.outcome and view.outcome.review else 0.0
-    last_s = max(asked_s, _told_s(view.status), settled_s)
+def _is_time(
+    view: "DeploymentView", recorded: Turn, change: Change | None, settled_s: float
+) -> bool:
+    requested_s = view.outcome.review.at_s if view.outcome and view.outcome.review else 0.0
+    last_s = max(requested_s, _told_s(view.status), settled_s)
     if change is not None and _came_after(change, last_s):
         return True
-    is_corrected = any(each.reason == CORRECTED for each in kept.conditions)
+    is_corrected = any(each.reason == CORRECTED for each in recorded.conditions)
     interval_s = view.deployment.spec.planning.replan.interval_s
     is_soon = is_corrected or view.course.is_fresh(view.now_s, interval_s)
-    late_s = view.now_s - last_s - interval_s / (_SOON if is_soon else 1)
-    return late_s >= 0 and not view.course.puts_off(late_s, interval_s)
+    overdue_s = view.now_s - last_s - interval_s / (_SOON if is_soon else 1)
+    return overdue_s >= 0 and not view.course.puts_off(overdue_s, interval_s)
 
 
-def _can_be_judged(windows: Sequence[Window], terms: Terms) -> bool:
-    settled = list_settled(windows, terms.settle_s)
+def _can_be_judged(windows: Sequence[Window], settings: Terms) -> bool:
+    settled = list_settled(windows, settings.settle_s)
     return sum(min(each.ttft.num, each.tpot.num) for each in settled) >= FEWEST
 
 
 def _running(view: "DeploymentView") -> tuple[PlannedPool, ...]:
-    """The plan that runs, with as many instances as its pools have now."""
+    """The plan in force, with the present replicas of its pools."""
     counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     try:
         planned = placed(view.status.get("plan", {})).pools
     except ValueError:
         return ()
-    now = (replace(pool, replicas=counts.get(pool.role, 0)) for pool in planned)
-    return tuple(pool for pool in now if pool.replicas)
+    current = (replace(pool, replicas=counts.get(pool.role, 0)) for pool in planned)
+    return tuple(pool for pool in current if pool.replicas)
 
 
 def _terms(view: "DeploymentView") -> Terms:
     planning = view.deployment.spec.planning
     replan = planning.replan
-    is_others = any(pool.spec.owner is not ReplicasOwner.PLAN for pool in view.pools)
+    is_scaled_by_others = any(pool.spec.owner is not ReplicasOwner.PLAN for pool in view.pools)
     return Terms(
-        is_advisory=is_others
+        is_advisory=is_scaled_by_others
         or planning.mode is Mode.ADVISORY
         or replan.mode is Replanning.ADVISORY,
         min_gain=replan.min_gain,
@@ -241,9 +247,9 @@ def _terms(view: "DeploymentView") -> Terms:
 
 
 def _start_s(view: "DeploymentView") -> float:
-    """How long the quickest of those that run took to start; one may have been unready since."""
-    took = (pod.ready_s - pod.created_s for pod in view.pods if pod.ready and pod.ready_s)
-    return min(took, default=Terms().start_s)
+    """Shortest start of the running instances; `ready_s` may be that of a later recovery."""
+    starts = (pod.ready_s - pod.created_s for pod in view.pods if pod.ready and pod.ready_s)
+    return min(starts, default=Terms().start_s)
 
 
 def _left(plans: Iterable[Manifest]) -> Iterator[Left]:

@@ -1,6 +1,7 @@
-"""A look at what runs, in the planner's process: is the model right, and is another plan better?
+"""Reviews a running plan in the planner's process: is the model accurate, is another plan better?
 
-Called by the planner's desk. Turns the operator's question into the planner's, and back.
+Called by `cleave.controller.planning`. Converts the operator's request to the planner's types, and
+the result back.
 """
 
 import math
@@ -30,57 +31,63 @@ from cleave.policy.pooling import make_terms
 
 
 def answer(
-    deployment: LLMDeployment, problem: Problem, question: PlanOutcome, review: Review
+    deployment: LLMDeployment, problem: Problem, job: PlanOutcome, review: Review
 ) -> PlanOutcome:
-    """`question` with what came of `review`. Raises PlanError.
+    """Return `job` with the result of `review`. Raises PlanError.
 
-    `problem` states the traffic that was seen, and the model without a correction.
+    `problem` has the observed traffic, and the latency model without a correction.
     """
     pools = _as_found(problem, review.pools, review.algorithm)
     flips = deployment.spec.pools
     has_manager = flips.flipping is Flipping.AUTO and any(p.role is Role.PREFILL for p in pools)
     manager = make_terms(deployment.spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
-    running = Running(pools, review.algorithm, manager if has_manager else None)
-    left = [Left(_as_found(problem, each.pools, ""), each.at_s) for each in review.left]
-    correction = question.basis.correction if question.basis else None
-    found = revise(problem, running, review.windows, to_correction(correction), review.terms, left)
-    reviewed = Reviewed(
-        verdict=found.decision.verdict,
-        reason=found.decision.reason,
-        holds=None if found.judgement.error is None else found.judgement.holds,
-        judged=found.judgement.reason,
-        prediction=_prediction(found.judgement, review),
-        correction=from_correction(found.judgement.correction, question.model_digest),
+    running_plan = Running(pools, review.algorithm, manager if has_manager else None)
+    past_plans = [Left(_as_found(problem, each.pools, ""), each.at_s) for each in review.left]
+    correction = job.basis.correction if job.basis else None
+    revision = revise(
+        problem, running_plan, review.windows, to_correction(correction), review.terms, past_plans
     )
-    plan = _plan(deployment, problem, found)
-    return replace(question, reviewed=reviewed, plan=plan)
+    reviewed = Reviewed(
+        verdict=revision.decision.verdict,
+        reason=revision.decision.reason,
+        holds=None if revision.judgement.error is None else revision.judgement.holds,
+        judged=revision.judgement.reason,
+        prediction=_prediction(revision.judgement, review),
+        correction=from_correction(revision.judgement.correction, job.model_digest),
+    )
+    plan = _plan(deployment, problem, revision)
+    return replace(job, reviewed=reviewed, plan=plan)
 
 
 def _as_found(
     problem: Problem, pools: Iterable[PlannedPool], algorithm: str
 ) -> tuple[PlannedPool, ...]:
-    """With all that the planner states of its own pools, so that both can be compared."""
+    """Complete pools with all that the planner sets in its own, so that both can be compared."""
     return planned_pools(to_draft(problem, pools, algorithm))
 
 
-def _plan(deployment: LLMDeployment, problem: Problem, found: Revision) -> dict[str, object] | None:
-    """As `status.plan` tells it; None: what runs stays."""
-    if found.proposed is None or found.answer is None:
+def _plan(
+    deployment: LLMDeployment, problem: Problem, revision: Revision
+) -> dict[str, object] | None:
+    """Convert the new plan to the form of `status.plan`; None: the running plan stays."""
+    if revision.proposed is None or revision.answer is None:
         return None
-    if found.decision.verdict not in (Verdict.APPLY, Verdict.PROPOSE):
+    if revision.decision.verdict not in (Verdict.APPLY, Verdict.PROPOSE):
         return None
-    told = replace(found.answer, selected=found.proposed)
-    reason = f"{found.answer.reason} ({found.decision.reason})"
-    law = None
+    chosen = replace(revision.answer, selected=revision.proposed)
+    reason = f"{revision.answer.reason} ({revision.decision.reason})"
+    scaling_law = None
     if deployment.spec.scaling.roles:
-        right = correct(problem.estimator, found.judgement.correction)
-        law = growth.told(replace(problem, estimator=right), found.proposed)
-    plan = selected_plan(deployment, Placement(found.proposed.pools, reason, told), law)
+        corrected = correct(problem.estimator, revision.judgement.correction)
+        scaling_law = growth.told(replace(problem, estimator=corrected), revision.proposed)
+    plan = selected_plan(
+        deployment, Placement(revision.proposed.pools, reason, chosen), scaling_law
+    )
     return plan.model_dump(mode="json", exclude_none=True)
 
 
-def _prediction(judged: Judgement, review: Review) -> SeenPrediction:
-    by_name = {each.name: each.predicted for each in judged.comparisons}
+def _prediction(assessment: Judgement, review: Review) -> SeenPrediction:
+    by_name = {each.name: each.predicted for each in assessment.comparisons}
 
     def percentiles(latency: str) -> LatencyPercentiles | None:
         if not by_name:
@@ -88,11 +95,11 @@ def _prediction(judged: Judgement, review: Review) -> SeenPrediction:
         p50, p90 = (round(by_name[f"{share} {latency}"], 1) for share in ("P50", "P90"))
         return LatencyPercentiles(p50=p50, p90=p90)
 
-    error = judged.error
+    error = assessment.error
     return SeenPrediction.model_validate(
         {
             "at": timestamp(review.at_s),
-            "attainment": round(judged.attainment, 4),
+            "attainment": round(assessment.attainment, 4),
             "ttft_ms": percentiles("TTFT"),
             "tpot_ms": percentiles("TPOT"),
             "error": None if error is None or math.isinf(error) else round(abs(error), 3),

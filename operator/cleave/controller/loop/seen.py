@@ -1,7 +1,7 @@
-"""The traffic of late as status tells it. Pure; called by the deployment's report.
+"""Reports recent traffic in the status. Pure; called by the deployment's status report.
 
-What is hard: traffic is never twice the same, and a status that is written all the time wakes
-everybody who watches it. So it is told at most once a minute, and only when a figure has moved.
+What is hard: traffic always varies, and every write of the status wakes all who watch it. So it is
+written at most once a minute, and only when a figure has changed by more than 5 %.
 """
 
 from typing import TYPE_CHECKING
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from cleave.controller.deployment import DeploymentView
 
 _MOVED = 0.05
-"""Figures that differ by less are the same."""
+"""Relative change below which figures count as equal."""
 
 
 def tell_traffic(view: "DeploymentView") -> Manifest | None:
-    """For `status.observed`; None: nothing is known."""
+    """Return `status.observed`; None: traffic is not known."""
     if not watches(view.deployment):
         return None
-    before: Manifest | None = view.status.get("observed")
+    previous: Manifest | None = view.status.get("observed")
     if view.traffic is None:
-        return before
-    if before is not None:
-        told_s = seconds(before.get("at")) or 0.0
-        if view.now_s - told_s < LATELY * view.settings.watch_s:
-            return before
-    now = _written(view.traffic, view.now_s)
-    return now if before is None or _has_moved(before, now) else before
+        return previous
+    if previous is not None:
+        written_s = seconds(previous.get("at")) or 0.0
+        if view.now_s - written_s < LATELY * view.settings.watch_s:
+            return previous
+    current = _written(view.traffic, view.now_s)
+    return current if previous is None or _has_moved(previous, current) else previous
 
 
 def _written(traffic: Window, now_s: float) -> Manifest:
-    told = SeenTraffic.model_validate(
+    observed = SeenTraffic.model_validate(
         {
             "at": timestamp(now_s),
             "window_s": round(traffic.length_s, 1),
@@ -50,7 +50,7 @@ def _written(traffic: Window, now_s: float) -> Manifest:
             "tpot_ms": _percentiles(traffic.tpot),
         }
     )
-    return told.model_dump(mode="json", exclude_none=True)
+    return observed.model_dump(mode="json", exclude_none=True)
 
 
 def _lengths(buckets: Buckets) -> SeenLengths | None:
@@ -68,7 +68,7 @@ def _percentiles(buckets: Buckets) -> LatencyPercentiles | None:
 
 
 def _has_moved(before: Manifest, now: Manifest) -> bool:
-    """Whether a figure is another one; how long the window was, and when, is none."""
+    """Whether a figure has changed; time and length of the window do not count."""
     for key in (before.keys() | now.keys()) - {"at", "windowS"}:
         one, other = before.get(key), now.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
@@ -83,5 +83,5 @@ def _has_moved(before: Manifest, now: Manifest) -> bool:
 
 
 def _short(value: float) -> float:
-    """Three significant digits."""
+    """Round to three significant digits."""
     return float(f"{value:.3g}")

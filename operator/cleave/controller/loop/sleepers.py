@@ -1,7 +1,8 @@
-"""Requests that wait at the gateways of deployments without instances: asked every second.
+"""Polls gateways for requests that wait while a deployment is scaled to zero.
 
-Used by the controller. A gateway's `/health` is small as long as it knows no instance, so that many
-deployments may sleep. Whatever cannot be asked has nothing to say: the request waits a second more.
+Used by the controller, every second. A gateway's `/health` is small while it knows no instance, so
+many deployments may be scaled to zero. A gateway that does not answer counts as 0; it is asked
+again a second later.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ _PATH = "/health"
 _PAGE_LIMIT = 1 << 20
 
 Fetch = Callable[[str], Awaitable[bytes]]
-"""The page at a URL. Raises http.HttpError."""
+"""Returns the page at a URL. Raises http.HttpError."""
 
 
 class _Health(msgspec.Struct, frozen=True):
@@ -29,23 +30,23 @@ class _Health(msgspec.Struct, frozen=True):
 
 
 async def fetch(url: str) -> bytes:
-    """The page at `url`. Raises http.HttpError."""
+    """Return the page at `url`. Raises http.HttpError."""
     return await http.get(url, seconds=TIMEOUT_S, limit=_PAGE_LIMIT)
 
 
 class Sleepers(Generic[K]):
-    """How many requests wait for each deployment that sleeps, as far as is known."""
+    """Waiting requests of each deployment that is scaled to zero."""
 
     def __init__(self, fetch: Fetch = fetch) -> None:
         self._fetch = fetch
         self._waiting: dict[K, int] = {}
 
     def waiting(self, key: K) -> int:
-        """Requests that waited at the last look."""
+        """Return the requests that waited at the last poll."""
         return self._waiting.get(key, 0)
 
     def forget(self, key: K) -> None:
-        """It does not sleep any more, or is gone."""
+        """Drop a deployment that runs again, or is gone."""
         self._waiting.pop(key, None)
 
     async def look(self, key: K, gateways: Collection[str]) -> int:

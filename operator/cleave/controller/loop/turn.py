@@ -1,4 +1,4 @@
-"""What one turn of the loop comes to, as values. Made by `replanning` and `following`."""
+"""The outcome of replanning in one reconcile, as values. Built by `replanning` and `following`."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from cleave.controller.conditions import Condition
 from cleave.pods.labels import Manifest
 
 DRIFTED, HOLDS = "PlanDrifted", "PredictionHolds"
-"""Conditions."""
+"""Condition types."""
 APPLIED, PROPOSED, CORRECTED = "Applied", "Proposed", "Corrected"
-"""What came of a look, as status tells it."""
+"""Verdicts as `status.plans` records them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What people are told once."""
+    """An Event to emit once."""
 
     reason: str
     message: str
@@ -24,18 +24,18 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the loop."""
+    """What replanning contributes to one reconcile of a deployment."""
 
     basis: PlanBasis | None = None
-    """What the plan rests on from now on instead of the spec."""
+    """Inputs of the plan from now on, instead of the spec's; None: the spec's."""
     outcome: PlanOutcome | None = None
-    """The planner's last answer, as far as it is one about a plan."""
+    """The planner's last result, or the plan that a review has put in force."""
     question: PlanOutcome | None = None
-    """What to ask the planner."""
+    """The request to submit to the planner."""
     conditions: tuple[Condition, ...] = ()
     events: tuple[Event, ...] = ()
     correction: LatencyCorrection | None = None
     prediction: Manifest | None = None
     plans: tuple[Manifest, ...] = ()
     advice: Manifest | None = None
-    """With replan.mode Advisory: the plan that would be applied."""
+    """With replan.mode Advisory: the plan that Auto would apply."""

@@ -1,7 +1,8 @@
-"""Looks at the gateways of all deployments, round after round, while this operator leads.
+"""Polls the gateways of all deployments while this operator leads.
 
-Used by the controller, which is told whom to look at again. Two rounds: what has been counted,
-every few seconds; and every second whether requests wait for deployments without instances.
+Used by the controller, which passes the callback that enqueues a deployment. Two loops: one scrapes
+traffic counters every few seconds; one asks every second whether requests wait for deployments that
+are scaled to zero.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from cleave.pods.labels import Manifest
 
 
 class Watching:
-    """What was seen of the traffic of each deployment; `look_again` takes one that has news."""
+    """Observed traffic of each deployment; `look_again` enqueues one when it has changed."""
 
     def __init__(
         self, store: Store, look_again: Callable[[Key], None], now: Callable[[], float]
@@ -32,7 +33,7 @@ class Watching:
         self._courses: dict[Key, Course] = {}
 
     async def watch_traffic(self, elected: asyncio.Event, period_s: float) -> None:
-        """Look at what the gateways have counted."""
+        """Scrape the counters of all gateways periodically; never returns."""
         loop = asyncio.get_running_loop()
         while True:
             await elected.wait()
@@ -41,31 +42,31 @@ class Watching:
             await asyncio.sleep(max(period_s / 4, period_s - (loop.time() - began)))
 
     async def watch_sleepers(self, elected: asyncio.Event) -> None:
-        """See to it that a request without an instance does not wait for the next round."""
+        """Poll deployments without instances, so that a waiting request starts them at once."""
         while True:
             await elected.wait()
             await asyncio.gather(*(self.look_at_sleeper(key) for key in self._deployments()))
             await asyncio.sleep(PERIOD_S)
 
     async def look(self, key: Key) -> None:
-        """Read what the gateways of one deployment have counted, if that is of use."""
+        """Scrape the gateways of one deployment, if scaling or replanning needs it."""
         resource, gateways = self._resource(key), self._store.gateways(key)
         if resource is None or not gateways:
             return
-        follows = scaling.watches(resource)
-        if not (follows or replanning.watches(resource)):
+        is_scaled = scaling.watches(resource)
+        if not (is_scaled or replanning.watches(resource)):
             return
-        has_come = await self.counting.look(key, gateways)
-        is_news = has_come and (self.counting.is_news(key) or self._is_urgent(key, resource))
-        # Known peaks come whether or not the gateways answer.
-        if follows or is_news:
+        has_window = await self.counting.look(key, gateways)
+        is_complete = has_window and (self.counting.is_news(key) or self._is_urgent(key, resource))
+        # Scheduled peaks begin whether or not the gateways answer.
+        if is_scaled or is_complete:
             self._look_again(key)
 
     async def look_at_sleeper(self, key: Key) -> None:
-        """Ask the gateways of one deployment, if it sleeps, whether requests wait."""
+        """Ask the gateways of a deployment that is scaled to zero whether requests wait."""
         resource = self._resource(key)
-        known = (each.resource for each in self._store.pools(key))
-        pools = [pool for pool in known if isinstance(pool, InstancePool)]
+        resources = (each.resource for each in self._store.pools(key))
+        pools = [pool for pool in resources if isinstance(pool, InstancePool)]
         if resource is None or not scaling.is_asleep(resource, pools):
             self._sleepers.forget(key)
         elif await self._sleepers.look(key, self._store.gateways(key)):
@@ -73,7 +74,7 @@ class Watching:
             self._look_again(key)
 
     def demand(self, key: Key, deployment: LLMDeployment) -> Demand | None:
-        """What its instances follow; None: nothing is known, or nobody asked for it."""
+        """Return what its instances are scaled by; None: not known, or scaling is off."""
         if not scaling.watches(deployment):
             return None
         counting = self.counting
@@ -85,28 +86,28 @@ class Watching:
         )
 
     def course(self, key: Key, deployment: LLMDeployment, status: Manifest) -> Course:
-        """How its traffic compares with what was planned for; what is new is compared once."""
-        known, windows = self._courses.get(key, Course()), self.counting.windows(key)
-        course = replanning.follow_course(known, deployment, status, windows)
-        self._courses[key] = course
-        return course
+        """Return how its traffic compares with the planned one; each window is compared once."""
+        previous, windows = self._courses.get(key, Course()), self.counting.windows(key)
+        state = replanning.follow_course(previous, deployment, status, windows)
+        self._courses[key] = state
+        return state
 
     def forget(self, key: Key) -> None:
-        """The deployment is gone."""
+        """Drop what was observed of a deployment that is gone."""
         self._courses.pop(key, None)
         self.counting.forget(key)
         self._sleepers.forget(key)
 
     def _is_urgent(self, key: Key, deployment: LLMDeployment) -> bool:
-        seen = self._store.seen(key)
-        status = seen.status if seen else {}
-        course = self.course(key, deployment, status)
-        return replanning.is_urgent(course, deployment, status)
+        cached = self._store.seen(key)
+        status = cached.status if cached else {}
+        state = self.course(key, deployment, status)
+        return replanning.is_urgent(state, deployment, status)
 
     def _deployments(self) -> list[Key]:
         return [key for key in self._store.resources() if key.kind == DEPLOYMENTS]
 
     def _resource(self, key: Key) -> LLMDeployment | None:
-        seen = self._store.seen(key)
-        resource = seen.resource if seen else None
+        cached = self._store.seen(key)
+        resource = cached.resource if cached else None
         return resource if isinstance(resource, LLMDeployment) else None

@@ -1,1 +1,1 @@
-"""Who may ask, for how much and when: keys, tenants, limits, turns, deadlines."""
+"""Admission: API keys, tenants and their limits, fair queueing, refusal of late requests."""

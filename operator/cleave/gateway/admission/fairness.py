@@ -1,9 +1,10 @@
-"""Whose request is next when several tenants wait. Pure; used by the door, one queue per model.
+"""Fair queueing among tenants. Pure; used by the admission controller, one queue per model.
 
-Start-time fair queueing (Goyal, Vin, Cheng, 1996) inside strict priorities: each tenant gets the
-share of prompt tokens that its weight is of the weights that wait, however many requests it sends.
-What is hard: requests leave the queue in the middle, when their clients do or their time is over;
-they are only marked, and skipped when their turn would come.
+Start-time fair queueing (Goyal, Vin, Cheng, 1996) within strict priorities: each tenant gets the
+share of prompt tokens that its weight is of the weights of all waiting tenants, however many
+requests it sends. What is hard: requests leave the queue in the middle, when their clients
+disconnect or their deadline passes; they are only marked then, and skipped when they reach the
+front.
 """
 
 import heapq
@@ -13,38 +14,38 @@ Item = TypeVar("Item")
 
 
 class Place(Generic[Item]):
-    """A waiting request's place in the queue."""
+    """A queued request."""
 
     __slots__ = ("cost", "finish", "item", "tenant", "until")
 
-    def __init__(self, item: Item, tenant: str, cost: float, until: float) -> None:
+    def __init__(self, item: Item, tenant: str, cost: float, deadline: float) -> None:
         self.item: Item | None = item
-        """None: it has left."""
+        """None: it has left the queue."""
         self.tenant = tenant
         self.cost = cost
-        self.until = until
-        """Seconds; then it has waited too long."""
+        self.until = deadline
+        """Seconds; the time at which it has waited too long."""
         self.finish = 0.0
 
 
 class FairQueue(Generic[Item]):
-    """Waiting requests of all tenants."""
+    """Queued requests of all tenants."""
 
     def __init__(self) -> None:
         self._heaps: dict[int, list[tuple[float, int, Place[Item]]]] = {}
         self._waiting: dict[str, int] = {}
         self._finish: dict[str, float] = {}
         self._now = 0.0
-        """Virtual time: the start tag of the request served last."""
+        """Virtual time: the start tag of the request that was served last."""
         self._sequence = self._count = 0
         self.cost = 0.0
-        """Of all that wait."""
+        """Sum over all queued requests."""
 
     def __len__(self) -> int:
         return self._count
 
     def count(self, tenant: str) -> int:
-        """How many requests of a tenant wait."""
+        """How many requests of a tenant are queued."""
         return self._waiting.get(tenant, 0)
 
     def push(
@@ -57,56 +58,56 @@ class FairQueue(Generic[Item]):
         weight: float = 1.0,
         priority: int = 0,
     ) -> Place[Item]:
-        """Let a request wait; higher priorities go before all others."""
-        place = Place(item, tenant, cost, until)
+        """Queue a request; higher priorities are served before all lower ones."""
+        entry = Place(item, tenant, cost, until)
         start = max(self._now, self._finish.get(tenant, 0.0))
-        place.finish = start + cost / weight
-        self._finish[tenant] = place.finish
+        entry.finish = start + cost / weight
+        self._finish[tenant] = entry.finish
         self._sequence += 1
         heap = self._heaps.setdefault(priority, [])
-        heapq.heappush(heap, (start, self._sequence, place))
+        heapq.heappush(heap, (start, self._sequence, entry))
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
         self._count += 1
         self.cost += cost
-        return place
+        return entry
 
     def pop(self) -> Item | None:
-        """The next request; None when nobody waits."""
+        """The next request; None when the queue is empty."""
         for priority in sorted(self._heaps, reverse=True):
             heap = self._heaps[priority]
             while heap:
-                start, _, place = heapq.heappop(heap)
-                if place.item is not None:
+                start, _, entry = heapq.heappop(heap)
+                if entry.item is not None:
                     self._now = max(self._now, start)
-                    item = place.item
-                    self.remove(place)
+                    item = entry.item
+                    self.remove(entry)
                     return item
             del self._heaps[priority]
         return None
 
-    def remove(self, place: Place[Item]) -> None:
-        """It waits no more; doing so again changes nothing."""
-        if place.item is None:
+    def remove(self, entry: Place[Item]) -> None:
+        """Remove a request; removing it again does nothing."""
+        if entry.item is None:
             return
-        place.item = None
+        entry.item = None
         self._count -= 1
-        self.cost -= place.cost
-        left = self._waiting[place.tenant] - 1
-        if left:
-            self._waiting[place.tenant] = left
+        self.cost -= entry.cost
+        remaining = self._waiting[entry.tenant] - 1
+        if remaining:
+            self._waiting[entry.tenant] = remaining
             return
-        del self._waiting[place.tenant]
+        del self._waiting[entry.tenant]
         if not self._waiting:
-            # Nobody waits: nobody has an advantage to make good.
+            # The queue is empty, so no tenant has an advantage to compensate.
             self._heaps.clear()
             self._finish.clear()
             self._now = self.cost = 0.0
 
     def find_late(self, now: float) -> list[Item]:
-        """Requests whose time is over; they stay until removed."""
+        """Requests whose deadline has passed; they stay until removed."""
         return [
-            place.item
+            entry.item
             for heap in self._heaps.values()
-            for _, _, place in heap
-            if place.item is not None and now > place.until
+            for _, _, entry in heap
+            if entry.item is not None and now > entry.until
         ]

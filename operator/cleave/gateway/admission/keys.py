@@ -1,7 +1,8 @@
-"""API keys of clients. Asked for every request; read at the start and whenever the file changes.
+"""API keys of clients. Checked for every request; the file is read at the start and when it
+changes.
 
-What is hard: a Secret that is mounted changes by a link that is swapped, and one that is emptied by
-mistake must not open the gateway, so an unusable file leaves the keys that were read before.
+What is hard: a mounted Secret changes by swapping a symbolic link; and a file that is emptied by
+mistake must not disable authentication, so after an unusable file the previous keys stay valid.
 """
 
 import logging
@@ -14,23 +15,24 @@ log = logging.getLogger(__name__)
 
 
 class Keys:
-    """The keys that are accepted, and whose they are; without any, everybody is."""
+    """The accepted keys and their tenants; without keys, every client is accepted."""
 
     def __init__(self, tenants: Mapping[bytes, Tenant] | None) -> None:
-        """`tenants`: by digest of their keys."""
+        """`tenants`: by hash of their keys."""
         self._tenants = tenants
 
     @property
     def tenants(self) -> set[Tenant]:
-        """All of them."""
+        """All tenants."""
         return set((self._tenants or {}).values())
 
     def accept(self, authorization: bytes | None) -> bool:
-        """Whether the value of an Authorization header carries one of the keys."""
+        """Whether the value of an Authorization header contains an accepted key."""
         return self._tenants is None or self.find(authorization) is not None
 
     def find(self, authorization: bytes | None) -> Tenant | None:
-        """Whose key the value of an Authorization header carries; None: nobody's."""
+        """The tenant whose key the value of an Authorization header contains; None: no valid
+        key."""
         if self._tenants is None:
             return EVERYBODY
         if authorization is None or authorization[:7].lower() != b"bearer ":
@@ -39,7 +41,7 @@ class Keys:
 
 
 class KeysFile:
-    """The keys of a file, kept up to date by `refresh`."""
+    """A file of API keys; `refresh` reads it again when it has changed."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises KeysError when the keys cannot be read."""
@@ -49,10 +51,10 @@ class KeysFile:
 
     def refresh(self) -> None:
         """Read the file again if it has changed; called every few seconds."""
-        found = stamp(self._path)
-        if found == self._stamp:
+        version = stamp(self._path)
+        if version == self._stamp:
             return
-        self._stamp = found
+        self._stamp = version
         try:
             self.keys = read_keys(self._path)
         except KeysError as error:
@@ -62,14 +64,15 @@ class KeysFile:
 
 
 def read_keys(path: Path | None) -> Keys:
-    """Keys of a file; without one everybody is accepted. Raises KeysError."""
+    """The keys of a file; None: every client is accepted. Raises KeysError."""
     return Keys(read_tenants(path) if path is not None else None)
 
 
 def stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """What differs between two states of a file, or of what a link leads to."""
+    """Inode, modification time and size of a file, links followed; differs when the file has
+    changed."""
     try:
-        found = path.stat() if path is not None else None
+        status = path.stat() if path is not None else None
     except OSError:
         return None
-    return (found.st_ino, found.st_mtime_ns, found.st_size) if found is not None else None
+    return (status.st_ino, status.st_mtime_ns, status.st_size) if status is not None else None

@@ -1,20 +1,22 @@
-"""What a tenant may use: requests and tokens a minute, requests at a time. Pure; time is passed in.
+"""Rate limits of one tenant: requests and tokens a minute, concurrent requests. Pure; time is
+passed in.
 
-Asked by the door for every request of a tenant that has limits. What is hard: how long an answer
-gets is known only at its end, so its tokens are charged then, and a tenant that overdrew waits.
+Used by the admission controller for every request of a tenant with limits. What is hard: the length
+of an output is known only at its end, so its tokens are charged then, and a tenant that has
+overdrawn its limit waits.
 """
 
 from dataclasses import dataclass
 
 MINUTE_S = 60.0
 LEAST_S = 1e-6
-"""Less is no wait: sums of times are not exact."""
+"""Shorter waits count as none, because sums of floats are not exact."""
 
 
 class Bucket:
-    """An allowance that fills evenly; a minute's worth may be used at once.
+    """An allowance that refills continuously; a minute's worth may be used at once.
 
-    It is known by when it is full again (the generic cell rate algorithm, ITU-T I.371).
+    Its state is the time at which it is full again (the generic cell rate algorithm, ITU-T I.371).
     """
 
     __slots__ = ("_full_at", "_per_minute")
@@ -24,46 +26,47 @@ class Bucket:
         self._full_at = now
 
     def look(self) -> None:
-        """Learn what others have used that share it: before it is asked, or used unasked."""
+        """Load what other processes have used; called before any other method."""
 
     def find_wait_s(self, amount: float, now: float) -> float:
-        """Seconds until so much may be used; 0: now. More than a minute's worth needs it full."""
+        """Seconds until so much may be used; 0: now. For more than a minute's worth, until it is
+        full."""
         needed_s = min(amount / self._per_minute, 1.0) * MINUTE_S
         wait_s = self._full_at - now + needed_s - MINUTE_S
         return wait_s if wait_s > LEAST_S else 0.0
 
     def use(self, amount: float, now: float) -> None:
-        """Charge so much, also what is not there."""
+        """Charge an amount, even if it exceeds the allowance."""
         self._full_at = max(self._full_at, now) + amount / self._per_minute * MINUTE_S
 
     def resize(self, per_minute: float) -> None:
-        """Another allowance from now on, of which the same share is left."""
+        """Set another allowance."""
         self._per_minute = per_minute
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a tenant's request is not taken now."""
+    """Why a tenant's request is refused."""
 
     reason: str
-    """For metrics and as the error's code."""
+    """Label of the metric and code of the error."""
     message: str
     retry_after_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """0: without limit."""
+    """Limits of a tenant; 0: no limit."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
-    """Of prompts and answers."""
+    """Of prompts and outputs."""
     max_concurrent: int = 0
-    """Requests that wait or run."""
+    """Requests that are queued or running."""
 
 
 class Account:
-    """What a tenant has used."""
+    """What one tenant uses."""
 
     __slots__ = ("_limits", "_requests", "_tokens", "running")
 
@@ -75,14 +78,14 @@ class Account:
         self.change(limits, now)
 
     def change(self, limits: Limits, now: float) -> None:
-        """Other limits from now on."""
+        """Set other limits."""
         self._limits = limits
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
         self._requests = self._resize(self._requests, requests, now, of_tokens=False)
         self._tokens = self._resize(self._tokens, tokens, now, of_tokens=True)
 
     def enter(self, prompt_tokens: int, now: float) -> Refusal | None:
-        """Take a request in; a refusal changes nothing."""
+        """Charge a new request; a refused request is not charged."""
         limits = self._limits
         if limits.max_concurrent and self.count_running() >= limits.max_concurrent:
             message = f"more than {limits.max_concurrent} requests at a time"
@@ -106,14 +109,14 @@ class Account:
         return None
 
     def leave(self, output_tokens: int, now: float) -> None:
-        """A request that was taken in has ended with so many tokens made."""
+        """An admitted request has ended after so many output tokens."""
         self.running -= 1
         if self._tokens is not None:
             self._tokens.look()
             self._tokens.use(output_tokens, now)
 
     def count_running(self) -> int:
-        """Requests that wait or run."""
+        """Requests that are queued or running."""
         return self.running
 
     def _resize(

@@ -1,8 +1,8 @@
-"""Accounts of tenants that all processes of a gateway keep together. Used by the door.
+"""Usage of tenants that all processes of a gateway share. Used by the admission controller.
 
-What is hard: to do so without a lock. What runs is counted in a column per process and added up;
-what is left of an allowance is one number that whoever uses some of it writes, and two that do so
-within the same microsecond may charge only one.
+What is hard: it works without a lock. Running requests are counted in one column per process and
+summed up. The state of an allowance is a single number that each process overwrites when it uses
+some, so two that do so within the same microsecond may charge only one.
 """
 
 import struct
@@ -12,16 +12,16 @@ from cleave.metrics.shared_table import CELL_BYTES, SharedTable
 
 _RUNNING = 0
 _REQUESTS, _TOKENS = 0, 1
-"""Of both buckets: when they are full again."""
+"""Columns of the two buckets: the time at which each is full again."""
 
 
 class SharedAccount(Account):
-    """The account of one tenant in a row of its own."""
+    """Usage of one tenant, in a row of the shared table."""
 
     __slots__ = ("_cells", "_look", "_row", "_running_at", "_start", "_table")
 
     def __init__(self, table: SharedTable, row: int, limits: Limits, now: float) -> None:
-        """A row with one own cell."""
+        """`table`: with one cell per process and two common cells in each row."""
         self._table, self._row, self._cells = table, row, table.cells
         self._running_at = table.own_at(row, _RUNNING)
         self._start = CELL_BYTES * table.cell_at(row, _RUNNING, 0)
@@ -29,18 +29,18 @@ class SharedAccount(Account):
         super().__init__(limits, now)
 
     def enter(self, prompt_tokens: int, now: float) -> Refusal | None:
-        """Take a request in; a refusal changes nothing."""
+        """Charge a new request; a refused request is not charged."""
         refusal = super().enter(prompt_tokens, now)
         self._cells[self._running_at] = float(self.running)
         return refusal
 
     def leave(self, output_tokens: int, now: float) -> None:
-        """A request that was taken in has ended with so many tokens made."""
+        """An admitted request has ended after so many output tokens."""
         super().leave(output_tokens, now)
         self._cells[self._running_at] = float(self.running)
 
     def count_running(self) -> int:
-        """Requests of all processes."""
+        """Requests of all processes that are queued or running."""
         running: tuple[float, ...] = self._look(self._table.memory, self._start)
         return int(sum(running))
 
@@ -50,7 +50,7 @@ class SharedAccount(Account):
 
 
 class SharedBucket(Bucket):
-    """An allowance of all processes together."""
+    """An allowance that all processes share."""
 
     __slots__ = ("_at", "_cells")
 
@@ -62,10 +62,10 @@ class SharedBucket(Bucket):
         self._cells[self._at] = self._cells[self._at] or now
 
     def look(self) -> None:
-        """Learn what siblings have used."""
+        """Load what other processes have used."""
         self._full_at = self._cells[self._at]
 
     def use(self, amount: float, now: float) -> None:
-        """Charge so much, also what is not there."""
+        """Charge an amount, even if it exceeds the allowance."""
         super().use(amount, now)
         self._cells[self._at] = self._full_at

@@ -1,6 +1,6 @@
-"""Who may ask, and for how much: the file of API keys as tenants. Pure, but for reading the file.
+"""Tenants and their API keys, read from a file. Pure, except for reading the file.
 
-Keys are kept as digests: neither a core dump nor the timing of a comparison tells one.
+Keys are kept as hashes, so neither a core dump nor the timing of a comparison reveals one.
 """
 
 import hashlib
@@ -18,31 +18,31 @@ _DIGEST = "sha256:"
 
 
 class KeysError(ValueError):
-    """The file of keys cannot be used."""
+    """The file of API keys cannot be used."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Whoever shares keys, limits and a place in the queue."""
+    """Clients that share keys, limits and a queue."""
 
     name: str
     limits: Limits = Limits()
     weight: float = 1.0
-    """Share of prompt tokens against other tenants that wait."""
+    """Share of prompt tokens relative to other waiting tenants."""
     priority: int = 0
-    """Higher goes before all lower ones."""
+    """Higher priorities are served before all lower ones."""
     max_queued: int = MAX_QUEUED
     late: Late | None = None
-    """None: as the gateway is told for all."""
+    """None: as configured for the gateway."""
 
 
 EVERYBODY = Tenant("")
-"""Of a gateway without tenants."""
+"""The tenant of all requests when the gateway has no tenants."""
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
 class _Stated(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
-    """A tenant as the file states it."""
+    """A tenant in the file."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
     keys: Annotated[list[str], msgspec.Meta(min_length=1)]
@@ -60,10 +60,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_tenants(path: Path) -> dict[bytes, Tenant]:
-    """Tenants by digest of their keys. Raises KeysError.
+    """Tenants by hash of their keys. Raises KeysError.
 
-    A file is either one key a line (`#` begins a comment), or YAML that begins with `tenants:`.
-    Keys are `sha256:` and the hexadecimal digest, or as clients send them.
+    The file contains either one key per line (`#` begins a comment), or YAML that begins with
+    `tenants:`. A key is written as clients send it, or as `sha256:` and the hexadecimal hash.
     """
     try:
         text = path.read_text()
@@ -72,16 +72,16 @@ def read_tenants(path: Path) -> dict[bytes, Tenant]:
     except UnicodeDecodeError:
         raise KeysError(f"{path}: is not text") from None
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    stated = [line for line in lines if line]
-    if not stated:
+    entries = [line for line in lines if line]
+    if not entries:
         raise KeysError(f"{path}: holds no key")
-    if not stated[0].startswith("tenants:"):
-        return {_digest(line, path): EVERYBODY for line in stated}
+    if not entries[0].startswith("tenants:"):
+        return {_digest(line, path): EVERYBODY for line in entries}
     return _build(_parse(text, path), path)
 
 
 def digest(key: bytes) -> bytes:
-    """What is stored of a key."""
+    """The hash that is kept of a key."""
     return hashlib.sha256(key).digest()
 
 
@@ -97,33 +97,33 @@ def _parse(text: str, path: Path) -> _File:
 
 
 def _build(file: _File, path: Path) -> dict[bytes, Tenant]:
-    found: dict[bytes, Tenant] = {}
+    tenants: dict[bytes, Tenant] = {}
     names: set[str] = set()
-    for one in file.tenants:
-        if one.name in names:
-            raise KeysError(f"{path}: two tenants are named {one.name!r}; give each its own name")
-        names.add(one.name)
+    for spec in file.tenants:
+        if spec.name in names:
+            raise KeysError(f"{path}: two tenants are named {spec.name!r}; give each its own name")
+        names.add(spec.name)
         limits = Limits(
-            one.requests_per_minute or 0, one.tokens_per_minute or 0, one.max_concurrent or 0
+            spec.requests_per_minute or 0, spec.tokens_per_minute or 0, spec.max_concurrent or 0
         )
-        tenant = Tenant(one.name, limits, one.weight, one.priority, one.max_queued, one.late)
-        for key in one.keys:
-            kept = _digest(key, path)
-            if kept in found:
+        tenant = Tenant(spec.name, limits, spec.weight, spec.priority, spec.max_queued, spec.late)
+        for key in spec.keys:
+            hashed = _digest(key, path)
+            if hashed in tenants:
                 raise KeysError(
-                    f"{path}: {found[kept].name!r} and {one.name!r} have a key in common"
+                    f"{path}: {tenants[hashed].name!r} and {spec.name!r} have a key in common"
                 )
-            found[kept] = tenant
-    return found
+            tenants[hashed] = tenant
+    return tenants
 
 
 def _digest(key: str, path: Path) -> bytes:
     if not key.startswith(_DIGEST):
         return digest(key.encode())
     try:
-        kept = bytes.fromhex(key.removeprefix(_DIGEST))
+        hashed = bytes.fromhex(key.removeprefix(_DIGEST))
     except ValueError:
-        kept = b""
-    if len(kept) != hashlib.sha256().digest_size:
+        hashed = b""
+    if len(hashed) != hashlib.sha256().digest_size:
         raise KeysError(f"{path}: {_DIGEST} must be followed by 64 hexadecimal digits")
-    return kept
+    return hashed

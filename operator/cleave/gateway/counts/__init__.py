@@ -1,1 +1,1 @@
-"""What the gateway counts, of all its processes together, as Prometheus metrics."""
+"""Metrics of a gateway, and their sum over its processes."""

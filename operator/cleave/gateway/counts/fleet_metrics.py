@@ -1,8 +1,7 @@
-"""What a gateway knows of the instances that it follows, as Prometheus metrics.
+"""Prometheus metrics of the instances that the gateway watches, beside its own.
 
-Registered beside the counts. Every gateway tells of the whole fleet, so queries take the maximum
-over gateways, never the sum. Engines have ports that nobody knows beforehand; through here their
-load can be scraped all the same.
+Every gateway exports all instances, so queries take the maximum over gateways, never the sum. The
+ports of engines are not fixed, so their load is scraped from the gateway instead.
 """
 
 from collections import Counter
@@ -18,10 +17,10 @@ from cleave.rpc.v1 import agent_pb2
 
 
 class FleetCollector:
-    """Looks at the fleet at each scrape."""
+    """Reads the instances at each scrape."""
 
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+    def __init__(self, registry: Directory) -> None:
+        self._directory = registry
 
     def collect(self) -> Iterable[Metric]:
         """Called at each scrape."""
@@ -32,7 +31,7 @@ class FleetCollector:
 
 
 def _count_instances(instances: list[Instance]) -> Metric:
-    """Where none of a role is ready, that is said as well."""
+    """Also 0 for a role of which no instance is ready."""
     counted: Counter[tuple[str, str, str]] = Counter()
     for instance in instances:
         model, role = _name(instance)
@@ -72,9 +71,9 @@ def _gauge(
 
 
 def _name(instance: Instance) -> tuple[str, str]:
-    """(model, the role that it has now)."""
-    stated = instance.registration
-    return stated.model, name_of(agent_pb2.Role, stated.role)
+    """(model, current role)."""
+    registration = instance.registration
+    return registration.model, name_of(agent_pb2.Role, registration.role)
 
 
 def _find_state(instance: Instance) -> str:

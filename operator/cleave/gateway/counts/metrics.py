@@ -1,7 +1,7 @@
-"""What the gateway counts. Plain numbers on the hot path, made into Prometheus metrics at a scrape.
+"""Metrics of a gateway: plain numbers on the hot path, converted to Prometheus metrics at a scrape.
 
-prometheus_client's own objects take 1-2 us per observation, several per request; these take a
-tenth. Seconds, as Prometheus wants them.
+Objects of prometheus_client take 1-2 us per observation, and there are several per request; these
+take a tenth. All times are seconds, as is usual in Prometheus.
 """
 
 from bisect import bisect_left
@@ -27,14 +27,15 @@ TPOT_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
 LENGTH_BOUNDS = tuple(float(round(2 ** (step / 2))) for step in range(4, 37))
-"""Tokens: a mean is exact however wide they are, a quantile as exact as they are narrow."""
+"""Tokens. Means are exact whatever the widths of buckets, quantiles only as exact as they are
+narrow."""
 
 PHASES = ("prefill", "decode")
-"""Of split requests; for others the TTFT says all."""
+"""Of split requests; for others the TTFT is enough."""
 
 
 class Histogram:
-    """Counts per bucket and their sum."""
+    """Counts per bucket, and the sum of all values."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -49,17 +50,17 @@ class Histogram:
         self._sum += value
 
     def to_list(self) -> list[float]:
-        """Counts, then their sum; as `add` takes them."""
+        """Counts, then the sum; the form that `add` takes."""
         return [*self._counts, self._sum]
 
-    def add(self, more: Sequence[float]) -> None:
-        """Count what another one with the same bounds has counted."""
-        *counts, total = more
+    def add(self, other: Sequence[float]) -> None:
+        """Add the counts of another histogram with the same bounds."""
+        *counts, total = other
         self._counts = [int(a + b) for a, b in zip(self._counts, counts, strict=True)]
         self._sum += total
 
     def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
-        """Write it down for a scrape."""
+        """Add these values to a metric family of a scrape."""
         names = [*map(str, self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         family.add_metric(labels, buckets, self._sum)
@@ -71,15 +72,15 @@ def _by_role(bounds: tuple[float, ...]) -> dict[str, Histogram]:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What answers are measured against, in seconds."""
+    """Targets for responses, in seconds."""
 
     ttft_s: float
     tpot_s: float
-    """0: none."""
+    """0: no target."""
 
 
 class ModelMetrics:
-    """What is counted per model."""
+    """Metrics of one model."""
 
     __slots__ = (
         "handoff_tokens",
@@ -101,20 +102,20 @@ class ModelMetrics:
         """By the role of the instance that generated the tokens; as `itl`."""
         self.itl = _by_role(TPOT_BOUNDS_S)
         self.queue = Histogram(TTFT_BOUNDS_S)
-        """Of requests that came to a door that is not simply open."""
+        """Wait for admission of requests that needed it."""
         self.phases = {phase: Histogram(TTFT_BOUNDS_S) for phase in PHASES}
-        """By what the instance was asked for, from sending it to its first bytes."""
+        """By phase, from sending the request to the instance to its first bytes."""
         self.prompt_lengths = Histogram(LENGTH_BOUNDS)
-        """Of requests that got tokens; as `output_lengths`."""
+        """Of requests that got tokens; so is `output_lengths`."""
         self.output_lengths = Histogram(LENGTH_BOUNDS)
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.handoff_tokens = 0
-        """Of prompts whose KV went to another instance."""
+        """Of prompts whose KV was handed over to another instance."""
 
 
 class Metrics:
-    """Everything one gateway has counted since its start."""
+    """Everything one gateway process has counted since its start."""
 
     __slots__ = (
         "attained",
@@ -138,50 +139,53 @@ class Metrics:
     )
 
     def __init__(self, slo: Slo | None = None) -> None:
-        """`slo`: None when answers are measured against nothing."""
+        """`slo`: None when responses are not measured against targets."""
         self.slo = slo
         self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
-        """By model; only models that the fleet knows or knew, lest clients make up label values."""
+        """By model; only models that have had instances, so that clients cannot create label
+        values."""
         self.requests: dict[tuple[str, str], int] = defaultdict(int)
-        """By model and outcome; of names that no fleet ever had the model is empty.
+        """By model and outcome; the model is empty for names that no instance has ever served.
 
-        ok; refused: the client's fault; shed: not taken, see `shed`; unavailable: no instance;
-        failed: engines let it down; broken: they did so mid-stream; cancelled: the client has gone.
+        ok; refused: the client's fault; shed: refused by admission, see `shed`; unavailable: no
+        instance; failed: engines failed; broken: they failed in mid-stream; cancelled: the client
+        disconnected.
         """
         self.attained: dict[tuple[str, str], int] = defaultdict(int)
-        """By model and what was missed: nothing (empty), ttft, tpot, ttft_and_tpot, unserved."""
+        """By model and missed target: none (empty), ttft, tpot, ttft_and_tpot, unserved."""
         self.shed: dict[tuple[str, str], int] = defaultdict(int)
         """By tenant and reason."""
         self.tenants: dict[tuple[str, str], int] = defaultdict(int)
         """Requests by tenant and outcome."""
         self.tenant_tokens: dict[str, int] = defaultdict(int)
-        """Of prompts and answers."""
+        """Of prompts and outputs."""
         self.dispatches: dict[tuple[str, str], int] = defaultdict(int)
-        """By model and the router's reason."""
+        """By model and the reason of the router's pick."""
         self.retries: dict[tuple[str, str], int] = defaultdict(int)
-        """By phase that failed and how."""
+        """By phase that failed, and cause."""
         self.recoveries: dict[tuple[str, str], int] = defaultdict(int)
-        """Streams that went on with another engine, by model and how: continued, replayed."""
+        """Streams that another engine continued, by model and mode: continued, replayed."""
         self.handoffs: dict[str, int] = defaultdict(int)
-        """By result: used, of these failed (an error came instead of an answer), none (nothing to
-        hand over), refused (of another boot or request, unreadable)."""
+        """By result: used, failed (a used one, followed by an error), none (nothing to hand over),
+        refused (of another boot or request, or unreadable), ahead (after the decode engine had
+        responded)."""
         self.spans: dict[str, int] = defaultdict(int)
-        """Of traces, by result: exported, failed, dropped. Empty when nothing is traced."""
+        """Of traces, by result: exported, failed, dropped. Empty without tracing."""
         self.processes = 1
-        """That serve; with several, these are the counts of all."""
+        """Processes that serve; with several, these metrics are their sum."""
         self.restarts = 0
-        """Of processes that died."""
+        """Restarts of processes that died."""
         self.flips: dict[tuple[str, str, str], int] = defaultdict(int)
-        """By model, old and new role; those that were only advised as well."""
+        """By model, old and new role; those that were only advised are included."""
         self.in_flight = 0
         self.waiting = 0
-        """Of these, those that the door has not let in yet; looked at by the sweeper."""
+        """Of these, requests queued for admission; updated by the sweeper."""
         self.streams = 0
-        """Begun so far."""
+        """Streams begun so far."""
 
 
 class Collector:
-    """Turns the counts into metric families; registered with prometheus_client."""
+    """Converts the counts to metric families; registered with prometheus_client."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -204,7 +208,7 @@ class Collector:
         )
         yield from self._collect_attainment()
         handoffs = {(result,): number for result, number in counted.handoffs.items()}
-        yield _count("handoffs", "KV hand-offs by result", ["result"], handoffs)
+        yield _count("handoffs", "KV handoffs by result", ["result"], handoffs)
         yield _count("flips", "Changes of roles", ["model", "from", "to"], counted.flips)
         spans = {(result,): number for result, number in counted.spans.items()}
         yield _count("spans", "Spans of traces by result", ["result"], spans)
@@ -228,8 +232,8 @@ class Collector:
         output = {(name,): model.output_tokens for name, model in models}
         yield _count("prompt_tokens", "Prompt tokens, estimated when not told", ["model"], prompt)
         yield _count("output_tokens", "Tokens sent to clients", ["model"], output)
-        handed = {(name,): model.handoff_tokens for name, model in models}
-        yield _count("handoff_tokens", "Prompt tokens whose KV was handed over", ["model"], handed)
+        handoff = {(name,): model.handoff_tokens for name, model in models}
+        yield _count("handoff_tokens", "Prompt tokens whose KV was handed over", ["model"], handoff)
         by_role = "model", "role"
         ttft = _histogram("ttft", "Request read to first byte of stream", *by_role)
         tpot = _histogram("tpot", "Mean time between tokens of a stream", *by_role)
@@ -254,9 +258,9 @@ class Collector:
         yield from (ttft, tpot, itl, queue, phases, prompts, outputs)
 
     def _collect_attainment(self) -> Iterable[Metric]:
-        """Goodput is the rate of those that missed nothing."""
+        """Goodput is the rate of requests that missed no target."""
         counted = self._metrics
-        # Where nothing is met, that is a number as well.
+        # Models without any attained request are exported with 0.
         attained = dict.fromkeys(((model, "") for model, _ in counted.attained), 0)
         attained |= counted.attained
         yield _count("slo", "Answers by what they missed", ["model", "missed"], attained)

@@ -1,9 +1,9 @@
-"""The metrics of a gateway of several processes: what all have counted, whoever is asked.
+"""Metrics of a gateway of several processes: any process returns the sum over all.
 
-Used by the server and the pages. Each process leaves its counts in a file once a second, and before
-it answers a scrape; its successor goes on from there. So a process that is killed takes along what
-it has counted in its last second, but nothing that was ever told: counters that went back by one
-would look to Prometheus like a restart of all.
+Used by the server and the pages. Each process writes its counts to a file once a second and before
+it responds to a scrape; its replacement continues from there. A process that is killed loses the
+counts of its last second, but no count that was ever scraped: a counter that decreases looks to
+Prometheus like a restart of the gateway.
 """
 
 import os
@@ -21,7 +21,7 @@ from cleave.gateway.siblings import Siblings
 
 _NOT_COUNTED = ("slo", "in_flight", "processes", "restarts")
 _NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")
-"""The parent's own."""
+"""Taken from the parent process."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Plain = Any
@@ -31,55 +31,55 @@ Plain = Any
 class SummedCollector:
     """Registered with prometheus_client instead of a Collector and a ProcessCollector."""
 
-    def __init__(self, metrics: Metrics, siblings: Siblings) -> None:
+    def __init__(self, metrics: Metrics, shared_state: Siblings) -> None:
         self._metrics = metrics
-        self._siblings = siblings
+        self._siblings = shared_state
 
     def collect(self) -> Iterable[Metric]:
         """Called at each scrape."""
-        siblings = self._siblings
-        save(self._metrics, siblings)
+        shared_state = self._siblings
+        save(self._metrics, shared_state)
         total = Metrics(self._metrics.slo)
-        for process in range(siblings.count):
-            restore(total, siblings.read_counts(process))
-        pids = siblings.list_pids()
-        total.in_flight = siblings.count_in_flight()
-        total.processes, total.restarts = len(pids), siblings.restarts
+        for process in range(shared_state.count):
+            restore(total, shared_state.read_counts(process))
+        pids = shared_state.list_pids()
+        total.in_flight = shared_state.count_in_flight()
+        total.processes, total.restarts = len(pids), shared_state.restarts
         yield from Collector(total).collect()
         yield from sum_processes([os.getppid(), *pids])
 
 
-def save(metrics: Metrics, siblings: Siblings) -> None:
-    """Leave word of what this process has counted."""
-    siblings.write_counts(msgspec.msgpack.encode(_to_plain(metrics)))
+def save(metrics: Metrics, shared_state: Siblings) -> None:
+    """Write the counts of this process to its file."""
+    shared_state.write_counts(msgspec.msgpack.encode(_to_plain(metrics)))
 
 
 def restore(metrics: Metrics, saved: bytes) -> None:
-    """Add what was saved."""
+    """Add saved counts."""
     if saved:
         _add(metrics, msgspec.msgpack.decode(saved))
 
 
 def sum_processes(pids: list[int]) -> Iterable[Metric]:
-    """CPU time, memory and files of a parent and its children; pages they share count in each."""
+    """CPU time, memory and files of a parent and its children; shared memory counts in each."""
     families: dict[str, Metric] = {}
     for pid in pids:
         for family in ProcessCollector(pid=partial(int, pid), registry=None).collect():
-            known = families.setdefault(family.name, family)
-            if known is not family and family.name not in _NOT_SUMMED:
-                known.samples = [
-                    one._replace(value=one.value + other.value)
-                    for one, other in zip(known.samples, family.samples, strict=True)
+            total = families.setdefault(family.name, family)
+            if total is not family and family.name not in _NOT_SUMMED:
+                total.samples = [
+                    sample._replace(value=sample.value + other.value)
+                    for sample, other in zip(total.samples, family.samples, strict=True)
                 ]
     cpu = families.get("process_cpu_seconds")
     if cpu is not None:
         ended_s = _read_ended_s(pids[0])
-        cpu.samples = [one._replace(value=one.value + ended_s) for one in cpu.samples]
+        cpu.samples = [sample._replace(value=sample.value + ended_s) for sample in cpu.samples]
     yield from families.values()
 
 
 def _read_ended_s(parent: int) -> float:
-    """CPU time of children that have ended."""
+    """CPU seconds of children that have ended."""
     fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
 
@@ -99,7 +99,7 @@ def _to_plain(counted: object) -> Plain:
 
 
 def _add(counted: object, more: Plain) -> None:
-    """Sum up in place."""
+    """Add in place."""
     if isinstance(counted, Histogram):
         counted.add(more)
     elif isinstance(counted, dict):
@@ -117,5 +117,5 @@ def _add(counted: object, more: Plain) -> None:
 
 
 def _list_names(counted: object) -> Iterable[str]:
-    """What objects without methods hold; compiled ones cannot be looked through by `vars`."""
+    """Attributes of an object without methods; compiled objects have no `vars`."""
     return [name for name in dir(type(counted)) if not name.startswith("_")]

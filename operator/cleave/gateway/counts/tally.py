@@ -1,14 +1,15 @@
-"""What a request adds to the metrics when it is over. Called by exchanges.
+"""Counts a finished request in the metrics. Called by exchanges.
 
-What is hard: an attainment that leaves out what was refused or lost flatters, so a request that got
-no answer counts as one that missed its targets; only what clients broke off or got wrong does not.
+What is hard: attainment that omits refused and lost requests would look too good, so a request
+without a response counts as one that missed its targets, unless the client cancelled it or sent it
+wrong.
 """
 
 from cleave.gateway.counts.metrics import Metrics
 from cleave.router.router import Pick
 
 TIMED_MASK = 7
-"""One stream in eight has each of its gaps timed: all of them would cost 4 % of a token."""
+"""The gaps of one stream in eight are timed: timing all of them would cost 4 % per token."""
 
 _UNSERVED = frozenset(("shed", "unavailable", "failed", "broken"))
 
@@ -23,11 +24,10 @@ def count(
     stream_s: tuple[float, float] | None,
     pick: Pick | None = None,
 ) -> None:
-    """All is over.
+    """Count a finished request.
 
-    `model` is empty when clients made it up, `tenant` where there are none. `stream_s`: seconds to
-    the first byte of a stream that came to an end, and from there to the end; `pick`: of whom, if
-    known.
+    `model` is empty if it is unknown to the fleet, `tenant` without tenants. `stream_s`: for a
+    stream, seconds to the first byte and from there to the end. `pick`: the instances, if known.
     """
     metrics.requests[model, outcome] += 1
     if tenant:

@@ -1,1 +1,2 @@
-"""Engines as the gateway meets them: connections, their health, hand-offs, how streams begin."""
+"""The gateway's side of engines: connections, failure detection, handoffs, the start of
+streams."""

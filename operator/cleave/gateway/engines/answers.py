@@ -1,7 +1,7 @@
-"""What the gateway decodes of engines' answers: a few members, all others are passed over.
+"""The members that the gateway decodes of engines' responses; all others are skipped.
 
-Used by `handoff` and `opening`. A module of its own because these types cannot be compiled: of a
-member that may have one of two types the compiler leaves nothing that msgspec could read.
+Used by `handoff` and `opening`. A module of its own because these types cannot be compiled: mypyc
+erases union types, so msgspec could not read members that have one.
 """
 
 import msgspec
@@ -15,45 +15,45 @@ class Usage(msgspec.Struct):
 
 
 class Counted(msgspec.Struct):
-    """A whole answer, for its counts."""
+    """A complete response, decoded for its token counts."""
 
     usage: Usage | None = None
 
 
 class PrefillAnswer(msgspec.Struct):
-    """What a prefill engine says."""
+    """The response of a prefill engine."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     usage: Usage | None = None
 
 
 class Origin(msgspec.Struct):
-    """Whose a hand-off is."""
+    """The engine and the request that a handoff comes from."""
 
     remote_engine_id: str | None = None
     remote_request_id: str = ""
 
 
 class Blocks(msgspec.Struct):
-    """What a hand-off names."""
+    """The KV blocks of a handoff."""
 
     remote_block_ids: list[list[int]] | None = None
 
 
 class BlocksAnswer(msgspec.Struct):
-    """A prefill engine's answer, for its blocks."""
+    """The response of a prefill engine, decoded for its KV blocks."""
 
     kv_transfer_params: Blocks | None = None
 
 
 class Error(msgspec.Struct):
-    """What an engine calls its failure."""
+    """An error as the engine reports it."""
 
     code: int | str | None = None
 
 
 class ErrorEvent(msgspec.Struct):
-    """A failure in the place of an event."""
+    """An event of a stream that reports an error."""
 
     error: Error
 

@@ -1,9 +1,9 @@
 """Connections to engines: one pool per engine, one call per request to it.
 
 Used by exchanges. Everything is a callback, because a task and its wake-ups per request would cost
-more than the whole hop. What is hard: an engine may close an idle connection at the very moment a
-request is sent over it. Only then, when nothing of an answer has come, the call goes out once more,
-on a fresh connection; anything else is the exchange's decision.
+more than the rest of this hop. What is hard: an engine may close an idle connection at the very
+moment a request is sent over it. Only then, when no byte of a response has come, is the call
+repeated once on a new connection; for any other failure the exchange decides.
 """
 
 import asyncio
@@ -21,20 +21,21 @@ from cleave.router.instance import Target
 from cleave.router.rounds import is_overdue
 
 IDLE_S = 4.0
-"""uvicorn, in front of vLLM, closes idle connections after 5 s; we do it first."""
+"""uvicorn, vLLM's HTTP server, closes idle connections after 5 s; the gateway closes them first."""
 GONE_S = 10
-"""A machine that has acknowledged nothing for so long is gone, however long its answer may take."""
+"""A host that has acknowledged no packet for so long is dead, however long its response may
+take."""
 PROBE_S = 2
 
 
 class Owner(Protocol):
-    """Who made a call."""
+    """Receives the response to a call."""
 
     def receive(self, call: "Call", piece: bytes, complete: bool) -> None:
-        """More of the answer's body, perhaps empty; its head is in the call."""
+        """A piece of the response's body, perhaps empty; status and headers are in the call."""
 
     def lose(self, call: "Call", reason: str) -> None:
-        """The call failed: no connection, or it broke before the answer was complete."""
+        """The call failed: no connection, or it broke before the response was complete."""
 
 
 class Call:
@@ -60,13 +61,13 @@ class Call:
         self.connecting: asyncio.Task[None] | None = None
         self.fresh = False
         self.sent = False
-        """Whether it may have reached an engine although nothing came back."""
+        """Whether it may have reached the engine although no response came."""
         self.status = 0
-        """0 until the head has come."""
+        """0 until the response's head has come."""
         self.headers: Headers = []
 
     def abort(self) -> None:
-        """End it now; its owner hears nothing more. Closing is what tells an engine to stop."""
+        """End the call without a callback. Closing the connection makes the engine stop."""
         self.owner = None
         if self.connecting is not None:
             self.connecting.cancel()
@@ -74,18 +75,18 @@ class Call:
             self.connection.abort()
 
     def fail(self, reason: str) -> None:
-        """Tell the owner, once."""
+        """Report the failure to the owner, once."""
         owner, self.owner = self.owner, None
         if owner is not None:
             owner.lose(self, reason)
 
     def pause(self) -> None:
-        """Read no more of the answer until resumed."""
+        """Stop reading the response until `resume`."""
         if self.connection is not None:
             self.connection.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Read again."""
         if self.connection is not None:
             self.connection.transport.resume_reading()
 
@@ -100,7 +101,7 @@ class EngineConnection(asyncio.Protocol):
         self._call: Call | None = None
         self._headers: Headers = []
         self._parts: list[bytes] = []
-        # httptools looks its callbacks up once: a list's own append is the cheapest of all.
+        # httptools looks up its callbacks once: a list's own append is the cheapest one.
         self.on_body = self._parts.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._head_done = self._complete = self._delimited = self._heard = False
@@ -114,19 +115,19 @@ class EngineConnection(asyncio.Protocol):
         notice_loss(self.transport)
 
     def send(self, call: Call) -> None:
-        """Begin a call on this idle connection."""
+        """Send a call over this idle connection."""
         self._call = call
         call.connection = self
         self._head_done = self._complete = self._delimited = self._heard = False
         self._pool.outbox.post(self.transport, call.payload)
 
     def abort(self) -> None:
-        """Close without waiting for anything."""
+        """Close at once."""
         self._call = None
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and give what came to the call's owner in one piece."""
+        """Parse, and give the body bytes of one read to the owner in one piece."""
         call, parser = self._call, self._parser
         if call is None or parser is None:
             self.transport.abort()
@@ -160,7 +161,7 @@ class EngineConnection(asyncio.Protocol):
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The head is whole; an interim one (1xx) is thrown away."""
+        """The head is complete; an interim response (1xx) is ignored."""
         headers, self._headers = self._headers, []
         if self._call is None or self._parser is None:
             return
@@ -172,7 +173,7 @@ class EngineConnection(asyncio.Protocol):
             self._call.headers = headers
 
     def on_message_complete(self) -> None:
-        """The answer, or an interim one, is over."""
+        """The response, or an interim one, is complete."""
         self._complete = self._head_done
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -180,7 +181,7 @@ class EngineConnection(asyncio.Protocol):
         self._pool.drop(self)
         call = self._call
         if call is not None and self._head_done and not self._delimited and exc is None:
-            # An answer without a length ends with its connection.
+            # A response without a length ends with its connection.
             self._call = call.connection = None
             if call.owner is not None:
                 call.owner.receive(call, b"", True)
@@ -224,9 +225,9 @@ class EnginePool:
         name = make_safe(target.instance)
         self.prefill_label = b"x-cleave-prefill: %b\r\n" % name
         self.decode_label = b"x-cleave-decode: %b\r\n" % name
-        """Header lines that name the instance."""
+        """Header lines that name the instance to the client."""
         self.pulse = Pulse(clock())
-        """Whether its streams move."""
+        """Detects that the engine's streams have stalled."""
         self._target = target
         self._limit = limit
         self._connect_s = connect_s
@@ -237,11 +238,11 @@ class EnginePool:
 
     @property
     def empty(self) -> bool:
-        """Nothing is open or being opened."""
+        """No connection is open or being opened."""
         return not self._open and not self._connecting
 
     def send(self, owner: Owner, payload: bytes) -> Call:
-        """Begin a call; its owner hears about it later, never from within this method."""
+        """Begin a call; the owner is called back later, never from within this method."""
         call = Call(self, owner, payload)
         if self._idle:
             self._idle.pop().send(call)
@@ -250,7 +251,7 @@ class EnginePool:
         return call
 
     def send_on_fresh(self, call: Call) -> None:
-        """Begin, or begin again, a call on a new connection."""
+        """Begin, or repeat, a call on a new connection."""
         call.fresh = True
         task = asyncio.get_running_loop().create_task(self._connect(call))
         call.connecting = task
@@ -258,23 +259,23 @@ class EnginePool:
         task.add_done_callback(self._connecting.discard)
 
     def keep(self, connection: EngineConnection) -> None:
-        """Take back a connection whose call is over."""
+        """Return a connection whose call is complete to the pool."""
         connection.idle_since = self._clock()
         self._idle.append(connection)
 
     def drop(self, connection: EngineConnection) -> None:
-        """Forget a closed connection."""
+        """Remove a closed connection."""
         self._open.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Close what has been idle too long; the oldest come first."""
+        """Close connections that have been idle too long; the oldest come first."""
         while self._idle and now - self._idle[0].idle_since > IDLE_S:
             self._idle.pop(0).abort()
 
     def close(self) -> None:
-        """End every connection, whatever it carries."""
+        """Close every connection, including those with calls."""
         for task in tuple(self._connecting):
             task.cancel()
         for connection in tuple(self._open):
@@ -313,20 +314,21 @@ class EnginePool:
 
 
 def notice_loss(transport: asyncio.Transport) -> None:
-    """Break the connection when the machine at its other end is gone, not when an engine is slow.
+    """Make the kernel break the connection when the other host is dead, but not when an engine is
+    slow.
 
-    A machine without power or network says no goodbye, and a whole answer may take minutes.
+    A host that lost power or network sends nothing, and a complete response may take minutes.
     """
-    opened = transport.get_extra_info("socket")
-    if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1_000)
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1_000)
 
 
 def set_nodelay(transport: asyncio.Transport) -> None:
-    """Send each piece at once: Nagle's algorithm would hold a token back for up to 40 ms."""
-    opened = transport.get_extra_info("socket")
-    if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Send each piece at once: Nagle's algorithm could delay a token by up to 40 ms."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,8 +1,9 @@
-"""The KV hand-off in engines' answers: read from prefill, kept from clients. Pure.
+"""The KV handoff (`kv_transfer_params`) in engines' responses: read from prefill, hidden from
+clients. Pure.
 
-An engine accepts the KV of another prompt without a word and then gives wrong tokens, so a hand-off
-must come from the very boot that was picked, be of the very request that was sent there, and no
-client may ever see one.
+An engine accepts the KV of another prompt without an error and then generates wrong tokens. So a
+handoff must come from the boot that was picked and belong to the request that was sent there, and
+no client may ever receive one.
 """
 
 import re
@@ -26,15 +27,15 @@ _USUAL_END = b',"kv_transfer_params":null}'
 
 
 class HandoffError(Exception):
-    """An engine's answer carries a hand-off that must not be used, or leaks one."""
+    """A response contains a handoff that must not be used, or would leak one to the client."""
 
 
 def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.Raw | None, int]:
-    """(hand-off, prompt tokens) of a prefill answer; the hand-off is None when there is none.
+    """(handoff, prompt tokens) of a prefill response; the handoff is None when there is none.
 
-    None is legitimate: a first token that ends the answer leaves nothing to continue.
-    `request_id`: as the engine was told; its own is that with a word before and more behind.
-    Raises HandoffError when it is not of this boot and request, or cannot be read.
+    None is legitimate: if the first token ends the response, nothing is left to decode.
+    `request_id`: the id sent to the engine, which adds a prefix and a suffix. Raises HandoffError
+    when the handoff is of another boot or request, or cannot be read.
     """
     try:
         answer = decode_prefill(body)
@@ -46,20 +47,22 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
         return None, tokens
     if not boot_id or origin.remote_engine_id != boot_id:
         raise HandoffError(f"is of boot {origin.remote_engine_id!r}, not of {boot_id!r}")
-    # The id between its borders: the first request of a gateway is not its tenth.
+    # With separators, because the id of a gateway's first request is a prefix of its tenth's.
     if f"-{request_id.decode()}-" not in f"{origin.remote_request_id}-":
         raise HandoffError("is of another request")
     return answer.kv_transfer_params, tokens
 
 
 def ask_ahead(name: bytes) -> msgspec.Raw:
-    """What a prefill engine is asked, so that another may follow it under this name."""
+    """`kv_transfer_params` for a prefill engine whose KV is pulled under this name while it is
+    computed."""
     return msgspec.Raw(bytes(ASK_FOR_KV)[:-1] + b',"cleave":{"name":"%b"}}' % name)
 
 
 def promise(prefill: Target, name: bytes) -> msgspec.Raw:
-    """The hand-off of a prefill that has not ended: where to follow it, and under which name."""
-    own = {
+    """The handoff of a prefill that is still running: where to pull its KV, and under which
+    name."""
+    extension = {
         "boot_id": prefill.boot_id,
         "request_id": name.decode(),
         "epoch": 0,
@@ -67,37 +70,37 @@ def promise(prefill: Target, name: bytes) -> msgspec.Raw:
         "num_tokens": 0,
         "addresses": ((prefill.host, prefill.kv_port),),
     }
-    told = {
+    params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": prefill.boot_id,
         "remote_request_id": name.decode(),
         "remote_host": prefill.host,
         "remote_port": prefill.kv_port,
-        "cleave": own,
+        "cleave": extension,
     }
-    return msgspec.Raw(msgspec.json.encode(told))
+    return msgspec.Raw(msgspec.json.encode(params))
 
 
 def count_blocks(body: bytes) -> int:
-    """Blocks of KV that a prefill answer hands over; 0 when it does not tell."""
+    """KV blocks that a prefill response hands over; 0 when it does not say."""
     try:
-        handed = decode_blocks(body).kv_transfer_params
+        blocks = decode_blocks(body).kv_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return 0
-    return sum(map(len, handed.remote_block_ids or ())) if handed is not None else 0
+    return sum(map(len, blocks.remote_block_ids or ())) if blocks is not None else 0
 
 
 def strip_handoff(body: bytes) -> bytes:
-    """An answer without the hand-off, all other values byte for byte.
+    """The response without the handoff, all other values byte for byte.
 
-    Raises HandoffError when one is left that cannot be taken out.
+    Raises HandoffError when a handoff remains that cannot be removed.
     """
     count = body.count(_KEY)
     if count == 0:
         return body
     if count == 1 and body.endswith(_USUAL_END) and b"\\u" not in body:
-        # As vLLM writes it: the last member of the outermost object. A tenth of the way below.
+        # As vLLM writes it: the last member of the outermost object. Ten times faster.
         return body[: -len(_USUAL_END)] + b"}"
     try:
         fields = decode_fields(body)
@@ -111,7 +114,7 @@ def strip_handoff(body: bytes) -> bytes:
 
 
 def read_usage(body: bytes) -> Usage:
-    """Token counts of a whole answer; zeros when it states none."""
+    """Token counts of a complete response; zeros when it has none."""
     try:
         return decode_counted(body).usage or Usage()
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -119,5 +122,5 @@ def read_usage(body: bytes) -> Usage:
 
 
 def leaks_handoff(events: bytes) -> bool:
-    """Whether whole events of a stream hold a hand-off; text that only speaks of one does not."""
+    """Whether complete events contain a handoff; text that merely mentions one does not count."""
     return _KEY in events and _KEY_WITH_VALUE.search(events) is not None

@@ -1,9 +1,10 @@
-"""How a stream begins: whether it may go to the client yet, or is a failure told late. Pure.
+"""Classifies the first bytes of a stream: forward them, wait for more, or treat them as a failure.
+Pure.
 
-Asked by an attempt about a stream's first bytes, while everything may still be tried elsewhere.
-What is hard: vLLM sends its 200 before it knows whether the KV can be pulled, and reports that as
-an error event. In chat an event that only names the role goes before it, in the same breath, so
-that one is held until the next has come; with a token behind it that is no wait either.
+Used by an attempt, while everything can still be retried elsewhere. What is hard: vLLM sends its
+200 before it knows whether the KV can be pulled, and reports a failure as an error event. In chat
+an event that carries only the role precedes it, in the same write, so that event is held until the
+next has come; if a token follows, this costs no time.
 """
 
 import enum
@@ -13,14 +14,15 @@ import msgspec
 from cleave.gateway.engines.answers import decode_error
 
 MAX_HELD_BYTES = 8 << 20
-"""What is longer is no opening; it passes as it is. An opening may name every token of a prompt."""
+"""More bytes than this are forwarded as they are. A first event may list every token id of a
+prompt."""
 
 _ERROR = b'data: {"error"'
 _ERROR_BYTES = len(_ERROR)
 _DATA = len(b"data: ")
 _ROLE = b'"delta":{"role":'
 _ROLE_WITHIN = 1_024
-"""Bytes of an event; where it stands later, the event is no opening."""
+"""Bytes of an event in which the role is searched for."""
 _NOTHING_SAID = b'"content":""'
 _BORDER = b"\n\n"
 
@@ -29,35 +31,35 @@ class Opening(enum.Enum):
     """What to do with the bytes so far."""
 
     HOLD = "hold"
-    """They tell nothing yet."""
+    """Wait for more bytes."""
     BEGIN = "begin"
-    """The engine answers; an error that is the client's fault is an answer, too."""
+    """Forward: the engine responds, perhaps with an error that is the client's fault."""
     FAIL = "fail"
 
 
 _BEGIN = Opening.BEGIN
-"""Found for every stream, and looking a member up takes an enum a while."""
+"""Used for every stream, and an enum attribute look-up is slow."""
 
 
 def skip_roles(opening: bytes, at: int = 0) -> int:
-    """Where the first event begins, from the one at `at` on, that does not only name a role."""
-    # By place, not by cutting: the first event may name every token of a prompt.
+    """Offset of the first event, from the one at `at` on, that carries more than a role."""
+    # Offsets instead of slices: the first event may list every token id of a prompt.
     while at < len(opening):
         before, role, after = opening[at : at + _ROLE_WITHIN].partition(_ROLE)
         if not role:
             break
-        said, nothing, _ = after.partition(_NOTHING_SAID)
-        told = at + len(before) + len(role) + len(said)
-        # JSON holds no line's end, and one byte is found ten times faster than two.
+        between, empty, _ = after.partition(_NOTHING_SAID)
+        content_at = at + len(before) + len(role) + len(between)
+        # JSON contains no line end, and one byte is found ten times faster than two.
         end = opening.find(b"\n", at)
-        if not nothing or end < told or opening[end : end + 2] != _BORDER:
+        if not empty or end < content_at or opening[end : end + 2] != _BORDER:
             break
         at = end + 2
     return at
 
 
 def judge_event(opening: bytes, at: int) -> Opening:
-    """What a stream is whose first event that tells something begins at `at`, if it does yet."""
+    """Classify a stream whose first event with content begins at `at`."""
     if len(opening) > MAX_HELD_BYTES:
         return _BEGIN
     start = opening[at : at + _ERROR_BYTES]
@@ -67,7 +69,7 @@ def judge_event(opening: bytes, at: int) -> Opening:
 
 
 def is_failure(event: bytes) -> bool:
-    """Whether an error event is the engine's fault; one that is the client's is an answer."""
+    """Whether an error event is the engine's fault (not a 4xx, which is the client's)."""
     try:
         code = decode_error(event[_DATA:]).error.code
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,1 +1,1 @@
-"""The life of a completion request, from its pick to the last byte of its answer."""
+"""Proxying of one completion request, from picking instances to the last byte of its response."""

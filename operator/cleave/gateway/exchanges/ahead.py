@@ -1,9 +1,10 @@
-"""A prefill whose KV the decode engine follows: both are asked at the same time.
+"""Overlapped prefill: the prefill and the decode engine are called at the same time.
 
-Made by an attempt where engines can do that and the decode engine has room at once; otherwise the
-prompt's KV waits in the prefill engine, whose memory is the queue. The decode engine compares what
-it follows itself. What is hard: two answers come, in any order. The decode engine's first byte says
-that the prompt is computed; until then a failed prefill fails the attempt, afterwards nothing does.
+Made by an attempt if both engines can transfer KV while it is computed and the decode engine has
+room at once; otherwise the prompt's KV waits in the prefill engine, whose memory is the queue. The
+decode engine itself checks which prefill the KV belongs to. What is hard: two responses come, in
+any order. The decode engine's first byte proves that the prompt is computed; until then a failed
+prefill fails the attempt, afterwards it changes nothing.
 """
 
 from http import HTTPStatus
@@ -18,47 +19,52 @@ from cleave.router.instance import Target
 from cleave.router.router import Pick
 
 _MAX_ANSWER_BYTES = 16 << 20
-"""Of a prefill: one token, its hand-off, what log-probabilities were asked for."""
+"""Of a prefill's response: one token, the handoff, requested log-probabilities."""
 _OK = HTTPStatus.OK.value
 
 
 class Waiting(Protocol):
-    """The attempt that the prefill is for."""
+    """The attempt that the prefill belongs to."""
 
     def prefilled(self, prefill: Target, body: bytes) -> None:
-        """Its answer is there."""
+        """The prefill has responded."""
 
     def lose_prefill(self, failure: Failure, reason: str) -> None:
-        """It failed."""
+        """The prefill failed."""
 
     def refuse_prefill(self, call: Call, body: bytes) -> None:
-        """The engine found fault with the request."""
+        """The engine rejected the request."""
 
 
 def may_follow(context: Context, pick: Pick, prompt_tokens: int) -> bool:
-    """Whether the decode engine had better be asked now.
+    """Whether to call the decode engine at once instead of after the prefill.
 
-    Blocks that wait for a prompt serve nobody: both engines must be able to begin at once.
+    Blocks reserved for a prompt that is still queued would be wasted, so both engines must be able
+    to begin immediately.
     """
     prefill = pick.prefill
-    # Who cannot be followed cannot follow either.
+    # Overlap needs the KV service at both ends.
     if prefill is None or not prefill.kv_port or not pick.decode.kv_port:
         return False
-    least = prefill.ahead_from_tokens or context.config.ahead_from_tokens
-    if not least or prompt_tokens < least:
+    min_tokens = prefill.ahead_from_tokens or context.config.ahead_from_tokens
+    if not min_tokens or prompt_tokens < min_tokens:
         return False
-    known = context.router.directory.instances
-    one, other = known.get(prefill.instance), known.get(pick.decode.instance)
+    instances = context.router.directory.instances
+    prefill_instance, decode_instance = (
+        instances.get(prefill.instance),
+        instances.get(pick.decode.instance),
+    )
     return (
-        one is not None
-        and other is not None
-        and not one.load.num_waiting
-        and other.has_room(prompt_tokens)
+        prefill_instance is not None
+        and decode_instance is not None
+        and not prefill_instance.load.num_waiting
+        and decode_instance.has_room(prompt_tokens)
     )
 
 
 def bodies(completion: Completion, prefill: Target, name: bytes) -> tuple[bytes, bytes]:
-    """What prefill and decode engine are asked; `name`: of this attempt and no other."""
+    """The bodies for the prefill and the decode engine; `name`: a request id unique to this
+    attempt."""
     return (
         build_prefill(completion, ask_ahead(name)),
         build_decode(completion, promise(prefill, name)),
@@ -66,25 +72,25 @@ def bodies(completion: Completion, prefill: Target, name: bytes) -> tuple[bytes,
 
 
 class Prefill:
-    """The call to the prefill engine, while another runs at the decode engine."""
+    """The call to the prefill engine that runs beside the call to the decode engine."""
 
     __slots__ = ("_call", "_parts", "_size", "_target", "_waiting")
 
-    def __init__(self, waiting: Waiting, target: Target, pool: EnginePool, payload: bytes) -> None:
-        self._waiting = waiting
+    def __init__(self, listener: Waiting, target: Target, pool: EnginePool, payload: bytes) -> None:
+        self._waiting = listener
         self._target = target
         self._parts: list[bytes] = []
         self._size = 0
         self._call: Call | None = pool.send(self, payload)
 
     def end(self) -> None:
-        """Its answer is not wanted any more; the engine stops."""
+        """The response is no longer needed: abort, which stops the engine."""
         call, self._call = self._call, None
         if call is not None:
             call.abort()
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
-        """Bytes of the answer."""
+        """Bytes of the response."""
         self._parts.append(piece)
         self._size += len(piece)
         if self._size > _MAX_ANSWER_BYTES:

@@ -1,8 +1,8 @@
-"""One try at a request: the instances picked for it, the calls to them, the hand-off between.
+"""One attempt at a request: the picked instances, the calls to them, the handoff between them.
 
-Made by the exchange, which may make another when this one fails. What is hard: an engine's answer
-can be a failure in four ways (no connection, a status, a hand-off of another boot, an error as the
-first thing in a stream), and all of them must be known before anything goes to the client.
+Made by the exchange, which may make another when this one fails. What is hard: an engine can fail
+in four ways (no connection, an error status, a handoff of another boot, an error as the first
+event of a stream), and all four must be detected before anything goes to the client.
 """
 
 from http import HTTPStatus
@@ -23,11 +23,11 @@ from cleave.router.instance import Target
 from cleave.router.router import Phase, Pick
 
 MAX_ANSWER_BYTES = 64 << 20
-"""Of an answer that is not streamed, which has to be held whole."""
+"""Of a response that is not streamed, which is buffered until it is complete."""
 LEASE_S = 30.0
-"""How long KV is kept for a decode engine that says nothing."""
+"""How long a prefill engine keeps KV for a decode engine that sends no heartbeats."""
 
-# Looking a member up takes an enum as long as a call does; these are compared for every request.
+# Enum attribute look-ups cost as much as a call, and these are compared for every request.
 _OK = HTTPStatus.OK.value
 _BEGIN = Opening.BEGIN
 _FAIL = Opening.FAIL
@@ -35,33 +35,34 @@ _PREFILL = Phase.PREFILL
 
 
 class Asker(Protocol):
-    """Who wants the answer. Hears of exactly one: answer, refuse, fail, or begin.
+    """Receives the outcome of an attempt: exactly one of answer, refuse, fail, or begin.
 
-    From `begin` on it hears of the call itself: `receive`, first with what began it, and `lose`.
+    After `begin` it becomes the owner of the call: `receive`, first with the bytes that began the
+    stream, and `lose`.
     """
 
     def answer(self, call: Call, body: bytes) -> None:
-        """The whole answer."""
+        """The complete response."""
 
     def refuse(self, call: Call, body: bytes) -> None:
-        """An engine found fault with the request."""
+        """An engine rejected the request with a status below 500."""
 
     def begin(self, call: Call) -> None:
-        """A stream begins."""
+        """A stream has begun."""
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
-        """Some of the stream."""
+        """A piece of the stream."""
 
     def lose(self, call: Call, reason: str) -> None:
-        """The stream broke; the reason continues `instance NAME ...`."""
+        """The stream broke off; the reason continues `instance NAME ...`."""
 
     def fail(self, failure: Failure, reason: str) -> None:
-        """An engine let it down; the reason continues `instance NAME ...`."""
+        """The attempt failed; the reason continues `instance NAME ...`."""
 
 
 class Attempt:
-    """Calls to one or two engines, one after the other, or both at once where the decode engine
-    follows the prefill (ahead.py). Start it once; end it once it is over."""
+    """Calls to one or two engines: one after the other, or both at once where the decode engine
+    pulls KV while it is computed (ahead.py). Start it once; end it once it is over."""
 
     __slots__ = (
         "_ahead",
@@ -89,46 +90,47 @@ class Attempt:
     def __init__(
         self,
         context: Context,
-        asker: Asker,
+        handler: Asker,
         path: bytes,
         completion: Completion,
         pick: Pick,
         fields: bytes = b"",
     ) -> None:
-        """`fields`: header lines for engines."""
+        """`fields`: header lines to add to the requests to engines."""
         self._context = context
-        self._asker = asker
+        self._asker = handler
         self._path = path
         self._completion = completion
-        # Another one for each attempt, lest it meets its predecessor in an engine.
+        # A new id for each attempt: an engine may still have the previous one.
         self._id = context.make_id()
         self._fields = fields
         self._call: Call | None = None
         self._ahead: Prefill | None = None
-        """Runs beside the decode engine's call."""
+        """The prefill call that runs beside the decode engine's call."""
         self._answer: list[bytes] = []
         self._answer_bytes = 0
         self._opening = b""
-        """Of a stream, while it cannot be told from a failure."""
+        """First bytes of a stream that may still turn out to be an error."""
         self._said_at = 0
-        """Where in it the first event begins that does not only name a role."""
+        """Offset in `_opening` of the first event that carries more than a role."""
         self.pulse: Pulse
-        """Of the engine that works on it."""
+        """Stall detection of the engine that works on the request."""
         self.streaming = False
-        """Whether the asker has heard `begin`."""
+        """Whether `begin` has been called."""
         self.pick = pick
         self.prefill = pick.prefill
-        """Computes the prompt now; None: that is done, or left to the decode instance."""
+        """Computes the prompt now; None: the prompt is computed, or the decode instance does it."""
         self.prompt_tokens = 0
         """As the prefill engine counted them."""
         self.sent_at = self.deadline = 0.0
-        """Seconds of the context's clock: the newest call, and for what comes next."""
+        """Seconds of the context's clock: when the newest call was sent, and until when the next
+        bytes must come."""
         self.labels = b""
-        """Header lines that name the instances."""
+        """Header lines for the client that name the instances."""
 
     @property
     def target(self) -> Target:
-        """The instance that works on it now."""
+        """The instance that works on the request now."""
         return self.prefill or self.pick.decode
 
     # --- what the exchange calls ---
@@ -149,7 +151,7 @@ class Attempt:
             self._send(prefill, build_prefill(self._completion))
 
     def hold(self, blocked: bool) -> None:
-        """Read no more of the answer, or read on."""
+        """Stop reading the response, or read again."""
         if self._call is not None:
             if blocked:
                 self._call.pause()
@@ -157,19 +159,19 @@ class Attempt:
                 self._call.resume()
 
     def end(self) -> None:
-        """Stop what still runs and release the books."""
+        """Abort the calls that still run and release the instances' load accounting."""
         if self._call is not None:
             self._call.abort()
         if self._ahead is not None:
             self._ahead.end()
         self._context.router.release(self.pick)
 
-    # --- what calls to engines call ---
+    # --- callbacks of engine calls ---
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
-        """Bytes of an engine's answer."""
+        """Bytes of an engine's response."""
         if self._ahead is not None:
-            # It could not answer if the prompt were not computed.
+            # The decode engine cannot respond before the prompt is computed.
             self.prefill = None
         if self.prefill is None and call.status == _OK and _is_stream(call):
             self._open_stream(call, piece, complete)
@@ -182,10 +184,10 @@ class Attempt:
             self.prefill = None
         self._asker.fail(Failure.LOST if call.sent else Failure.UNREACHED, reason)
 
-    # --- what a prefill that runs beside the decode calls ---
+    # --- callbacks of an overlapped prefill ---
 
     def prefilled(self, prefill: Target, body: bytes) -> None:
-        """The prompt is computed; the decode engine has its KV already, or soon."""
+        """The overlapped prefill is done; the decode engine has its KV already, or soon."""
         if self.prefill is None:
             self._context.metrics.handoffs["ahead"] += 1
         elif self._read_handoff(prefill, body, "ahead"):
@@ -196,12 +198,13 @@ class Attempt:
             self.deadline = self.sent_at + (timeouts.first_byte_s if stream else timeouts.answer_s)
 
     def lose_prefill(self, failure: Failure, reason: str) -> None:
-        """The prompt was not computed there, unless the decode engine knows better."""
+        """The overlapped prefill failed; it matters only until the decode engine responds."""
         if self.prefill is not None:
             self._asker.fail(failure, reason)
 
     def refuse_prefill(self, call: Call, body: bytes) -> None:
-        """Fault was found with the request, unless the decode engine answers it."""
+        """The prefill engine rejected the request; it matters only until the decode engine
+        responds."""
         if self.prefill is not None:
             self._asker.refuse(call, body)
 
@@ -227,26 +230,27 @@ class Attempt:
         )
 
     def _hand_over(self, prefill: Target, body: bytes) -> None:
-        """Prefill is done: continue on the decode engine."""
+        """The prefill is done: continue on the decode engine."""
         completion = self._completion
-        handed = self._read_handoff(prefill, body, "used")
-        if handed is None:
+        result = self._read_handoff(prefill, body, "used")
+        if result is None:
             return
         self.prefill = None
-        handoff = handed[0]
+        handoff = result[0]
         second = build_whole(completion) if handoff is None else build_decode(completion, handoff)
         self._send(self._context.find_pool(self.pick.decode), second)
 
     def _read_handoff(
         self, prefill: Target, body: bytes, result: str
     ) -> tuple[msgspec.Raw | None] | None:
-        """The hand-off of a prefill's answer, if it has one; None: it must not be used."""
+        """The handoff of a prefill response, in a tuple because there may be none; None: it must
+        not be used."""
         context = self._context
         try:
             handoff, prompt_tokens = read_handoff(body, prefill.boot_id, self._id)
         except HandoffError as error:
             context.metrics.handoffs["refused"] += 1
-            self._asker.fail(Failure.HANDOFF, f"gave a hand-off that {error}")
+            self._asker.fail(Failure.HANDOFF, f"sent a handoff that {error}")
             return None
         context.metrics.handoffs[result if handoff is not None else "none"] += 1
         counted = context.metrics.models[self._completion.model]
@@ -260,7 +264,7 @@ class Attempt:
     # --- receiving ---
 
     def _gather(self, call: Call, piece: bytes, complete: bool) -> None:
-        """Hold an answer until it is whole."""
+        """Buffer a response until it is complete."""
         self._answer.append(piece)
         self._answer_bytes += len(piece)
         if self._answer_bytes > MAX_ANSWER_BYTES:
@@ -285,10 +289,10 @@ class Attempt:
             self._asker.answer(call, body)
 
     def _open_stream(self, call: Call, piece: bytes, complete: bool) -> None:
-        """The first bytes of a stream: an answer, or a failure that came after the status."""
-        opening = self._opening + piece
-        self._said_at = skip_roles(opening, self._said_at)
-        verdict = judge_event(opening, self._said_at)
+        """The first bytes of a stream: its beginning, or an error that follows a status of 200."""
+        start = self._opening + piece
+        self._said_at = skip_roles(start, self._said_at)
+        verdict = judge_event(start, self._said_at)
         if verdict is _FAIL:
             self._note_failed_handoff()
             self._asker.fail(Failure.STATUS, "answered with an error in its stream")
@@ -297,23 +301,23 @@ class Attempt:
         elif verdict is _BEGIN or complete:
             self.streaming, self._opening = True, b""
             if not complete:
-                # One call less for each token.
+                # The handler takes over the call, which saves a function call per token.
                 call.owner = self._asker
             self._asker.begin(call)
-            self._asker.receive(call, opening, complete)
+            self._asker.receive(call, start, complete)
         else:
-            self._opening = opening
+            self._opening = start
 
     def _note_failed_handoff(self) -> None:
-        """An error in the place of an answer means, of a hand-off, that its KV did not come."""
+        """An error from the decode engine means that the handed-over KV did not arrive."""
         if self.prefill is None and self.pick.prefill is not None:
             self._context.metrics.handoffs["failed"] += 1
 
     def _may_be_stale(self) -> bool:
-        """Whether the KV of this answer may have been another's when it was pulled.
+        """Whether the KV behind this response may have been overwritten when it was pulled.
 
-        vLLM pulls what lies where the hand-off says, also when its lease is over. That ends only
-        if the decode engine stood still, for then it sent no heartbeats.
+        vLLM pulls the blocks that the handoff names even after its lease has expired. The lease
+        expires only if the decode engine stood still, because it then sent no heartbeats.
         """
         if self.pick.prefill is None or self._context.clock() - self.sent_at < LEASE_S:
             return False

@@ -1,10 +1,10 @@
-"""Where an exchange's answer goes; a client's connection, or a stand-in of tests."""
+"""The client side of a proxied request: a client's connection, or a stand-in in tests."""
 
 from typing import Protocol
 
 
 class Client(Protocol):
-    """Where the answer goes."""
+    """Takes the response."""
 
     chunked: bool
     """Whether it understands chunked bodies (HTTP/1.1)."""
@@ -17,7 +17,7 @@ class Client(Protocol):
         """Send bytes of the response."""
 
     def end(self, reusable: bool) -> None:
-        """The response is complete; not reusable: close the connection after it."""
+        """The response is complete; `reusable` False: close the connection after it."""
 
     def drop(self) -> None:
         """Close the connection at once."""

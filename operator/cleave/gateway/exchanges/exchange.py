@@ -1,15 +1,25 @@
-"""The life of one completion request: attempts at engines, one answer to the client.
+"""One proxied completion request: admission, attempts at engines, one response to the client.
 
-Made by a client's connection for each request; lives until the answer is complete, has failed or
-the client is gone. Its attempt and the client's connection call back, the sweeper looks after the
-deadline. What is hard: until the first byte has gone to the client everything may be tried again
-elsewhere, after it another engine has to go on where this one was lost; and whichever way it ends,
-books and connections are released exactly once.
+Made by `Pages` for each request. Events come from the client's connection, the admission
+controller, the attempt and the sweeper (`sweep`, five times a second):
+
+    new        start: too many waiting -> ended (429); door.open -> picking; else -> queued
+    queued     admit -> picking; turn_away -> ended (429)
+    picking    instances picked -> calling; none can take it -> waiting, or ended (503)
+    waiting    sweep, every PARKED_S -> picking
+    calling    begin -> streaming; answer, refuse -> ended; fail -> picking, or ended (502, 504)
+    streaming  receive -> streaming, after the last piece ended; lose, fail -> resuming
+    resuming   the rest can be generated -> picking, keeping the relay; else -> ended
+    any        cancel -> ended; sweep after the deadline or a stall -> as fail
+
+What is hard: until the first byte has gone to the client, all of it can be tried again elsewhere;
+after it, another engine has to continue the stream. Load accounting, the admission ticket and
+connections are released exactly once, in `_end`.
 """
 
 from http import HTTPStatus
 
-from cleave.gateway import head
+from cleave.gateway import errors, head
 from cleave.gateway.admission.door import Visit
 from cleave.gateway.admission.tenants import EVERYBODY, Tenant
 from cleave.gateway.completion import Completion
@@ -17,16 +27,7 @@ from cleave.gateway.context import Context
 from cleave.gateway.counts.tally import TIMED_MASK, count
 from cleave.gateway.engines.engine import Call
 from cleave.gateway.engines.handoff import HandoffError, read_usage, strip_handoff
-from cleave.gateway.errors import (
-    LEAK,
-    ApiError,
-    build_error_fields,
-    fail_engine,
-    from_router,
-    hide_refusal,
-    is_missing_page,
-    lack_page,
-)
+from cleave.gateway.errors import ApiError, from_router
 from cleave.gateway.exchanges.attempt import Attempt
 from cleave.gateway.exchanges.audience import Client
 from cleave.gateway.exchanges.relay import Relay, StreamLostError
@@ -41,7 +42,7 @@ _PREFILL = Phase.PREFILL
 
 
 class Exchange:
-    """One completion request. Events come from the client, from its attempt and the sweeper."""
+    """One completion request; see the state table in the module's docstring."""
 
     _attempt_type: type[Attempt] = Attempt
 
@@ -65,24 +66,24 @@ class Exchange:
         self._session = session
         self._fields = fields
         self._visit: Visit | None = None
-        """At the door; None: it was open."""
+        """From the admission controller; None: admission was not needed."""
         self._rescue: Rescue | None = None
-        """None: nothing has failed."""
+        """None until an attempt fails or no instance is available."""
         self._attempt: Attempt | None = None
         self._relay: Relay | None = None
         """The stream to the client, once it has begun."""
         self._pick: Pick | None = None
-        """Whose stream began."""
+        """The instances of the attempt whose stream began."""
         self._progress = self._swept_progress = 0
         self._gap_from = 0.0
-        """Seconds, when a piece came; 0: its gaps are not timed."""
+        """Seconds, when the last piece came; 0: the gaps of this stream are not sampled."""
         self._prompt_tokens = self._output_tokens = 0
         self._started = context.clock()
 
     # --- what the client's connection and the sweeper call ---
 
     def start(self) -> None:
-        """Place the request and send it off."""
+        """Ask for admission, then pick instances and send the request."""
         context = self._context
         context.exchanges.add(self)
         context.unanswered += 1
@@ -96,24 +97,24 @@ class Exchange:
             self._knock()
 
     def admit(self) -> None:
-        """It is its turn."""
+        """The admission controller lets a queued request through."""
         self._try()
 
     def turn_away(self, error: ApiError) -> None:
-        """It has waited in vain."""
+        """The admission controller refuses a queued request."""
         self._answer_error(error, "shed")
 
     def cancel(self) -> None:
-        """The client is gone: stop whatever runs for it."""
+        """The client has disconnected: stop the attempt."""
         self._end("cancelled")
 
     def hold(self, blocked: bool) -> None:
-        """The client takes no more, or takes bytes again."""
+        """Pause reading from the engine while the client takes no bytes."""
         if self._attempt is not None:
             self._attempt.hold(blocked)
 
     def sweep(self, now: float) -> None:
-        """Keep the deadline, which moves with every piece of a stream."""
+        """Check the deadline, which moves with every piece of a stream."""
         attempt = self._attempt
         if attempt is None:
             if self._rescue is not None and self._rescue.looks(now):
@@ -136,22 +137,22 @@ class Exchange:
     # --- what the attempt calls ---
 
     def begin(self, call: Call) -> None:
-        """A stream begins: from here on another attempt can only go on with it."""
+        """A stream has begun: from now on another attempt can only continue it."""
         attempt, client, context = self._attempt, self._client, self._context
         assert attempt is not None
         now = context.clock()
-        # What was before may have been an idle time, so it is no pause of the engine's.
+        # The engine may have been idle before, so that time does not count as a pause.
         attempt.pulse.last = now
-        # The first byte has come, so the prompt is computed.
+        # The first byte proves that the prompt has been computed.
         context.router.release(attempt.pick, _PREFILL)
         if context.breaker.standing:
             context.breaker.succeed(attempt.target.instance)
-        rescue = self._rescue
-        if rescue is not None:
-            rescue.loss = None
+        retry = self._rescue
+        if retry is not None:
+            retry.loss = None
         if self._relay is not None:
-            assert rescue is not None
-            context.metrics.recoveries[self._completion.model, rescue.how] += 1
+            assert retry is not None
+            context.metrics.recoveries[self._completion.model, retry.how] += 1
             attempt.hold(client.blocked)
             return
         context.unanswered -= 1
@@ -180,7 +181,7 @@ class Exchange:
         )
 
     def receive(self, call: Call, piece: bytes, complete: bool) -> None:
-        """Some of the stream."""
+        """A piece of the stream."""
         del call
         relay = self._relay
         assert relay is not None
@@ -188,7 +189,7 @@ class Exchange:
         try:
             data = relay.pass_on(piece, complete)
         except HandoffError:
-            self._break_off(relay, LEAK)
+            self._break_off(relay, errors.LEAK)
             return
         except StreamLostError as lost:
             if lost.data:
@@ -197,8 +198,8 @@ class Exchange:
             return
         except SpliceError as error:
             assert self._attempt is not None
-            name = self._attempt.target.instance
-            self._break_off(relay, fail_engine(HTTPStatus.BAD_GATEWAY, f"instance {name} {error}"))
+            reason = f"instance {self._attempt.target.instance} {error}"
+            self._break_off(relay, errors.fail_engine(HTTPStatus.BAD_GATEWAY, reason))
             return
         if data:
             self._client.write(data)
@@ -208,12 +209,12 @@ class Exchange:
             self._finish()
 
     def lose(self, call: Call, reason: str) -> None:
-        """The stream broke."""
+        """The engine's stream broke off."""
         del call
         self.fail(Failure.LOST, reason)
 
     def answer(self, call: Call, body: bytes) -> None:
-        """An answer that is not streamed."""
+        """A complete response that is not streamed."""
         attempt = self._attempt
         assert attempt is not None
         if self._relay is not None:
@@ -224,7 +225,7 @@ class Exchange:
         try:
             stripped = strip_handoff(body)
         except HandoffError:
-            self._answer_error(LEAK, "failed")
+            self._answer_error(errors.LEAK, "failed")
             return
         usage = read_usage(body)
         self._output_tokens = usage.completion_tokens or 0
@@ -232,34 +233,34 @@ class Exchange:
         self._respond(call.status, head.pass_on(call.headers) + attempt.labels, stripped, "ok")
 
     def refuse(self, call: Call, body: bytes) -> None:
-        """An engine's own 4xx goes to the client unchanged, unless it quotes the hand-off."""
+        """An engine's own 4xx goes to the client unchanged, unless it quotes the handoff."""
         attempt = self._attempt
         assert attempt is not None
         if self._relay is not None:
             self.fail(Failure.STATUS, f"refused to go on with the stream: status {call.status}")
             return
-        if self._path not in RESUMABLE and is_missing_page(call.status, body):
-            self._answer_error(lack_page(self._path, self._completion.model), "refused")
+        if self._path not in RESUMABLE and errors.is_missing_page(call.status, body):
+            self._answer_error(errors.lack_page(self._path, self._completion.model), "refused")
             return
         if b"remote_engine_id" in body and attempt.prefill is None:
-            self._answer_error(hide_refusal(call.status), "refused")
+            self._answer_error(errors.hide_refusal(call.status), "refused")
             return
         self._respond(call.status, head.pass_on(call.headers), body, "refused")
 
     def fail(self, failure: Failure, reason: str) -> None:
-        """An engine let the request down: again elsewhere, or tell the client."""
+        """The attempt failed: retry on other instances, or respond with an error."""
         attempt = self._attempt
         assert attempt is not None
         name = attempt.target.instance
-        late = failure in (Failure.TIMEOUT, Failure.STALL)
-        status = HTTPStatus.GATEWAY_TIMEOUT if late else HTTPStatus.BAD_GATEWAY
-        error = fail_engine(status, f"instance {name} {reason}")
+        timed_out = failure in (Failure.TIMEOUT, Failure.STALL)
+        status = HTTPStatus.GATEWAY_TIMEOUT if timed_out else HTTPStatus.BAD_GATEWAY
+        error = errors.fail_engine(status, f"instance {name} {reason}")
         phase = "decode" if attempt.prefill is None else "prefill"
         context = self._context
         context.metrics.retries[phase, failure.value] += 1
         context.breaker.fail(name, context.clock(), surely=failure is Failure.STALL)
-        rescue = self._find_rescue()
-        if not rescue.note(attempt, failure, self._relay):
+        retry = self._find_rescue()
+        if not retry.note(attempt, failure, self._relay):
             self._give_up(error, "failed")
             return
         self._attempt = None
@@ -267,12 +268,12 @@ class Exchange:
         if self._relay is None:
             self._try()
         else:
-            self._resume(rescue, self._relay, error)
+            self._resume(retry, self._relay, error)
 
-    # --- doing ---
+    # --- transitions ---
 
     def _knock(self) -> None:
-        """Ask at the door."""
+        """Ask the admission controller, which may queue or refuse the request."""
         completion = self._completion
         try:
             self._visit = self._context.door.enter(
@@ -285,14 +286,14 @@ class Exchange:
             self._try()
 
     def _try(self) -> None:
-        """Pick instances and make an attempt there."""
-        context, rescue = self._context, self._rescue
-        path, completion, past = self._path, self._completion, None
-        if rescue is not None:
-            (path, completion), past = rescue.work, rescue.recovery
-        doubt = context.breaker.doubted(context.clock()) if context.breaker.standing else ()
+        """Pick instances and start an attempt on them."""
+        context, retry = self._context, self._rescue
+        path, completion, history = self._path, self._completion, None
+        if retry is not None:
+            (path, completion), history = retry.work, retry.recovery
+        suspects = context.breaker.doubted(context.clock()) if context.breaker.standing else ()
         try:
-            pick = choose(context.router, completion, past, doubt, self._session)
+            pick = choose(context.router, completion, history, suspects, self._session)
         except RouterError as error:
             self._miss(error)
             return
@@ -301,23 +302,23 @@ class Exchange:
         self._attempt.start()
 
     def _miss(self, error: RouterError) -> None:
-        """No instance can take it now: wait for one, or give up."""
+        """No instance can take the request now: wait for one, or respond with an error."""
         context = self._context
-        missing = isinstance(error, NoInstance)
-        told = from_router(error)
-        if missing:
-            rescue = self._find_rescue()
-            if rescue.loss is None:
-                rescue.wait_for(told, context.config.timeouts.wake_s)
-            if rescue.park():
+        is_unavailable = isinstance(error, NoInstance)
+        client_error = from_router(error)
+        if is_unavailable:
+            retry = self._find_rescue()
+            if retry.loss is None:
+                retry.wait_for(client_error, context.config.timeouts.wake_s)
+            if retry.park():
                 return
-            told = rescue.loss or told
-        self._give_up(told, "unavailable" if missing else "refused")
+            client_error = retry.loss or client_error
+        self._give_up(client_error, "unavailable" if is_unavailable else "refused")
 
-    def _resume(self, rescue: Rescue, relay: Relay, error: ApiError) -> None:
-        """Go on with a stream that lost its engine."""
+    def _resume(self, retry: Rescue, relay: Relay, error: ApiError) -> None:
+        """Continue a stream on another engine after its engine was lost."""
         try:
-            ending = rescue.resume(relay, error)
+            ending = retry.resume(relay, error)
         except NotResumableError as reason:
             error.message = f"{error.message}; {reason}"
             self._break_off(relay, error)
@@ -341,25 +342,25 @@ class Exchange:
         self._gap_from = now
 
     def _give_up(self, error: ApiError, outcome: str) -> None:
-        """Tell the client, in the way that is left."""
+        """Report an error: as a response, or as the last event of a stream that has begun."""
         if self._relay is not None:
             self._break_off(self._relay, error)
         else:
             self._answer_error(error, outcome)
 
     def _finish(self) -> None:
-        """A stream is complete."""
+        """The stream is complete."""
         self._end("ok")
         self._client.end(reusable=True)
 
     def _break_off(self, relay: Relay, error: ApiError) -> None:
-        """End a stream that has begun."""
+        """End a stream that has begun, with an error event."""
         self._client.write(relay.break_off(error))
         self._end("broken")
         self._client.end(reusable=False)
 
     def _answer_error(self, error: ApiError, outcome: str) -> None:
-        self._respond(error.status, build_error_fields(error), error.to_json(), outcome)
+        self._respond(error.status, errors.build_error_fields(error), error.to_json(), outcome)
 
     def _respond(self, status: int, fields: bytes, body: bytes, outcome: str) -> None:
         reusable = self._client.keep_alive and not self._context.draining
@@ -370,7 +371,7 @@ class Exchange:
         self._client.end(reusable)
 
     def _end(self, outcome: str) -> None:
-        """Release everything, once."""
+        """Release everything and count the outcome; calls after the first do nothing."""
         context = self._context
         if self not in context.exchanges:
             return
@@ -390,9 +391,9 @@ class Exchange:
             attempt.end()
         metrics, model = context.metrics, self._completion.model
         metrics.in_flight -= 1
-        known = model if model in context.router.directory.known else ""
+        label = model if model in context.router.directory.known else ""
         prompt, output = self._prompt_tokens, self._output_tokens
-        count(metrics, known, self._tenant.name, outcome, prompt, output, stream_s, self._pick)
-        visit, self._visit = self._visit, None
-        if visit is not None:
-            context.door.leave(visit, self._output_tokens, context.clock())
+        count(metrics, label, self._tenant.name, outcome, prompt, output, stream_s, self._pick)
+        ticket, self._visit = self._visit, None
+        if ticket is not None:
+            context.door.leave(ticket, self._output_tokens, context.clock())

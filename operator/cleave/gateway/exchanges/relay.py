@@ -1,10 +1,10 @@
-"""A stream on its way from an engine to a client: bytes in, bytes out. Used by exchanges; no I/O.
+"""Relays a server-sent event stream from an engine to a client: bytes in, bytes out. No I/O.
 
-The engine's events stay as they are; only the framing is this hop's own. What is hard: an engine
-may be lost at any byte and another one go on, so only whole events go out, and what went out is
-kept, as cheaply as can be: the bytes themselves, read by nobody unless an engine is lost. And a
-stream that ends for good has to end so that every client notices: with an error event, a proper
-last chunk, and no `[DONE]`.
+Used by exchanges. The engine's events are not changed; only the chunked framing is this hop's own.
+What is hard: an engine may be lost at any byte and another one continue, so only complete events
+are sent, and what was sent is kept in the cheapest form: as bytes, which are parsed only if an
+engine is lost. A stream that ends in failure must end so that every client notices: with an error
+event, a proper last chunk, and no `[DONE]`.
 """
 
 from typing import Protocol
@@ -16,7 +16,7 @@ from cleave.gateway.head import LAST_CHUNK, frame
 from cleave.gateway.recovery.transcript import BORDER, DONE, Transcript
 
 KEPT_MASK = 1_023
-"""Each 1,024 events those that were kept as they came are read, so that long answers stay small."""
+"""Every 1,024 events the sent pieces are parsed and dropped, which bounds memory."""
 MAX_EVENT_BYTES = 32 << 20
 
 _EVENT_END = b"}\n\n"
@@ -28,14 +28,14 @@ _BORDER = BORDER
 _BORDER_BYTES = len(BORDER)
 _LISTED_SIZES = 1_024
 _SIZES = [b"%x\r\n" % size for size in range(_LISTED_SIZES)]
-"""What a chunk begins with, written once for nearly all there are."""
+"""First lines of chunks, formatted once for nearly all sizes that occur."""
 _PROMPT_IDS = b'"prompt_token_ids":['
 
 
 class StreamLostError(Exception):
-    """The engine will not finish its stream; `data` is still to be sent, `str()` says what it did.
+    """The engine will not finish its stream; `data` is still to be sent.
 
-    The reason continues `instance NAME ...`.
+    `str()` is the reason and continues `instance NAME ...`.
     """
 
     def __init__(self, data: bytes, reason: str) -> None:
@@ -44,17 +44,17 @@ class StreamLostError(Exception):
 
 
 class Splice(Protocol):
-    """Turns events of another engine into the rest of this stream."""
+    """Rewrites another engine's events into the rest of this stream."""
 
     def turn(self, event: bytes) -> bytes:
-        """Whole events for the client, or nothing; `event` is without the empty line after it.
+        """Complete events for the client, or nothing; `event` is without the empty line after it.
 
         Raises SpliceError when it is not the rest of this stream.
         """
 
 
 class Relay:
-    """One stream."""
+    """One stream to one client."""
 
     __slots__ = (
         "_chunked",
@@ -76,36 +76,36 @@ class Relay:
         head: bytes,
         chunked: bool,
         now: float,
-        numbered: bool = False,
+        has_token_ids: bool = False,
         opaque: bool = False,
-        shows_ids: bool = False,
+        return_token_ids: bool = False,
     ) -> None:
-        """`numbered`: it carries token ids; `shows_ids`: the client asked for them as well.
+        """`has_token_ids`: the engine sends them; `return_token_ids`: the client requested them.
 
-        `opaque`: not a completion; nothing is known of how its events end.
+        `opaque`: not a completion, so the format of its events is unknown.
         """
         self.began_at = now
         """Seconds, when the first byte came."""
         self.events = 0
-        """Events that have passed, `[DONE]` not counted: tokens, or nearly so."""
-        self.numbered = numbered
+        """Events sent, `[DONE]` not counted: about one per token."""
+        self.numbered = has_token_ids
         self.prompt_ids = b""
-        """The prompt's token ids as the engine wrote them, when it did."""
+        """The prompt's token ids as the engine wrote them; empty if it did not."""
         self._head = head
         self._chunked = chunked
         self._opaque = opaque
-        self._shows_ids = shows_ids
+        self._shows_ids = return_token_ids
         self._rest = b""
-        """Of an event that is not whole yet."""
+        """The beginning of an event whose end has not arrived."""
         self._kept: list[bytes] = []
         self._transcript: Transcript | None = None
         self._splice: Splice | None = None
 
     def pass_on(self, piece: bytes, complete: bool) -> bytes:
-        """What to send for a piece of the engine's body.
+        """The bytes to send for a piece of the engine's body.
 
-        Raises HandoffError if it must not pass, StreamLostError when the engine gives up, and what
-        a splice raises.
+        Raises HandoffError if the piece contains a handoff, StreamLostError when the engine gives
+        up, and SpliceError.
         """
         if self._rest or not piece.endswith(_BORDER):
             piece = self._cut(piece, complete)
@@ -115,9 +115,9 @@ class Relay:
         if piece:
             if not self.events and self.numbered:
                 piece = self._take_prompt_ids(piece)
-            # Looking through a piece costs more than all else here. `in` first takes bytes for a
-            # number, and `find` takes its arguments apart, either of which costs as much again as
-            # `rpartition`, that copies only what it finds; a number is found at once.
+            # Searching a piece is the most expensive step here. `in` first tries to read bytes as
+            # an integer and `find` parses its arguments; each doubles the cost of `rpartition`,
+            # which copies only what it finds. An integer (`_NEWLINE`) is found at once.
             if piece.rpartition(_KEY)[1] and leaks_handoff(piece):
                 raise HandoffError("lies in the stream")
             if _NEWLINE not in piece[:-_BORDER_BYTES]:
@@ -131,8 +131,8 @@ class Relay:
                 events = piece.count(_EVENT_END)
         if piece:
             self._kept.append(piece)
-            self.events = passed = self.events + events
-            if passed & KEPT_MASK < events:
+            self.events = num_events = self.events + events
+            if num_events & KEPT_MASK < events:
                 self._read_kept()
             if self._chunked:
                 size = len(piece)
@@ -150,27 +150,27 @@ class Relay:
         return piece
 
     def read(self) -> Transcript:
-        """What the client has seen."""
+        """What the client has received so far, parsed."""
         self._read_kept()
         assert self._transcript is not None
         return self._transcript
 
     def splice(self, splice: Splice) -> None:
-        """Another engine goes on; its events come now."""
+        """From now on the events come from another engine and are rewritten by `splice`."""
         self._splice = splice
         self._rest = b""
 
     def finish(self, events: bytes) -> bytes:
-        """What to send when nothing but these events is missing."""
+        """The end of the stream when only these events are missing."""
         return self._prepend_head(frame(events) + LAST_CHUNK if self._chunked else events)
 
     def break_off(self, error: ApiError) -> bytes:
-        """What to send when there is no more to come from any engine."""
+        """The end of the stream when no engine can continue it."""
         event = b"data: " + error.to_json() + BORDER
         return self.finish(b"event: error\n" + event if self._opaque else event)
 
     def _cut(self, piece: bytes, complete: bool) -> bytes:
-        """The whole events; the rest waits."""
+        """The complete events; an incomplete one waits for the next piece."""
         piece = self._rest + piece
         end = piece.rfind(BORDER) + len(BORDER)
         if end < len(BORDER):
@@ -188,10 +188,10 @@ class Relay:
         return b"".join([splice.turn(event) for event in events.split(BORDER) if event])
 
     def _take_prompt_ids(self, events: bytes) -> bytes:
-        """vLLM states them once, in its first event, as long as the prompt is.
+        """Remove the prompt's token ids, which vLLM sends once, in its first event.
 
-        Taken out first of all, lest every look at the piece goes over them; copied for a client
-        that asked for them.
+        They are as long as the prompt, so they are removed before any search through the piece, and
+        copied instead for a client that requested them.
         """
         start = events.find(_PROMPT_IDS) + len(_PROMPT_IDS) - 1
         end = events.find(b"]", start)
@@ -218,13 +218,14 @@ class Relay:
 
 
 def _cut_at_failure(events: bytes) -> tuple[bytes, str]:
-    """(events before it, what the engine did); an engine's refusal is an answer like any other."""
-    passed = 0
+    """(events before a failure, what the engine did); an engine's rejection is relayed like any
+    event."""
+    offset = 0
     for event in events.split(BORDER):
         if event.startswith(_FAILURE):
             if is_failure(event):
-                return events[:passed], "reported an error"
+                return events[:offset], "reported an error"
         elif _GIVEN_UP in event:
-            return events[:passed], "gave the request up"
-        passed += len(event) + len(BORDER)
+            return events[:offset], "gave the request up"
+        offset += len(event) + len(BORDER)
     return events, ""

@@ -1,7 +1,9 @@
-"""What a request has been through, and what is asked next. Made by its exchange when one fails.
+"""Retry state of one request: what failed so far, and what to send next. Made after the first
+failure.
 
-No I/O: it decides between another attempt, the rest of a stream from another engine, a wait for one
-and the end. `recovery` knows the budgets, `resume` the ways to go on.
+Used by the exchange; no I/O. It chooses between another attempt, the rest of a stream from another
+engine, waiting for an instance, and the end. `recovery` holds the retry budgets, `resume` plans the
+continuation of a stream.
 """
 
 from cleave.gateway.completion import Completion
@@ -13,11 +15,11 @@ from cleave.gateway.recovery.recovery import Failure, Recovery
 from cleave.gateway.recovery.resume import Ending, plan
 
 PARKED_S = 0.5
-"""Between two looks for an instance."""
+"""Between two tries to find an instance."""
 
 
 class Rescue:
-    """One request in trouble."""
+    """Retry state of one request."""
 
     __slots__ = (
         "_context",
@@ -37,33 +39,34 @@ class Rescue:
         self._path = path
         self.completion = completion
         self.work = path, completion
-        """What engines are asked: the request, or the rest of it."""
+        """The path and body of the next attempt: the request, or the rest of it."""
         self.recovery: Recovery | None = None
         self.how = ""
-        """How another engine goes on with the stream."""
+        """How another engine continues the stream: continued or replayed; empty before."""
         self.loss: ApiError | None = None
-        """Why it stands still, until an instance has taken it."""
+        """The error to report if no instance takes the request in time; None when one has."""
         self._lost_at = 0
-        """Events that had passed when an engine was lost in mid-stream."""
+        """Events sent to the client when an engine was last lost in mid-stream."""
         self._until = self._next_look = 0.0
 
     def note(self, attempt: Attempt, failure: Failure, relay: Relay | None) -> bool:
-        """An attempt failed; whether another is left."""
+        """Record a failed attempt; returns whether another one is within the budget."""
         recovery = self._find_recovery()
         if relay is not None and relay.events > self._lost_at:
             self._lost_at = relay.events
             if not recovery.renew():
                 return False
-        name = attempt.target.instance
+        instance = attempt.target.instance
         if attempt.prefill is None:
             prefill = attempt.pick.prefill
             if prefill is not None:
                 recovery.note_prompt(prefill.boot_id, attempt.prompt_tokens, failure)
-            return recovery.note_decode(name, failure, prefill is not None)
-        return recovery.note_prefill(name) or self._context.router.allows_whole(True)
+            return recovery.note_decode(instance, failure, prefill is not None)
+        return recovery.note_prefill(instance) or self._context.router.allows_whole(True)
 
     def resume(self, relay: Relay, error: ApiError) -> Ending | None:
-        """Prepare another engine to go on with a stream, unless only its end is missing.
+        """Prepare the continuation of a stream; returns an Ending if only its last events are
+        missing.
 
         Raises NotResumableError.
         """
@@ -78,20 +81,20 @@ class Rescue:
         self.how = planned.how
         return None
 
-    def wait_for(self, loss: ApiError, seconds: float) -> None:
-        """Wait so long for an instance, counted from the first time it is said."""
+    def wait_for(self, error: ApiError, seconds: float) -> None:
+        """Allow so many seconds for an instance to come, counted from the first call."""
         if self.loss is None:
             self._until = self._context.clock() + seconds
-        self.loss = loss
+        self.loss = error
 
     def park(self) -> bool:
-        """No instance can take it: whether it may wait until one can."""
+        """Schedule another try to find an instance; False: the waiting time is over."""
         now = self._context.clock()
         self._next_look = now + PARKED_S
         return self.loss is not None and now < self._until
 
     def looks(self, now: float) -> bool:
-        """Whether it is time to look for an instance again."""
+        """Whether another try to find an instance is due; it may use excluded instances again."""
         if self.loss is None or now < self._next_look:
             return False
         self._find_recovery().forgive()

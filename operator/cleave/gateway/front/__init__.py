@@ -1,1 +1,1 @@
-"""What clients meet: connections, TLS, and the gateway's own pages."""
+"""The client side of a gateway: connections, TLS handshakes, and handlers of its paths."""

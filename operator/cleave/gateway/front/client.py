@@ -12,10 +12,12 @@ from http import HTTPStatus
 from typing import Protocol, cast
 
 from cleave.gateway import head
+from cleave.gateway.completion import BodyScan
 from cleave.gateway.connections import Connections
 from cleave.gateway.context import Context
 from cleave.gateway.engines.engine import set_nodelay
 from cleave.gateway.errors import ApiError, build_error_fields
+from cleave.gateway.large_json import MIN_BYTES
 from cleave.gateway.request import Request, RequestReader
 
 LINGER_S = 5.0
@@ -312,7 +314,10 @@ class ClientConnection(asyncio.Protocol):
             self._handler.handle(self, request)
 
     def _handle_large(self, request: Request) -> None:
-        """Once the others have had their turn; until then the body counts as kept."""
+        """Scan a large body in steps, between which others are served, and handle the request.
+
+        Until then the body counts as kept.
+        """
         context = self._context
         began = context.clock()
         if self.transport.is_closing():
@@ -326,8 +331,14 @@ class ClientConnection(asyncio.Protocol):
         if wait_s > 0:
             asyncio.get_running_loop().call_later(wait_s, self._handle_large, request)
             return
-        self._handler.handle(self, request)
+        if request.scan is None and len(request.body) >= MIN_BYTES:
+            request.scan = BodyScan(request.body)
+        is_scanned = request.scan is None or request.scan.step()
+        if is_scanned:
+            self._handler.handle(self, request)
         context.large_body_at = began + (context.clock() - began) / LARGE_BODY_SHARE
+        if not is_scanned:
+            self._handle_large(request)
 
     def _attend(self) -> None:
         """No whole request is left: refuse the next one, or ask for its body."""

@@ -1,4 +1,4 @@
-"""What `GET /fleet` answers: every instance that this gateway follows. Used by the pages."""
+"""The response of `GET /fleet`: every instance that this gateway watches. Used by the handlers."""
 
 import math
 
@@ -14,7 +14,7 @@ _TEXT_LIMIT = 300
 
 
 def describe_fleet(context: Context) -> FleetPage:
-    """The fleet as it is now, by name."""
+    """The current instances, sorted by name."""
     instances = context.router.directory.instances
     now = context.clock()
     return FleetPage(
@@ -25,20 +25,20 @@ def describe_fleet(context: Context) -> FleetPage:
 
 
 def _describe(instance: Instance, now: float) -> fleet_page.Instance:
-    stated, load, ledger = instance.registration, instance.load, instance.ledger
+    registration, load, ledger = instance.registration, instance.load, instance.ledger
     return fleet_page.Instance(
         name=instance.name,
-        deployment=stated.deployment,
-        model=stated.model,
-        revision=stated.revision,
-        role=name_of(agent_pb2.Role, stated.role),
-        home=name_of(agent_pb2.Role, stated.home or stated.role),
-        state=name_of(agent_pb2.State, stated.state),
-        epoch=stated.epoch,
+        deployment=registration.deployment,
+        model=registration.model,
+        revision=registration.revision,
+        role=name_of(agent_pb2.Role, registration.role),
+        home=name_of(agent_pb2.Role, registration.home or registration.role),
+        state=name_of(agent_pb2.State, registration.state),
+        epoch=registration.epoch,
         contact=instance.contact.value,
         selectable=instance.selectable,
-        reason=stated.reason[:_TEXT_LIMIT],
-        restarts=stated.restarts,
+        reason=registration.reason[:_TEXT_LIMIT],
+        restarts=registration.restarts,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
@@ -46,15 +46,15 @@ def _describe(instance: Instance, now: float) -> fleet_page.Instance:
         requests_in_flight=ledger.count_requests(),
         report_age_s=round(max(now - instance.heard_at, 0.0), 3),
         kv_path=KvPath(
-            verified=stated.kv_path.verified,
-            transport=stated.kv_path.transport,
-            transfer_ms=_finite(stated.kv_path.transfer_ms),
-            bytes_per_s=_finite(stated.kv_path.bytes_per_s),
-            detail=stated.kv_path.detail[:_TEXT_LIMIT],
+            verified=registration.kv_path.verified,
+            transport=registration.kv_path.transport,
+            transfer_ms=_finite(registration.kv_path.transfer_ms),
+            bytes_per_s=_finite(registration.kv_path.bytes_per_s),
+            detail=registration.kv_path.detail[:_TEXT_LIMIT],
         ),
     )
 
 
 def _finite(value: float) -> float:
-    """JSON has no other numbers: with one `null` here the operator could not read the page."""
+    """JSON has no infinity or NaN: msgspec writes `null`, which the operator could not read."""
     return value if math.isfinite(value) else 0.0

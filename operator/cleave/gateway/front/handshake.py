@@ -1,8 +1,9 @@
-"""A connection to the HTTPS port until TLS is set up; then a client's connection takes its place.
+"""A connection to the HTTPS port during its TLS handshake; a ClientConnection replaces it
+afterwards.
 
-Made by the event loop for each connection to that port. The event loop could do the handshake by
-itself, but would tell of connections only when it is done: until then they would count nowhere, and
-any number of them could be opened, of which each takes fifty times what a plain one takes.
+Made by the event loop for each connection to that port. The event loop could do the handshake
+itself, but would report connections only when it is done. Until then no limit would count them, and
+any number could be opened, each of which takes fifty times the memory of a plain one.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ HANDSHAKE_S = 10.0
 
 
 class Handshake(asyncio.Protocol):
-    """One of them."""
+    """One connection whose TLS handshake is in progress."""
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class Handshake(asyncio.Protocol):
         certificate: ssl.SSLContext,
         make_client: Callable[[], ClientConnection],
     ) -> None:
-        """`make_client`: what takes its place."""
+        """`make_client`: makes the protocol that takes over after the handshake."""
         self._context = context
         self._certificate = certificate
         self._make_client = make_client
@@ -36,23 +37,24 @@ class Handshake(asyncio.Protocol):
         self._begun_at = context.clock()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set up by the event loop, which would read at once: so the socket gets another one."""
+        """Duplicate the socket for the handshake: on the first transport the event loop would read
+        at once."""
         first = cast("asyncio.Transport", transport)
-        # Without a file to be had, only this connection is lost.
+        # If no file descriptor is left, only this connection is lost.
         with contextlib.suppress(OSError):
             own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
             self._begin(own, transport.get_extra_info("peername"))
         first.abort()
 
     def idle_since(self) -> float:
-        """It has never sent a request."""
+        """Since it was opened, because it has not sent a request."""
         return self._begun_at
 
     def sweep(self, now: float) -> None:
-        """The handshake has a deadline of its own."""
+        """Nothing to do: asyncio limits the time of the handshake."""
 
     def close_if_idle(self) -> None:
-        """The gateway ends."""
+        """The gateway stops: close."""
         self.drop()
 
     def drop(self) -> None:
@@ -70,7 +72,7 @@ class Handshake(asyncio.Protocol):
 
     async def _shake(self, own: socket.socket) -> None:
         own.setblocking(False)
-        # Its peer may leave, or speak no TLS of ours.
+        # The peer may disconnect, or not speak a supported version of TLS.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_client,
@@ -81,7 +83,8 @@ class Handshake(asyncio.Protocol):
             )
 
     def _end(self, own: socket.socket) -> None:
-        """Also when it was cancelled before it began; a transport in use keeps the socket open."""
+        """Also called when the task was cancelled before it began; a transport in use keeps the
+        socket open."""
         own.close()
         self._context.clients.discard(self)
         self._context.handshakes.leave(self)

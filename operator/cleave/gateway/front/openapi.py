@@ -1,8 +1,7 @@
-"""The OpenAPI description of what clients may ask for. Pure; made once, from the table of routes.
+"""The OpenAPI description of the gateway's paths. Pure; built from the table of routes.
 
-Asked for by pages.py and by the generator of docs/reference. It is honest rather than complete:
-bodies are told at their first level, because the gateway reads no further, and what engines know
-beyond that passes as it came.
+Used by pages.py and by the generator of docs/reference. Bodies are described at their first level
+only, because the gateway reads no further and relays all other fields that engines accept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,8 @@ from cleave.gateway.front.routes import (
 Schema = dict[str, Any]
 
 _ABOUT = (
-    "Bodies are described at their first level; every other field that the model's engine knows "
-    "may be used. kv_transfer_params is taken out of requests and answers."
+    "Bodies are described at their first level; every other field that the model's engine accepts "
+    "may be used. kv_transfer_params is removed from requests and responses."
 )
 _TEXT: Schema = {"type": "string"}
 _FLAG: Schema = {"type": ["boolean", "null"]}
@@ -46,7 +45,7 @@ _FIELDS: Mapping[str, Schema] = {
     "model": {"$ref": "#/components/schemas/ModelName"},
     "n": _COUNT,
     "prompt": {
-        "description": "A text, its tokens, or several of either.",
+        "description": "A text, its token ids, or a list of either.",
         "type": ["string", "array"],
     },
     "query": {"type": ["string", "object"]},
@@ -65,19 +64,19 @@ _FIELDS: Mapping[str, Schema] = {
 }
 
 _MEANINGS = {
-    HTTPStatus.BAD_REQUEST: "The request is wrong; an engine's own words are passed on unchanged.",
-    HTTPStatus.UNAUTHORIZED: "Keys are asked for, and none of them came.",
-    HTTPStatus.FORBIDDEN: "There are several tenants: metrics are on the internal port.",
+    HTTPStatus.BAD_REQUEST: "The request is invalid; an engine's own message is not changed.",
+    HTTPStatus.UNAUTHORIZED: "An API key is required, and the request has no valid one.",
+    HTTPStatus.FORBIDDEN: "There are several tenants: metrics are on the internal port only.",
     HTTPStatus.NOT_FOUND: "No instance serves this model.",
-    HTTPStatus.REQUEST_TIMEOUT: "The request did not come in time.",
+    HTTPStatus.REQUEST_TIMEOUT: "The request was not received in time.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is larger than --max-body.",
     HTTPStatus.EXPECTATION_FAILED: "An expectation other than 100-continue.",
-    HTTPStatus.TOO_MANY_REQUESTS: "Too many wait, a limit of the tenant is reached, or it would be "
-    "late; Retry-After says when to come back.",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many requests wait, a limit of the tenant is reached, or "
+    "the TTFT target would be missed; Retry-After says when to try again.",
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "The head is longer than 64 KiB.",
     HTTPStatus.NOT_IMPLEMENTED: "The model's engine does not offer this path.",
-    HTTPStatus.BAD_GATEWAY: "Engines let it down, also after further attempts.",
-    HTTPStatus.SERVICE_UNAVAILABLE: "Nothing can take the request now; the message says why.",
+    HTTPStatus.BAD_GATEWAY: "Engines failed, also after retries.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "No instance can take the request now; the message says why.",
     HTTPStatus.GATEWAY_TIMEOUT: "The engine took too long.",
 }
 _ANYWHERE = (
@@ -101,7 +100,7 @@ _SECURITY: list[Schema] = [{}, {"key": []}]
 
 
 def describe(models: Sequence[str] = ()) -> Schema:
-    """The whole document, as JSON values; `models`: those that are served now, as examples."""
+    """The document as JSON values; `models`: those served now, as examples."""
     paths = {route.path.decode(): {"post": _ask(route, _OF_ENGINES)} for route in COMPLETIONS}
     lacking = (*_OF_ENGINES, HTTPStatus.NOT_IMPLEMENTED)
     paths |= {route.path.decode(): {"post": _ask(route, lacking)} for route in OTHERS}
@@ -119,11 +118,11 @@ def describe(models: Sequence[str] = ()) -> Schema:
         "components": {
             "headers": {
                 "RequestId": {
-                    "description": "The client's own, where it sent a sane one.",
+                    "description": "The client's own, if it sent a valid one.",
                     "required": True,
                     "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:/+=@-]{1,128}$"},
                 },
-                "Instance": {"description": "The instance that did it.", "schema": _TEXT},
+                "Instance": {"description": "The instance of this phase.", "schema": _TEXT},
                 "RetryAfter": {"description": "Seconds.", "schema": {"type": "integer"}},
             },
             "schemas": {"Error": _error(), "Model": _model(), "ModelName": named},
@@ -133,16 +132,16 @@ def describe(models: Sequence[str] = ()) -> Schema:
 
 
 def _ask(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
-    """What engines answer."""
+    """An operation that engines respond to."""
     names = (*route.required, *route.optional)
     body = _OBJECT | {
         "properties": {name: _FIELDS[name] for name in names},
         "required": list(route.required),
     }
-    answer: Schema = {"application/json": {"schema": _OBJECT}}
+    content: Schema = {"application/json": {"schema": _OBJECT}}
     if "stream" in names:
-        # Without a schema: OpenAPI 3.1 cannot describe events, and a string is not what they are.
-        answer["text/event-stream"] = {}
+        # Without a schema: OpenAPI 3.1 cannot describe events, and they are not strings.
+        content["text/event-stream"] = {}
     instances = {
         f"x-cleave-{role}": {"$ref": "#/components/headers/Instance"}
         for role in ("prefill", "decode")
@@ -152,19 +151,19 @@ def _ask(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
         "operationId": _identify("post", route.path.decode()),
         "security": _SECURITY,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": _respond("As the engine answers.", answer, statuses, instances),
+        "responses": _respond("The engine's response.", content, statuses, instances),
     }
 
 
 def _get(route: OwnRoute) -> Schema:
-    """What the gateway answers."""
+    """An operation that the gateway responds to."""
     statuses: tuple[HTTPStatus, ...] = (HTTPStatus.UNAUTHORIZED,) if route.needs_key else ()
     if route.path == METRICS:
         statuses += (HTTPStatus.FORBIDDEN,)
         content: Schema = {"text/plain": {"schema": _TEXT}}
     else:
         content = {"application/json": {"schema": _OWN_ANSWERS[route.path]}}
-    responses = _respond("The answer.", content, statuses)
+    responses = _respond("The response.", content, statuses)
     if route.path == HEALTH:
         responses["503"] = responses["200"] | {"description": "Nothing can be served."}
     operation: Schema = {
@@ -184,26 +183,26 @@ def _get_model() -> Schema:
         "operationId": "getModel",
         "parameters": [name],
         "security": _SECURITY,
-        "responses": _respond("The answer.", content, statuses),
+        "responses": _respond("The response.", content, statuses),
     }
 
 
 def _respond(
     meaning: str, content: Schema, statuses: tuple[HTTPStatus, ...], headers: Schema | None = None
 ) -> Schema:
-    """Of each status what it means; errors have one form."""
-    found: Schema = {
+    """The responses by status; all errors have the same form."""
+    responses: Schema = {
         "200": {"description": meaning, "headers": _HEADERS | (headers or {}), "content": content}
     }
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status in sorted({*_ANYWHERE, *statuses}):
-        waits = {"retry-after": {"$ref": "#/components/headers/RetryAfter"}}
-        found[f"{status.value}"] = {
+        retry_after = {"retry-after": {"$ref": "#/components/headers/RetryAfter"}}
+        responses[f"{status.value}"] = {
             "description": _MEANINGS[status],
-            "headers": _HEADERS | (waits if status in _WAITS else {}),
+            "headers": _HEADERS | (retry_after if status in _WAITS else {}),
             "content": error,
         }
-    return found
+    return responses
 
 
 def _identify(method: str, path: str) -> str:
@@ -253,7 +252,7 @@ _OWN_ANSWERS: Mapping[bytes, Schema] = {
             "requests_in_flight": {"type": "integer", "minimum": 0},
             "models": _OBJECT,
         },
-        # The rest is for who has a key, where keys are asked for.
+        # If the gateway has keys, the other fields are sent only with a valid key.
         "required": ["status"],
     },
     OPENAPI: _OBJECT | {"required": ["openapi", "info", "paths"]},

@@ -1,10 +1,11 @@
-"""Everything the gateway answers, by path; what takes a model it lets engines answer.
+"""Handlers of all paths of the gateway: its own GET paths, and the POST paths that go to engines.
 
-Used by the client connections. What is hard: with keys nothing names a model, an instance or a
-tenant to whoever has none, but probes carry no key. So /health and /openapi.json stay open and then
-say less; scrapers bring a key or use the internal port, which no Service leads to. /fleet names
-every instance and its load, which is the operator's business alone: it is answered there only, and
-so is /metrics where there are several tenants, for it tells what each of them does.
+Used by the client connections. What is hard: where there are API keys, a client without one must
+not learn names of models, instances or tenants, but probes send no key. So /health and
+/openapi.json need none and then say less; scrapers send a key or use the internal port, which no
+Service exposes. /fleet describes every instance and its load, which only the operator needs: it
+exists on the internal port only, and so does /metrics when there are several tenants, because it
+shows the traffic of each.
 """
 
 from http import HTTPStatus
@@ -53,10 +54,10 @@ _METHODS = {route.path: b"POST" for route in (*COMPLETIONS, *OTHERS)} | {
 _OPEN = frozenset(route.path for route in OWN if not route.needs_key)
 _INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL}
 _UNLOGGED = frozenset((FLEET, HEALTH, LIVEZ, METRICS, OPENAPI))
-"""What probes and scrapers ask for."""
+"""Paths that probes and scrapers request."""
 
 ALIVE_S = 5.0
-"""The sweeper runs five times a second: one that has not for so long hangs."""
+"""The sweeper runs five times a second; after so long without a run it counts as hung."""
 
 _UNAUTHORIZED = ApiError(
     HTTPStatus.UNAUTHORIZED,
@@ -67,26 +68,27 @@ _UNAUTHORIZED = ApiError(
 )
 _OF_ALL_TENANTS = ApiError(
     HTTPStatus.FORBIDDEN,
-    "/metrics tells of all tenants, so it is answered on the port of --internal-port only",
+    "/metrics shows all tenants, so it is available on the port of --internal-port only",
     "invalid_request_error",
     code="internal_only",
 )
 
 
 class Pages:
-    """Gives each request to whoever answers it."""
+    """Handles the requests of one port."""
 
     def __init__(
-        self, context: Context, watch: Watch | None = None, *, internal: bool = False
+        self, context: Context, recorder: Watch | None = None, *, internal: bool = False
     ) -> None:
-        """`watch`: who hears of requests; `internal`: for the operator's and scrapers' port."""
+        """`recorder`: records requests for logs and traces; `internal`: for the internal port."""
         self._context = context
-        self._watch = watch
+        self._watch = recorder
         self._methods = _INTERNAL_METHODS if internal else _METHODS
         self._internal = internal
         self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
         self._api: dict[bool, tuple[list[str], bytes]] = {}
-        """Names of models, and the description that holds them."""
+        """The OpenAPI description, encoded, with the model names in it; by whether there are
+        any."""
         self._registry = CollectorRegistry()
         if context.siblings is None:
             self._registry.register(Collector(context.metrics))
@@ -96,7 +98,7 @@ class Pages:
         self._registry.register(FleetCollector(context.router.directory))
 
     def check(self, request: Request) -> ApiError | None:
-        """What is wrong with a request as far as its head tells."""
+        """Validate the head of a request: path, method and API key; the error to respond with."""
         error = self._check_path(request)
         if error is None and self._find_tenant(request) is None:
             return _UNAUTHORIZED
@@ -111,13 +113,14 @@ class Pages:
         return None
 
     def _find_tenant(self, request: Request) -> Tenant | None:
-        """Whose request it is; None: nobody's who may ask."""
+        """The tenant of the request; None: not authenticated."""
         if request.path in self._open:
             return EVERYBODY
         return self._context.keys.find(request.headers.get(b"authorization"))
 
     def handle(self, client: ClientConnection, request: Request) -> None:
-        """Answer a request, now or, for a completion, when the engines have."""
+        """Respond to a request: at once, or, if it goes to an engine, when the engine has
+        responded."""
         context = self._context
         request_id = request.headers.get(b"x-request-id", b"")
         if not request_id or not head.is_sane_id(request_id):
@@ -134,32 +137,33 @@ class Pages:
                 else:
                     self._tell(client, request, self._answer(request), request_id)
             except ApiError as refusal:
-                # No other name may keep it: its traceback leads back to this frame, and the body
-                # would stay in memory until the garbage collector finds that circle.
+                # No other name may refer to it: its traceback refers to this frame, and the body
+                # would stay in memory until the garbage collector finds that cycle.
                 self._refuse(client, request, request_id, refusal)
 
     def _refuse(
         self, client: ClientConnection, request: Request, request_id: bytes, error: ApiError
     ) -> None:
-        """Answer with an error."""
+        """Respond with an error."""
         self._context.metrics.requests["", "refused"] += 1
         refused = error.status, build_error_fields(error), error.to_json()
         self._tell(client, request, refused, request_id)
 
     def note(self, request_id: bytes, status: int, request: Request | None = None) -> None:
-        """For the access log; a path that is none of ours may hold anything, so it is not told."""
+        """Record a response for the access log, without paths that do not exist here, as they may
+        contain anything."""
         if self._watch is not None:
-            known = request is not None and request.path in self._methods
+            is_known = request is not None and request.path in self._methods
             self._watch.note(
                 self._context,
                 request_id,
                 status,
                 request.method if request is not None else b"",
-                request.path if request is not None and known else b"",
+                request.path if request is not None and is_known else b"",
             )
 
     def _look_closer(self, request: Request) -> bytes:
-        """The method of a path that no table holds; empty: nothing is there."""
+        """The method of a path that is not in the table; empty: no such path."""
         request.path = _find_path(request.path)
         if self._methods is _METHODS and request.path.startswith(MODEL):
             return b"GET"
@@ -169,25 +173,26 @@ class Pages:
         self,
         client: ClientConnection,
         request: Request,
-        answer: tuple[int, bytes, bytes],
+        response: tuple[int, bytes, bytes],
         request_id: bytes,
     ) -> None:
-        """Answer here; to HEAD with the head alone, or the next answer would begin with a body."""
+        """Send a response; to HEAD without its body, which the client would read as the next
+        response."""
         if request.path not in _UNLOGGED:
-            self.note(request_id, answer[0], request)
-        client.respond(*answer, request_id, with_body=request.method != b"HEAD")
+            self.note(request_id, response[0], request)
+        client.respond(*response, request_id, with_body=request.method != b"HEAD")
 
     def _pass_on(
         self, client: ClientConnection, request: Request, request_id: bytes, tenant: Tenant
     ) -> None:
-        """Let engines answer. Raises ApiError."""
+        """Proxy a request to an engine. Raises ApiError."""
         context = self._context
         if request.path in _OTHERS:
             models = context.router.directory.models
-            bases = [name for name, known in models.items() if not known.base]
-            completion = read_other(request.body, bases[0] if len(bases) == 1 else "")
+            bases = [name for name, entry in models.items() if not entry.base]
+            completion = read_other(request.body, bases[0] if len(bases) == 1 else "", request.scan)
         else:
-            completion = read_completion(request.body)
+            completion = read_completion(request.body, request.scan)
         session = request.headers.get(context.session_header)
         exchange: Exchange
         if self._watch is None:
@@ -202,7 +207,7 @@ class Pages:
         exchange.start()
 
     def _may_know(self, request: Request) -> bool:
-        """Whether models may be named in the answer to a path that is open to everybody."""
+        """Whether the response on a public path may contain names of models."""
         keys = self._context.keys
         return self._internal or keys.accept(request.headers.get(b"authorization"))
 
@@ -212,8 +217,8 @@ class Pages:
             late_s = self._context.clock() - self._context.swept_at
             if late_s <= ALIVE_S:
                 return HTTPStatus.OK, head.TEXT, b"ok\n"
-            told = f"no deadline has been looked at for {late_s:.1f} s\n"
-            return HTTPStatus.SERVICE_UNAVAILABLE, head.TEXT, told.encode()
+            message = f"deadlines have not been checked for {late_s:.1f} s\n"
+            return HTTPStatus.SERVICE_UNAVAILABLE, head.TEXT, message.encode()
         if path == FLEET:
             page = describe_fleet(self._context)
             return HTTPStatus.OK, head.JSON, msgspec.json.encode(page)
@@ -241,11 +246,11 @@ class Pages:
         return HTTPStatus.OK, head.JSON, msgspec.json.encode(listed)
 
     def _describe_api(self, names: list[str]) -> bytes:
-        """Made once for those who may know the models, once for the others, until these change."""
-        told = self._api.get(bool(names))
-        if told is None or told[0] != names:
-            told = self._api[bool(names)] = names, msgspec.json.encode(describe(names))
-        return told[1]
+        """Built once with the model names and once without, until these change."""
+        cached = self._api.get(bool(names))
+        if cached is None or cached[0] != names:
+            cached = self._api[bool(names)] = names, msgspec.json.encode(describe(names))
+        return cached[1]
 
     def _describe_model(self, name: str) -> dict[str, object]:
         directory = self._context.router.directory
@@ -259,21 +264,21 @@ class Pages:
         }
 
     def _describe_health(self) -> tuple[int, dict[str, object]]:
-        """200 when any model can be served or waited for; and always why others cannot."""
+        """200 when any model can be served or waited for, with the reasons why others cannot."""
         router = self._context.router
-        known = router.directory.models
-        # Adapters can be served wherever their base can.
-        models = {name: model for name, model in known.items() if not model.base}
-        obstacles = {name: router.find_obstacle(name) for name in sorted(models)}
-        reasons = [obstacle for obstacle in obstacles.values() if obstacle]
+        entries = router.directory.models
+        # Adapters can be served wherever their base model can.
+        models = {name: model for name, model in entries.items() if not model.base}
+        reasons_by_model = {name: router.find_obstacle(name) for name in sorted(models)}
+        reasons = [obstacle for obstacle in reasons_by_model.values() if obstacle]
         if not models:
             reasons.append("no instance has registered yet")
-        # Requests that are held for an instance have to get here.
-        holds = self._context.config.timeouts.wake_s > 0
-        ready = holds or any(not obstacle for obstacle in obstacles.values())
+        # If requests may wait for an instance, they must be sent here even without one.
+        may_wait = self._context.config.timeouts.wake_s > 0
+        ready = may_wait or any(not obstacle for obstacle in reasons_by_model.values())
         siblings = self._context.siblings
-        if siblings and (missing := _describe_missing(siblings, self._context.clock())):
-            reasons += missing
+        if siblings and (hung := _describe_missing(siblings, self._context.clock())):
+            reasons += hung
             ready = False
         status = "ok" if ready else "unavailable"
         if self._context.draining:
@@ -284,7 +289,7 @@ class Pages:
             "requests_in_flight": self._context.count_in_flight(),
             "models": {
                 name: {
-                    "ready": not obstacles[name],
+                    "ready": not reasons_by_model[name],
                     "instances": [_describe(instance) for instance in model.instances],
                 }
                 for name, model in sorted(models.items())
@@ -292,16 +297,16 @@ class Pages:
         }
 
 
-def _describe_missing(siblings: Siblings, now: float) -> list[str]:
-    """A process that hangs still gets its share of the connections."""
+def _describe_missing(shared_state: Siblings, now: float) -> list[str]:
+    """Hung processes; the kernel still gives them a share of the connections."""
     return [
-        f"process {process + 1} of {siblings.count} has not been heard for {age:.0f} s"
-        for process, age in siblings.find_missing(now)
+        f"process {process + 1} of {shared_state.count} has had no heartbeat for {age:.0f} s"
+        for process, age in shared_state.find_missing(now)
     ]
 
 
 def _find_path(target: bytes) -> bytes:
-    """The path of a target in absolute form, as clients send it to proxies."""
+    """The path of a request target in absolute form, as clients send it to proxies."""
     scheme, mark, rest = target.partition(b"://")
     if not mark or scheme.lower() not in (b"http", b"https"):
         return target
@@ -309,29 +314,29 @@ def _find_path(target: bytes) -> bytes:
 
 
 def _find_nothing(path: bytes) -> ApiError:
-    shown = path.decode("ascii", "replace")
-    return ApiError(HTTPStatus.NOT_FOUND, f"no such path: {shown}", "invalid_request_error")
+    text = path.decode("ascii", "replace")
+    return ApiError(HTTPStatus.NOT_FOUND, f"no such path: {text}", "invalid_request_error")
 
 
 def _forbid(path: bytes, method: bytes) -> ApiError:
     allowed = method.decode() if method != b"GET" else "GET, HEAD"
     return ApiError(
         HTTPStatus.METHOD_NOT_ALLOWED,
-        f"{path.decode('ascii', 'replace')} answers to {allowed} only",
+        f"{path.decode('ascii', 'replace')} accepts {allowed} only",
         "invalid_request_error",
         fields=f"allow: {allowed}\r\n".encode(),
     )
 
 
 def _describe(instance: Instance) -> dict[str, object]:
-    stated = instance.registration
+    registration = instance.registration
     return {
         "name": instance.name,
-        "role": name_of(agent_pb2.Role, stated.role),
-        "state": name_of(agent_pb2.State, stated.state),
+        "role": name_of(agent_pb2.Role, registration.role),
+        "state": name_of(agent_pb2.State, registration.state),
         "selectable": instance.selectable,
         "contact": instance.contact.value,
-        "kv_path_verified": stated.kv_path.verified,
+        "kv_path_verified": registration.kv_path.verified,
         "requests_in_flight": instance.ledger.count_requests(),
-        "reason": stated.reason,
+        "reason": registration.reason,
     }

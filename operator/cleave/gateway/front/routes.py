@@ -1,6 +1,6 @@
-"""The paths that clients may ask for: one table, by which requests are routed and described.
+"""The paths for clients: one table that both routes requests and describes them.
 
-Read by pages.py, which answers, and by openapi.py, which tells clients what there is.
+Read by pages.py, which handles the requests, and by openapi.py, which documents them.
 """
 
 from dataclasses import dataclass
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineRoute:
-    """A path that engines answer, or may; POST."""
+    """A POST path that engines handle, if they offer it."""
 
     path: bytes
     summary: str
     required: tuple[str, ...] = ()
-    """Fields of a body's first level without which it cannot be answered."""
+    """Fields of the body's first level that a request must have."""
     optional: tuple[str, ...] = ()
-    """The more usual of the others."""
+    """The most common other fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRoute:
-    """A path that the gateway answers by itself; GET."""
+    """A GET path that the gateway handles itself."""
 
     path: bytes
     summary: str
     needs_key: bool = False
-    """Where keys are asked for."""
+    """Whether it requires an API key, if the gateway has keys."""
 
 
 CHAT = b"/v1/chat/completions"
 COMPLETION = b"/v1/completions"
 MODELS = b"/v1/models"
 MODEL = b"/v1/models/"
-"""What a model's name follows."""
+"""Prefix of the path of one model."""
 HEALTH = b"/health"
 METRICS = b"/metrics"
 OPENAPI = b"/openapi.json"
@@ -55,49 +55,49 @@ _RANKED = ("query", "documents")
 _SCORED = ("text_1", "text_2")
 
 COMPLETIONS = (
-    EngineRoute(CHAT, "Answer a chat", ("model", "messages"), _SAMPLING + _TOOLS),
-    EngineRoute(COMPLETION, "Go on with a text", ("model", "prompt"), _SAMPLING),
+    EngineRoute(CHAT, "Complete a chat", ("model", "messages"), _SAMPLING + _TOOLS),
+    EngineRoute(COMPLETION, "Complete a text", ("model", "prompt"), _SAMPLING),
 )
-"""What two instances may share, and what goes on elsewhere when an engine is lost."""
+"""Requests that can be split over two instances and continued on another when an engine is lost."""
 
 OTHERS = (
     EngineRoute(
-        b"/v1/responses", "Make a response", ("input",), ("model", "stream", "max_output_tokens")
+        b"/v1/responses", "Create a response", ("input",), ("model", "stream", "max_output_tokens")
     ),
     EngineRoute(
         b"/v1/messages",
-        "Answer a chat, in Anthropic's form",
+        "Complete a chat, in Anthropic's form",
         ("messages", "max_tokens"),
         ("model", "system", "stream"),
     ),
     EngineRoute(
         b"/v1/messages/count_tokens", "Count a chat's tokens", ("messages",), ("model", "system")
     ),
-    EngineRoute(b"/v1/embeddings", "Turn texts into vectors", ("input",), ("model",)),
-    EngineRoute(b"/pooling", "What a pooling model makes of texts", ("input",), ("model",)),
-    EngineRoute(b"/classify", "Tell the classes of texts", ("input",), ("model",)),
-    EngineRoute(b"/score", "Tell how texts match", _SCORED, ("model",)),
-    EngineRoute(b"/v1/score", "Tell how texts match", _SCORED, ("model",)),
-    EngineRoute(b"/rerank", "Order documents by a query", _RANKED, ("model",)),
-    EngineRoute(b"/v1/rerank", "Order documents by a query", _RANKED, ("model",)),
-    EngineRoute(b"/v2/rerank", "Order documents by a query", _RANKED, ("model",)),
-    EngineRoute(b"/tokenize", "Turn a text or a chat into tokens", (), ("model", "prompt")),
-    EngineRoute(b"/detokenize", "Turn tokens into a text", ("tokens",), ("model",)),
+    EngineRoute(b"/v1/embeddings", "Embed texts", ("input",), ("model",)),
+    EngineRoute(b"/pooling", "Run a pooling model on texts", ("input",), ("model",)),
+    EngineRoute(b"/classify", "Classify texts", ("input",), ("model",)),
+    EngineRoute(b"/score", "Score pairs of texts", _SCORED, ("model",)),
+    EngineRoute(b"/v1/score", "Score pairs of texts", _SCORED, ("model",)),
+    EngineRoute(b"/rerank", "Rank documents by a query", _RANKED, ("model",)),
+    EngineRoute(b"/v1/rerank", "Rank documents by a query", _RANKED, ("model",)),
+    EngineRoute(b"/v2/rerank", "Rank documents by a query", _RANKED, ("model",)),
+    EngineRoute(b"/tokenize", "Tokenize a text or a chat", (), ("model", "prompt")),
+    EngineRoute(b"/detokenize", "Convert tokens to a text", ("tokens",), ("model",)),
 )
-"""What engines may offer beside completions; one instance answers it."""
+"""Further paths that engines may offer; one instance handles the request."""
 
 OWN = (
     OwnRoute(MODELS, "List the models", needs_key=True),
-    OwnRoute(HEALTH, "Tell whether anything can be served, and with a key what, and why not"),
+    OwnRoute(HEALTH, "Whether any model can be served; with a key, which ones, and why not"),
     OwnRoute(METRICS, "Metrics, for Prometheus", needs_key=True),
     OwnRoute(OPENAPI, "This description"),
 )
-"""And below MODEL each model."""
+"""The paths below MODEL, one per model, are not listed."""
 
 INTERNAL = (
-    OwnRoute(HEALTH, "Tell what can be served, and why not"),
+    OwnRoute(HEALTH, "Which models can be served, and why not"),
     OwnRoute(METRICS, "Metrics, for Prometheus"),
-    OwnRoute(FLEET, "Every instance, and what it carries"),
-    OwnRoute(LIVEZ, "Whether this process runs; for liveness probes, as it costs nothing"),
+    OwnRoute(FLEET, "Every instance and its load"),
+    OwnRoute(LIVEZ, "Whether this process works; cheap, for liveness probes"),
 )
-"""Of the port that the operator and scrapers use."""
+"""Of the port for the operator and scrapers."""

@@ -1,1 +1,1 @@
-"""The endpoint picker: Envoy asks over gRPC where a request shall go."""
+"""The endpoint picker of the Gateway API Inference Extension, over Envoy's ext_proc."""

@@ -1,7 +1,7 @@
-"""What the endpoint picker's port shows proxies, in gRPC's form. Used by the picker at its start.
+"""TLS credentials of the endpoint picker's port. Used by the picker at its start.
 
-An InferencePool's proxy speaks TLS to its picker unless it is told otherwise, and takes what it is
-shown: so without files the picker signs a certificate of its own, as that of the extension does.
+A proxy speaks TLS to the picker of its InferencePool by default and does not verify the
+certificate: so without files the picker uses a self-signed one, as that of the extension does.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ from cleave.gateway.config import GatewayConfig
 from cleave.gateway.tls import Certificate
 
 _VALID = timedelta(days=3_650)
-"""Longer than any process lives, and its key goes with the process."""
+"""Longer than any process runs; the key exists only in its memory."""
 _SKEW = timedelta(days=1)
 _NAME = "cleave endpoint picker"
 
@@ -24,17 +24,17 @@ Pair = tuple[bytes, bytes]
 
 
 class PickerError(ValueError):
-    """The endpoint picker cannot be had as it is configured."""
+    """The endpoint picker cannot run as configured."""
 
 
 def make_credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
-    """What the port is opened with; None: plain gRPC. Raises PickerError and TlsError."""
+    """Credentials of the port; None: plain gRPC. Raises PickerError and TlsError."""
     if config.endpoint_picker_plain:
         return None
     if config.endpoint_picker_certificate is None or config.endpoint_picker_key is None:
         return grpc.ssl_server_credentials([_sign_own(config.host)])
     files = _Files(config.endpoint_picker_certificate, config.endpoint_picker_key)
-    # The stubs do not know that nothing new is None.
+    # The type stubs lack None, which means no change.
     return grpc.dynamic_ssl_server_credentials(files.read(), files.read_if_new)  # type: ignore[arg-type]
 
 
@@ -54,7 +54,7 @@ class _Files:
 
 
 def _sign_own(host: str) -> Pair:
-    """A certificate for this address that nobody else vouches for."""
+    """A self-signed certificate for this address."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

@@ -1,8 +1,8 @@
-"""A request that a proxy sends to an instance itself: its place in the books, and what it teaches.
+"""A request that the proxy sends directly to an instance: its load accounting and its metrics.
 
-Made by the endpoint picker, which hears of the answer as the proxy passes it on. What is hard: the
-proxy may vanish at any time, or never ask about the answer; so the entry in the books ends with the
-stream, and it has a deadline besides.
+Made by the endpoint picker, which receives the response messages from the proxy. What is hard: the
+proxy may disappear at any time, or never report the response; so the accounting ends with the
+ext_proc stream, and there is a deadline, too.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from cleave.router.instance import Target
 from cleave.router.router import Phase, Pick, Router
 
 _TAIL_BYTES = 1_024
-"""Of an answer, where its usage is."""
+"""Of a response, its last bytes, which contain the usage."""
 _EVENT_END = b"}\n\n"
 _COUNTED = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
 class Direct:
-    """One request. Enter, pick, tell of the answer, and end it, whatever happens."""
+    """One request. Call `enter`, `pick`, the callbacks of the response, and in any case `end`."""
 
     def __init__(self, context: Context, completion: Completion, tenant: Tenant) -> None:
         self._context = context
@@ -47,7 +47,7 @@ class Direct:
         context.metrics.in_flight += 1
 
     async def enter(self) -> None:
-        """Wait until it may go to an instance. Raises ApiError (429)."""
+        """Wait for admission. Raises ApiError (429)."""
         context = self._context
         self._deadline += context.config.timeouts.answer_s
         if context.unanswered > context.queue_limit:
@@ -64,7 +64,7 @@ class Direct:
             await self._turn
 
     def pick(self, avoid: Collection[str], session: bytes | None) -> Target:
-        """The instance, none of `avoid`. Raises RouterError."""
+        """Pick an instance, none of `avoid`. Raises RouterError."""
         context, completion = self._context, self._completion
         router = context.router
         self._pick = router.pick(
@@ -80,35 +80,36 @@ class Direct:
         context.metrics.dispatches[completion.model, self._pick.reason] += 1
         return self._pick.decode
 
-    # --- what the door and the sweeper call ---
+    # --- called by the admission controller and the sweeper ---
 
     def admit(self) -> None:
-        """It is its turn."""
+        """The admission controller lets the queued request through."""
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(None)
 
     def turn_away(self, error: ApiError) -> None:
-        """It has waited in vain."""
+        """The admission controller refuses the queued request."""
         if self._turn is not None and not self._turn.done():
             self._turn.set_exception(error)
 
     def sweep(self, now: float) -> None:
-        """Leave the books when nothing was heard for too long; the proxy keeps its own time."""
+        """End the accounting when no message has come for too long; the proxy has its own
+        time-out."""
         if now > self._deadline:
             status = HTTPStatus.GATEWAY_TIMEOUT
             self.turn_away(fail_engine(status, "no instance could take it in time"))
             self.end("broken")
 
-    # --- what is heard of the answer ---
+    # --- called with messages of the response ---
 
     def answer(self, status: int, served: str) -> None:
-        """Its head. `served`: the endpoint it is from, empty if unknown."""
+        """The head of the response. `served`: the endpoint it is from, empty if unknown."""
         self._status = status
         context, pick = self._context, self._pick
         if pick is None:
             return
         if served and served != name_endpoint(pick.decode):
-            # Another one did it after all: a gateway, which keeps its own books and counts it.
+            # Another endpoint responded: a gateway, which does its own accounting and counting.
             context.breaker.fail(pick.decode.instance, context.clock())
             context.router.release(pick)
             self._pick, self._elsewhere = None, True
@@ -118,14 +119,14 @@ class Direct:
             context.breaker.succeed(pick.decode.instance)
 
     def receive(self, piece: bytes) -> None:
-        """Some of its body."""
+        """A piece of the response's body."""
         context = self._context
         if self._over:
             return
         now = context.clock()
         self._deadline = now + context.config.timeouts.answer_s
         tail = self._tail + piece
-        # What is cut between two pieces is counted with the second.
+        # A match that spans two pieces is counted with the second one.
         self._events += tail.count(_EVENT_END) - self._tail.count(_EVENT_END)
         self._tail = tail[-_TAIL_BYTES:]
         if self._began is None and piece:
@@ -137,7 +138,7 @@ class Direct:
                 context.door.observe(self._visit, now)
 
     def complete(self) -> None:
-        """The answer has come to its end."""
+        """The response is complete."""
         if self._status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self.end("failed")
         elif self._status >= HTTPStatus.BAD_REQUEST:
@@ -146,7 +147,7 @@ class Direct:
             self.end("ok")
 
     def end(self, outcome: str) -> None:
-        """Leave the books, once."""
+        """Release the accounting and count the outcome; calls after the first do nothing."""
         context = self._context
         if self._over:
             return
@@ -164,9 +165,9 @@ class Direct:
             context.door.leave(self._visit, tokens, context.clock())
 
     def _count_tokens(self) -> int:
-        """As the engine counts them, or else the events."""
-        stated = _COUNTED.findall(self._tail)
-        return int(stated[-1]) if stated else self._events
+        """As the engine counts them, or else the number of events."""
+        counts = _COUNTED.findall(self._tail)
+        return int(counts[-1]) if counts else self._events
 
     def _tell(self, outcome: str, tokens: int) -> None:
         context, completion = self._context, self._completion
@@ -176,10 +177,10 @@ class Direct:
         stream_s = None
         if outcome == "ok" and completion.stream and self._began is not None:
             stream_s = self._began - self._started, context.clock() - self._began
-        known = completion.model in context.router.directory.known
+        is_known = completion.model in context.router.directory.known
         count(
             context.metrics,
-            completion.model if known else "",
+            completion.model if is_known else "",
             self._tenant.name,
             outcome,
             completion.prompt_tokens,
@@ -189,12 +190,12 @@ class Direct:
 
 
 def has_prefill(router: Router, model: str) -> bool:
-    """Whether requests for this model are split now, if they can be."""
-    known = router.directory.models.get(model)
-    return known is not None and any(board.prefill.size for board in known.boards)
+    """Whether requests for this model are currently split if possible."""
+    entry = router.directory.models.get(model)
+    return entry is not None and any(board.prefill.size for board in entry.boards)
 
 
 def name_endpoint(target: Target) -> str:
-    """An engine's address as proxies name it."""
+    """An engine's address as proxies write it."""
     host = f"[{target.host}]" if ":" in target.host else target.host
     return f"{host}:{target.port}"

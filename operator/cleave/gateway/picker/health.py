@@ -1,7 +1,7 @@
-"""How an endpoint picker is, in gRPC's health protocol, as gateways of InferencePools ask for it.
+"""gRPC health service of the endpoint picker, which gateways of an InferencePool query.
 
-Alive whenever it answers; ready as long as a request could be placed, for what a proxy does without
-a picker is stated in its InferencePool.
+Live whenever it responds; ready while any model can be served. What a proxy does without a ready
+picker is set in its InferencePool.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _Context = grpc.aio.ServicerContext[object, object]
 
 
 class PickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Answers from what the router knows at the moment."""
+    """Reports the router's current state."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -27,7 +27,7 @@ class PickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> health_pb2.HealthCheckResponse:
-        """How one service is."""
+        """The status of one service."""
         status = self._find_status(request.service)
         if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
@@ -36,30 +36,30 @@ class PickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """How one service is, and again whenever that changes.
+        """The status of one service, and again whenever it changes.
 
-        It ends when the gateway drains, which would wait for it else.
+        It ends when the gateway drains, which would otherwise wait for this call.
         """
         del context
-        told = None
+        last_status = None
         while True:
-            # Before the status, which is then that of a gateway that drains.
+            # Read before the status, so that the last status sent is that of draining.
             ends = self._context.draining
             status = self._find_status(request.service)
-            if status != told:
-                told = status
+            if status != last_status:
+                last_status = status
                 yield health_pb2.HealthCheckResponse(status=status)
             if ends:
                 return
             await asyncio.sleep(LOOK_S)
 
     def _find_status(self, service: str) -> int:
-        answer = health_pb2.HealthCheckResponse
+        response = health_pb2.HealthCheckResponse
         if service in _ALIVE:
-            return int(answer.SERVING)
+            return int(response.SERVING)
         if service not in _READY:
-            return int(answer.SERVICE_UNKNOWN)
+            return int(response.SERVICE_UNKNOWN)
         router = self._context.router
-        served = any(not router.find_obstacle(name) for name in router.directory.models)
-        ready = served and not self._context.draining
-        return int(answer.SERVING if ready else answer.NOT_SERVING)
+        can_serve = any(not router.find_obstacle(name) for name in router.directory.models)
+        ready = can_serve and not self._context.draining
+        return int(response.SERVING if ready else response.NOT_SERVING)

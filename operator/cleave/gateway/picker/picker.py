@@ -1,10 +1,12 @@
-"""The endpoint picker: Envoy's external processing service on this gateway's router and books.
+"""The endpoint picker: Envoy's external processing service on the gateway's router and load
+accounting.
 
-Started by the gateway when it is given a port; asked by gateways that speak to an InferencePool of
-the Gateway API Inference Extension. What can be split, what nobody can take yet, and whatever is no
-completion is sent to this gateway, which does everything else itself; where it is told to, what one
-instance answers goes straight there. What is hard: the protocol has two forms. In full duplex a
-body is only what is sent back; otherwise it is kept by the proxy, and may be closed upon cleanly.
+Started by the gateway if it has a port; called by proxies of an InferencePool (Gateway API
+Inference Extension). Requests that can be split, that no instance can take yet, or that are no
+completions are sent to this gateway, which handles them; if so configured, the others go directly
+to an instance. What is hard: the protocol has two modes. In full duplex the proxy forwards only the
+body that is sent back to it; otherwise it buffers the body itself, and the stream may be closed
+early.
 """
 
 import asyncio
@@ -33,10 +35,11 @@ _Stream = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
 
 
 class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
-    """Picks for each request that a proxy tells of."""
+    """Picks an endpoint for each request."""
 
     def __init__(self, context: Context, address: str, direct: bool) -> None:
-        """`address`: ip:port of this gateway. `direct`: whole requests go to instances."""
+        """`address`: ip:port of this gateway. `direct`: requests that are not split go to
+        instances."""
         self._context = context
         self._address = address
         self._direct = direct
@@ -45,13 +48,13 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     async def Process(  # type: ignore[override]  # noqa: N802 - reads and writes, and yields nothing
         self, request_iterator: object, context: _Stream
     ) -> None:
-        """One HTTP request."""
+        """Process one HTTP request."""
         del request_iterator
         first = await context.read()
         if _is_end(first) or first.observability_mode:
             return
         if not first.HasField("request_headers"):
-            # A proxy that skips them leaves nothing to name an endpoint with.
+            # Without them there is no message to which the endpoint could be the response.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "send the request's headers")
         head = ext_proc.read_head(first)
         try:
@@ -62,16 +65,16 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         except ApiError as error:
             await context.write(ext_proc.refuse_with(error))
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request does not go on")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request body stalled")
 
     # --- to this gateway ---
 
     async def _send_to_gateway(
         self, stream: _Stream, head: Head, read: Sequence[pb.ProcessingRequest]
     ) -> None:
-        """Name this gateway, which needs nothing more; `read`: of the body, so far.
+        """Name this gateway as the endpoint; `read`: messages of the body received so far.
 
-        Raises ApiError (503) when the proxy does not allow it.
+        Raises ApiError (503) when the proxy does not allow this endpoint.
         """
         if not self._may_name_itself(head):
             raise from_router(NoInstance(f"{self._address} is not among the endpoints allowed"))
@@ -79,19 +82,19 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         if head.request_mode == _DUPLEX and not head.bodiless:
             await self._return_request(stream, read)
         if head.response_mode == _DUPLEX:
-            # Closing now would lose what the proxy has sent here and keeps no copy of.
+            # Closing the stream now would lose body bytes of which the proxy keeps no copy.
             await self._follow(stream, head, None)
 
     async def _return_request(self, stream: _Stream, read: Sequence[pb.ProcessingRequest]) -> None:
-        """Send a body back as it comes."""
+        """Send the request's body back as it comes."""
         pieces = iter(read)
         while (message := next(pieces, None) or await self._read(stream)) is not None:
             if message.HasField("request_trailers"):
                 await stream.write(ext_proc.CONTINUE_REQUEST_TRAILERS)
                 return
             piece = message.request_body
-            for answer in ext_proc.stream_request_body(piece.body, piece.end_of_stream):
-                await stream.write(answer)
+            for response in ext_proc.stream_request_body(piece.body, piece.end_of_stream):
+                await stream.write(response)
             if piece.end_of_stream:
                 return
 
@@ -101,7 +104,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     # --- to an instance ---
 
     def _may_go_direct(self, head: Head) -> bool:
-        """Whether it may be a completion of which the body is told before it has to be placed."""
+        """Whether it may be a completion whose body comes before the endpoint must be named."""
         return (
             not head.bodiless
             and head.request_mode in (_DUPLEX, pb.BUFFERED)
@@ -111,7 +114,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         )
 
     async def _choose(self, stream: _Stream, head: Head) -> None:
-        """Read a completion and send it where it belongs. Raises ApiError."""
+        """Read a completion, name its endpoint and process its response. Raises ApiError."""
         if head.request_mode != _DUPLEX:
             await stream.write(ext_proc.CONTINUE_REQUEST_HEADERS)
         read = await self._read_body(stream)
@@ -129,12 +132,12 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
                 await stream.write(ext_proc.name_endpoint_late(self._address))
             return
         if completion.numbered and not completion.asks_ids:
-            # Nobody is there who would take the ids out again.
+            # The ids could not be removed from a response that bypasses the gateway.
             del completion.fields[TOKENS_KEY]
         await self._send_direct(stream, head, completion, read[-1].HasField("request_trailers"))
 
     def _is_for_gateway(self, head: Head, completion: Completion) -> bool:
-        """Whether it can be split, or has to wait until somebody can take it."""
+        """Whether the request can be split, or has to wait for an instance."""
         if not self._may_name_itself(head):
             return False
         router = self._context.router
@@ -150,7 +153,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     async def _send_direct(
         self, stream: _Stream, head: Head, completion: Completion, trailers: bool
     ) -> None:
-        """Pick an instance, name it, and follow the answer. Raises ApiError."""
+        """Pick an instance, name it, and process the response. Raises ApiError."""
         context = self._context
         tenant = context.keys.find(head.headers.get("authorization")) or EVERYBODY
         direct = Direct(context, completion, tenant)
@@ -161,8 +164,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             endpoint = name_endpoint(direct.pick(self._find_outside(head), session))
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"
-            for answer in self._name(head, endpoint, build_whole(completion), trailers):
-                await stream.write(answer)
+            for response in self._name(head, endpoint, build_whole(completion), trailers):
+                await stream.write(response)
             await self._follow(stream, head, direct)
         except RouterError as error:
             outcome = "unavailable" if isinstance(error, NoInstance) else "refused"
@@ -176,16 +179,16 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     def _name(
         self, head: Head, endpoint: str, body: bytes, trailers: bool
     ) -> list[pb.ProcessingResponse]:
-        """What sends a request off."""
-        # Another id for each attempt, lest it meets an equal one in an engine.
+        """The messages that make the proxy send the request."""
+        # A new id for each attempt, because engines mix up requests with equal ids.
         headers = {"x-request-id": self._context.make_id().decode()}
         if head.request_mode != _DUPLEX:
             return [ext_proc.name_endpoint_with_body(endpoint, headers, body)]
-        answers = [ext_proc.name_endpoint(endpoint, headers)]
-        answers += ext_proc.stream_request_body(body, not trailers)
+        responses = [ext_proc.name_endpoint(endpoint, headers)]
+        responses += ext_proc.stream_request_body(body, not trailers)
         if trailers:
-            answers.append(ext_proc.CONTINUE_REQUEST_TRAILERS)
-        return answers
+            responses.append(ext_proc.CONTINUE_REQUEST_TRAILERS)
+        return responses
 
     def _find_outside(self, head: Head) -> list[str]:
         """Instances that the proxy does not allow."""
@@ -199,32 +202,33 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         ]
 
     async def _follow(self, stream: _Stream, head: Head, direct: Direct | None) -> None:
-        """Hear of the answer to its end, as far as the proxy tells; None: a gateway's."""
+        """Process the response's messages to their end; `direct` None: the gateway handles the
+        request."""
         while not _is_end(message := await stream.read()):
-            answers = [ext_proc.CONTINUE_REQUEST_TRAILERS]
+            responses = [ext_proc.CONTINUE_REQUEST_TRAILERS]
             ends = False
             match message.WhichOneof("request"):
                 case "response_headers":
                     if direct is not None:
                         direct.answer(ext_proc.read_status(message), ext_proc.read_served(message))
-                    answers = [ext_proc.CONTINUE_RESPONSE_HEADERS]
+                    responses = [ext_proc.CONTINUE_RESPONSE_HEADERS]
                     ends = message.response_headers.end_of_stream
                 case "response_body":
                     piece = message.response_body
                     if direct is not None:
                         direct.receive(piece.body)
-                    answers = [ext_proc.CONTINUE_RESPONSE_BODY]
+                    responses = [ext_proc.CONTINUE_RESPONSE_BODY]
                     if head.response_mode == _DUPLEX:
-                        answers = ext_proc.stream_response_body(piece)
+                        responses = ext_proc.stream_response_body(piece)
                     ends = piece.end_of_stream
                 case "response_trailers":
-                    answers = [ext_proc.CONTINUE_RESPONSE_TRAILERS]
+                    responses = [ext_proc.CONTINUE_RESPONSE_TRAILERS]
                     ends = True
             if ends and direct is not None:
-                # Before the proxy hears of it: then it resets the stream at once.
+                # Before the proxy gets the response, after which it resets the stream at once.
                 direct.complete()
-            for answer in answers:
-                await stream.write(answer)
+            for response in responses:
+                await stream.write(response)
             if ends:
                 return
         if head.response_mode == pb.NONE and direct is not None:
@@ -233,38 +237,40 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     # --- reading ---
 
     async def _read_body(self, stream: _Stream) -> list[pb.ProcessingRequest] | None:
-        """All of a request's body, perhaps with trailers; None when the proxy has given it up.
+        """All messages of a request's body, perhaps with trailers; None when the proxy has
+        cancelled it.
 
         Raises ApiError (413) and TimeoutError.
         """
         limit = self._context.config.max_body_bytes
         read: list[pb.ProcessingRequest] = []
-        left = limit
+        remaining = limit
         while (message := await self._read(stream)) is not None:
             read.append(message)
-            left -= len(message.request_body.body)
-            if left < 0:
+            remaining -= len(message.request_body.body)
+            if remaining < 0:
                 raise refuse_size(limit)
             if message.request_body.end_of_stream or message.HasField("request_trailers"):
                 return read
         return None
 
     async def _read(self, stream: _Stream) -> pb.ProcessingRequest | None:
-        """What comes next; None when nothing does. Raises TimeoutError."""
+        """The next message; None at the end of the stream. Raises TimeoutError."""
         async with asyncio.timeout(self._wait_s):
             message = await stream.read()
         return None if _is_end(message) else message
 
 
 class PickerServer:
-    """The picker on a port, with the health protocol."""
+    """The gRPC server of the endpoint picker, with the health service."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int, gateway_port: int) -> int:
-        """Listen where the gateway does; the port. Raises OSError, PickerError and TlsError."""
+        """Listen on the gateway's host; returns the port. Raises OSError, PickerError and
+        TlsError."""
         config = self._context.config
         if config.tls_certificate is not None:
             raise PickerError(
@@ -283,25 +289,25 @@ class PickerServer:
             EndpointPicker(self._context, address, config.endpoint_picker_direct), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(PickerHealth(self._context), self._server)
-        place = name_gateway(config.host, port)
+        address_and_port = name_gateway(config.host, port)
         try:
             if credentials is None:
-                port = self._server.add_insecure_port(place)
+                port = self._server.add_insecure_port(address_and_port)
             else:
-                port = self._server.add_secure_port(place, credentials)
+                port = self._server.add_secure_port(address_and_port, credentials)
         except RuntimeError as error:
             raise OSError(str(error)) from None
         await self._server.start()
         return port
 
     async def stop(self, drain_s: float) -> None:
-        """Take no more requests, and let those that run end within so many seconds."""
+        """Accept no more requests, and let running ones finish within so many seconds."""
         if self._server is not None:
             await self._server.stop(drain_s)
 
 
 def _is_end(message: object) -> bool:
-    """Whether nothing more comes; the stubs do not know of it."""
+    """Whether the stream has ended; the type stubs lack grpc.aio.EOF."""
     return message is grpc.aio.EOF
 
 
@@ -313,6 +319,6 @@ def name_gateway(host: str, port: int) -> str:
         raise PickerError(f"--host {host}: an endpoint picker names IP addresses only") from None
     if address.is_unspecified:
         raise PickerError(
-            f"--host {host}: an endpoint picker names its gateway: state the address of this one"
+            f"--host {host}: an endpoint picker names its gateway: give the address of this one"
         )
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

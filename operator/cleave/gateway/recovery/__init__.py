@@ -1,1 +1,1 @@
-"""What becomes of a request whose engine was lost: again elsewhere, or the rest of its stream."""
+"""What happens when an engine fails: retries on other instances, streams continued by another."""

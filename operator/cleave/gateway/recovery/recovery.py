@@ -1,8 +1,9 @@
-"""What to do when an engine lets a request down. Asked by the exchange; no I/O.
+"""Retry policy: which instances a request may use after an attempt has failed. Used by the
+exchange; no I/O.
 
-What is hard: telling a dead instance from one that merely refused. A refusal of a split request
-by the decode side often means that the KV could not be pulled, so that instance may still be right
-for the request as a whole; a lost connection says it is gone.
+What is hard: telling a dead instance from one that merely returned an error. When the decode engine
+of a split request returns an error, the KV often could not be pulled, so the instance may still
+serve the request as a whole; a lost connection means that the instance is gone.
 """
 
 import enum
@@ -14,52 +15,52 @@ from cleave.router.chooser import Cached
 from cleave.router.router import Pick, Router
 
 PREFILL_BUDGET = 2
-"""Further prefill attempts of one request."""
+"""Retries of one request after prefill failures."""
 DECODE_BUDGET = 2
-"""Further attempts after decode failures."""
+"""Retries of one request after decode failures."""
 LOSS_BUDGET = 16
-"""Engines that one stream may outlive, however far it got with each."""
+"""Engines that one stream may lose, whatever its progress with each."""
 
 
 class Failure(enum.Enum):
-    """How an engine let a request down."""
+    """How an attempt failed; the values are labels of cleave_gateway_retries."""
 
     LOST = "lost"
     """Its connection broke."""
     UNREACHED = "unreached"
-    """No connection: no engine has seen the request."""
+    """No connection: the engine has not received the request."""
     TIMEOUT = "timeout"
     STATUS = "status"
-    """An answer of the 5xx kind, or a stream that begins with such an error."""
+    """A status of 500 or above, or a stream that begins with an error of the engine's."""
     HANDOFF = "handoff"
-    """A hand-off that must not be used."""
+    """A handoff that must not be used."""
     STALL = "stall"
-    """Nothing more came, from an instance that gave nobody anything."""
+    """No more bytes came, nor did they on any other stream of that instance."""
 
 
 _GONE = (Failure.LOST, Failure.UNREACHED, Failure.STALL)
-"""The engine's own undoing; with the others the hand-off may have been to blame."""
+"""The engine itself failed; with the other failures the handoff may have been the cause."""
 
 
 @dataclass(slots=True)
 class Recovery:
-    """What a request has been through."""
+    """The failed attempts of one request."""
 
     avoid: set[str] = field(default_factory=set)
-    """Instances that it was lost on."""
+    """Instances on which an attempt was lost; not used again."""
     doubted: set[str] = field(default_factory=set)
-    """Instances that answered with an error; they may be asked again if nothing else is left."""
+    """Instances that returned an error; used only if no other is left."""
     prefills_lost: int = 0
     decodes_lost: int = 0
     losses: int = 0
-    """Engines lost in the middle of its stream."""
+    """Engines lost in the middle of the stream."""
     whole: bool = False
-    """Hand-offs have failed it: one instance shall do both phases if the fallback allows."""
+    """After failed handoffs: one instance should do both phases if the fallback rule allows it."""
     cached: Cached | None = None
-    """Who computed its prompt, and probably has it still."""
+    """The instance that computed the prompt and probably still has its KV."""
 
     def note_prefill(self, instance: str) -> bool:
-        """A prefill attempt failed; whether another is left. If not, `whole` may still be."""
+        """A prefill failed; False: the budget is used up, though `whole` may still be tried."""
         self.avoid.add(instance)
         self.prefills_lost += 1
         if self.prefills_lost > PREFILL_BUDGET:
@@ -67,9 +68,10 @@ class Recovery:
         return not self.whole
 
     def note_decode(self, instance: str, failure: Failure, split: bool) -> bool:
-        """A decode attempt, or one of both phases, failed; whether another is left.
+        """A decode attempt, or one of both phases, failed; returns whether a retry is within the
+        budget.
 
-        What no engine has seen cannot have been its undoing: as many are tried as there are.
+        A request that no engine received costs no budget: every instance may be tried.
         """
         if failure is Failure.UNREACHED:
             self.avoid.add(instance)
@@ -83,19 +85,20 @@ class Recovery:
         return self.decodes_lost <= DECODE_BUDGET
 
     def note_prompt(self, boot_id: str, tokens: int, failure: Failure) -> None:
-        """A prefill instance has computed so much for it, and its decode attempt failed then."""
+        """A prefill instance computed this many tokens before the decode attempt failed."""
         if failure in _GONE:
             self.cached = Cached(boot_id, tokens)
 
     def renew(self) -> bool:
-        """The stream got on between this loss and the one before; whether it may go on again."""
+        """The stream progressed between the last two losses; False: too many engines were lost."""
         self.losses += 1
         self.prefills_lost = self.decodes_lost = 0
         self.whole = False
         return self.losses <= LOSS_BUDGET
 
     def forgive(self) -> None:
-        """Nothing else is left, and some time has passed: what was lost may have come back."""
+        """Allow excluded instances again, as a last resort: time has passed and they may be
+        back."""
         self.doubted |= self.avoid
         self.avoid.clear()
 
@@ -103,31 +106,31 @@ class Recovery:
 def choose(
     router: Router,
     completion: Completion,
-    past: Recovery | None,
-    doubt: Collection[str] = (),
+    history: Recovery | None,
+    suspects: Collection[str] = (),
     session: bytes | None = None,
 ) -> Pick:
-    """Instances for the next attempt; `past` is None at the first. Raises RouterError.
+    """Pick instances for the next attempt; `history` is None at the first. Raises RouterError.
 
-    `doubt`: instances that fail others just now.
+    `suspects`: instances that currently fail other requests.
     """
     model, prompt = completion.model, completion.prompt_tokens
-    output, single = completion.output_tokens, not completion.splittable
+    output, colocated = completion.output_tokens, not completion.splittable
     text = find_text(completion) if router.reads_text else b""
-    if past is None:
+    if history is None:
         return router.pick(
-            model, prompt, output, single=single, doubt=doubt, session=session, text=text
+            model, prompt, output, single=colocated, doubt=suspects, session=session, text=text
         )
-    lost = past.prefills_lost > 0
+    lost = history.prefills_lost > 0
     return router.pick(
         model,
         prompt,
         output,
-        single=single or (past.whole and router.allows_whole(lost)),
-        avoid=past.avoid,
-        doubt={*past.doubted, *doubt},
+        single=colocated or (history.whole and router.allows_whole(lost)),
+        avoid=history.avoid,
+        doubt={*history.doubted, *suspects},
         prefill_lost=lost,
         session=session,
         text=text,
-        cached=past.cached,
+        cached=history.cached,
     )

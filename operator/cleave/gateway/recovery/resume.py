@@ -1,10 +1,10 @@
-"""How a stream goes on after its engine was lost: what to ask another one. Pure; no I/O.
+"""Plans how another engine continues a stream whose engine was lost. Pure.
 
-Asked by the exchange. Preferred is to continue: prompt and tokens so far, by their ids, go to
-another engine as one prompt, so that nothing is generated twice and the text cannot be cut into
-other tokens than it was made of. What hangs on the first engine (a seed, a grammar, a stop string,
-several choices, tool calls) is replayed instead, if the answer must be the same again; what is
-sampled as well as bound cannot be resumed.
+Used by the exchange. Preferred is continuation: the token ids of the prompt and of the output so
+far are sent to another engine as one prompt, so nothing is generated twice and the text is not
+tokenized differently. A request whose output depends on state of the first engine (a seed, a
+grammar, a stop string, several choices, tool calls) is replayed instead, if the same output is
+guaranteed; if it is also sampled, it cannot be resumed.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ CHAT = b"/v1/chat/completions"
 RESUMABLE = (COMPLETIONS, CHAT)
 
 DEFAULT_OUTPUT_TOKENS = 16
-"""Of /v1/completions, when a request states none."""
+"""Limit of /v1/completions for a request without `max_tokens`."""
 
 _CARRIED = (
     "allowed_token_ids",
@@ -44,12 +44,12 @@ _CARRIED = (
     "user",
     "return_token_ids",
 )
-"""Fields that mean the same for the rest of an answer; all others are spent on its beginning."""
+"""Fields that keep their meaning for the rest of a response; all others are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What to ask, and how its answer becomes the rest of the stream."""
+    """What to send to another engine, and how its events become the rest of the stream."""
 
     path: bytes
     completion: Completion
@@ -60,7 +60,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Nothing is to be asked: only these events are missing."""
+    """No engine is needed: only these events are missing."""
 
     events: bytes
 
@@ -73,31 +73,34 @@ class _Part(msgspec.Struct, gc=False):
     type: str = "text"
 
 
-# Of what may be very long, the text is skipped.
+# Contents may be very long, so their text is not decoded.
 _decode_messages = msgspec.json.Decoder(list[_Message]).decode
 _decode_parts = msgspec.json.Decoder(list[_Part]).decode
 
 
 class NotResumableError(Exception):
-    """The stream has to end here; the reason is for the client."""
+    """The stream has to end; the message is for the client."""
 
 
 def plan(
-    path: bytes, completion: Completion, seen: Transcript, prompt_ids: bytes, max_model_len: int
+    path: bytes,
+    completion: Completion,
+    transcript: Transcript,
+    prompt_ids: bytes,
+    max_model_len: int,
 ) -> Resumption | Ending:
-    """How to go on with a request of which the client has seen so much.
+    """How to continue a request of which the client has received `transcript`.
 
-    `prompt_ids`: as the engine wrote them, empty when it did not. `max_model_len`: of every
-    instance that may be asked, in tokens; 0 when unknown.
-    Raises NotResumableError.
+    `prompt_ids`: as the engine wrote them, empty if it did not. `max_model_len`: in tokens, of
+    every instance that may be used; 0 when unknown. Raises NotResumableError.
     """
-    if path not in RESUMABLE or seen.foreign:
+    if path not in RESUMABLE or transcript.foreign:
         raise NotResumableError("answers of this kind cannot be resumed")
-    if seen.silent:
-        return Resumption(path, completion, Replayed(seen), "replayed")
-    if seen.finished and (seen.usage or not _wants_usage(completion.fields)):
+    if transcript.silent:
+        return Resumption(path, completion, Replayed(transcript), "replayed")
+    if transcript.finished and (transcript.usage or not _wants_usage(completion.fields)):
         return Ending(DONE)
-    continued = _continue(path == CHAT, completion, seen, prompt_ids, max_model_len)
+    continued = _continue(path == CHAT, completion, transcript, prompt_ids, max_model_len)
     if continued is not None:
         return continued
     if not is_repeatable(completion.fields):
@@ -105,11 +108,11 @@ def plan(
             "its answer is sampled and depends on more than its tokens; "
             "with temperature 0 or a seed it could have been resumed"
         )
-    return Resumption(path, completion, Replayed(seen), "replayed")
+    return Resumption(path, completion, Replayed(transcript), "replayed")
 
 
 def is_repeatable(fields: Fields) -> bool:
-    """Whether the same request must get the same answer again."""
+    """Whether the same request must get the same response again."""
     if "temperature" in fields and decode_any(fields["temperature"]) == 0:
         return True
     if "top_k" in fields and decode_any(fields["top_k"]) == 1:
@@ -118,55 +121,59 @@ def is_repeatable(fields: Fields) -> bool:
 
 
 def _continue(
-    chat: bool, completion: Completion, seen: Transcript, prompt_ids: bytes, max_model_len: int
+    chat: bool,
+    completion: Completion,
+    transcript: Transcript,
+    prompt_ids: bytes,
+    max_model_len: int,
 ) -> Resumption | Ending | None:
-    if not (completion.numbered and prompt_ids and seen.choices.keys() == {0}):
+    if not (completion.numbered and prompt_ids and transcript.choices.keys() == {0}):
         return None
-    choice = seen.choices[0]
+    choice = transcript.choices[0]
     if not choice.ids or _is_parsed(choice) or (chat and _holds_media(completion.fields)):
         return None
     prompt = [int(number) for number in prompt_ids.split(b",")]
     limit = completion.output_tokens or (0 if chat else DEFAULT_OUTPUT_TOKENS)
-    most = limit or max_model_len - len(prompt)
-    left = most - choice.settled
-    if choice.finished or left < 1:
-        return Ending(_end(chat, completion, seen, len(prompt), choice))
-    # What has no text yet is generated again, and must not count twice if that engine is lost too.
-    again = choice.ids[choice.settled :] if completion.asks_ids else []
-    if not again:
+    max_output = limit or max_model_len - len(prompt)
+    remaining = max_output - choice.settled
+    if choice.finished or remaining < 1:
+        return Ending(_end(chat, completion, transcript, len(prompt), choice))
+    # Tokens without text are generated again and must not count twice if that engine is lost, too.
+    repeated = choice.ids[choice.settled :] if completion.asks_ids else []
+    if not repeated:
         del choice.ids[choice.settled :]
     ids = prompt + choice.ids[: choice.settled]
     fields = {key: completion.fields[key] for key in _CARRIED if key in completion.fields}
     fields["prompt"] = _raw(ids)
-    fields["max_tokens"] = _raw(left)
-    least = decode_any(completion.fields.get("min_tokens", _raw(0)))
-    if type(least) is int and least > choice.settled:
-        fields["min_tokens"] = _raw(least - choice.settled)
+    fields["max_tokens"] = _raw(remaining)
+    min_tokens = decode_any(completion.fields.get("min_tokens", _raw(0)))
+    if type(min_tokens) is int and min_tokens > choice.settled:
+        fields["min_tokens"] = _raw(min_tokens - choice.settled)
     rest = Completion(
         model=completion.model,
         fields=fields,
         stream=True,
         splittable=completion.splittable,
         prompt_tokens=len(ids),
-        output_tokens=left,
+        output_tokens=remaining,
         numbered=True,
     )
-    splice = Continued(seen, chat=chat, tokens=choice.settled, again=again)
+    splice = Continued(transcript, chat=chat, tokens=choice.settled, again=repeated)
     return Resumption(COMPLETIONS, rest, splice, "continued")
 
 
 def _end(
-    chat: bool, completion: Completion, seen: Transcript, prompt_tokens: int, choice: Choice
+    chat: bool, completion: Completion, transcript: Transcript, prompt_tokens: int, choice: Choice
 ) -> bytes:
-    """The end of an answer of which every token was seen."""
+    """The last events of a response of which every token was sent."""
     kind = "chat.completion.chunk" if chat else "text_completion"
-    frame = {"object": kind, **seen.head}
+    frame = {"object": kind, **transcript.head}
     events = b""
     if not choice.finished:
         text: dict[str, object] = {"delta": {"content": ""}} if chat else {"text": ""}
         last = {"index": 0, **text, "logprobs": None, "finish_reason": "length"}
         events += build_event({**frame, "choices": [last]})
-    if _wants_usage(completion.fields) and not seen.usage:
+    if _wants_usage(completion.fields) and not transcript.usage:
         usage = {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + len(choice.ids),
@@ -177,13 +184,13 @@ def _end(
 
 
 def _is_parsed(choice: Choice) -> bool:
-    """Whether the engine makes more of its tokens than text."""
+    """Whether the engine parses tokens into something other than text (reasoning, tool calls)."""
     plain = {("text",), ("delta", "content"), ("delta", "role")}
     return any(text and path not in plain for path, text in choice.texts.items())
 
 
 def _holds_media(fields: Fields) -> bool:
-    """Whether the prompt is more than its tokens."""
+    """Whether the prompt contains anything besides text."""
     try:
         messages = _decode_messages(fields["messages"])
         contents = [each.content for each in messages if _is_list(each.content)]

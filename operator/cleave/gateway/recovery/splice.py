@@ -1,10 +1,10 @@
-"""The rest of a stream, from another engine's events. Used by the relay of a stream that lost one.
+"""Rewrites another engine's events into the rest of a stream. Used by the relay after a loss.
 
-Two ways. Continued: the engine was given prompt and tokens so far and only goes on; its events, of
-whichever API, take the form of the first engine's. Replayed: it was given the request again, and
-what the client has seen is taken off its answer. What is hard: a replay need not cut its events
-like the first engine did, so text is taken off by length and compared on the way; an answer that
-differs is no replay.
+Continued: the engine received the prompt and the output so far and generates only the rest; its
+events, of whichever API, take the form of the first engine's. Replayed: it received the original
+request, and what the client has is cut from its output. What is hard: a replay may divide its text
+into other events than the first engine did, so text is cut by length and compared; any difference
+ends the stream.
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ _DIFFERS = "answers otherwise than what the client has seen already"
 
 
 class SpliceError(Exception):
-    """Another engine's answer is not the rest of this stream. Continues `instance NAME ...`."""
+    """The output is not the rest of this stream; continues `instance NAME ...`."""
 
 
 class Continued:
-    """Events of /v1/completions, asked with prompt and tokens so far, as the rest of the stream."""
+    """Rewrites events of /v1/completions, requested with the prompt and the output so far."""
 
     def __init__(
         self, transcript: Transcript, *, chat: bool, tokens: int, again: Sequence[int] = ()
     ) -> None:
-        """`tokens`: generated before, now part of the prompt.
+        """`tokens`: output tokens that are now part of the prompt.
 
-        `again`: ids that come next and that the client has seen, but not their text.
+        `again`: ids that are generated again, because the client has their ids but not their text.
         """
         self._head = transcript.head
         self._chat = chat
@@ -49,7 +49,7 @@ class Continued:
         self._again = list(again)
 
     def turn(self, event: bytes) -> bytes:
-        """One event as the first engine would have sent it. Raises SpliceError as a replay does."""
+        """One event in the first engine's form. Raises SpliceError as a replay does."""
         value = decode_event(event)
         if value is None or "error" in value:
             return event + BORDER
@@ -70,16 +70,16 @@ class Continued:
             if "prompt_token_ids" in choice:
                 choice["prompt_token_ids"] = None
             return choice
-        turned: Event = {
+        rewritten: Event = {
             "index": choice.get("index", 0),
             "delta": {"content": choice.get("text", "")},
             "logprobs": None,
             "finish_reason": choice.get("finish_reason"),
         }
-        if turned["finish_reason"] is not None:
-            turned["stop_reason"] = choice.get("stop_reason")
-        turned["token_ids"] = choice.get("token_ids")
-        return turned
+        if rewritten["finish_reason"] is not None:
+            rewritten["stop_reason"] = choice.get("stop_reason")
+        rewritten["token_ids"] = choice.get("token_ids")
+        return rewritten
 
     def _drop_seen(self, ids: list[int]) -> list[int]:
         count = min(len(ids), len(self._again))
@@ -90,15 +90,15 @@ class Continued:
 
 
 class Replayed:
-    """Events of the same request asked again, less what the client has seen."""
+    """Rewrites events of the original request sent again: cuts what the client has."""
 
     def __init__(self, transcript: Transcript) -> None:
         self._seen = transcript
         self._met: dict[int, dict[Path, int]] = {}
-        """By choice and place: how much has come again."""
+        """By choice and path: how much has been repeated so far."""
 
     def turn(self, event: bytes) -> bytes:
-        """What of an event is new. Raises SpliceError when it differs from what was seen."""
+        """The new part of an event. Raises SpliceError when it differs from what was sent."""
         if event == DONE[: -len(BORDER)]:
             return DONE
         value = decode_event(event)
@@ -110,70 +110,71 @@ class Replayed:
         choices = value.get("choices") or []
         if not choices:
             return b"" if self._seen.usage else build_event(value)
-        value["choices"] = [left for choice in choices if (left := self._trim_choice(choice))]
+        value["choices"] = [new for choice in choices if (new := self._trim_choice(choice))]
         return build_event(value) if value["choices"] else b""
 
     def _trim_choice(self, choice: Event) -> Event | None:
-        """The choice less what was seen; None when nothing is left."""
+        """The new part of a choice; None when there is none."""
         index = choice.get("index", 0)
-        seen = self._seen.choices.get(index, Choice())
-        met = self._met.setdefault(index, {})
+        sent = self._seen.choices.get(index, Choice())
+        replayed = self._met.setdefault(index, {})
         trimmed = {
-            key: _trim(value, (key,), seen, met) if key in PARTS else value
+            key: _trim(value, (key,), sent, replayed) if key in PARTS else value
             for key, value in choice.items()
         }
         if index in self._seen.choices:
             trimmed.pop("prompt_token_ids", None)
-        ends = choice.get("finish_reason") is not None and not seen.finished
+        ends = choice.get("finish_reason") is not None and not sent.finished
         return trimmed if ends or any(_holds(trimmed.get(key)) for key in PARTS) else None
 
 
 def build_event(value: Event) -> bytes:
-    """One event."""
+    """An event with this JSON."""
     return DATA + _encode(value) + BORDER
 
 
-def _trim(value: object, path: Path, seen: Choice, met: dict[Path, int]) -> object:
-    """A part of a choice less what was seen of it."""
+def _trim(value: object, path: Path, sent: Choice, replayed: dict[Path, int]) -> object:
+    """The new part of a value of a choice."""
     if isinstance(value, str):
-        return _trim_text(value, path, seen, met)
+        return _trim_text(value, path, sent, replayed)
     if isinstance(value, dict):
         return {
-            key: left
+            key: remaining
             for key, inner in value.items()
-            if (left := _trim(inner, (*path, key), seen, met)) is not None or inner is None
+            if (remaining := _trim(inner, (*path, key), sent, replayed)) is not None
+            or inner is None
         }
     if not isinstance(value, list):
         return value
     if path[-1] == "tool_calls":
         calls = []
-        for place, call in enumerate(value):
-            name = name_element(call, place)
-            left = _trim(call, (*path, name), seen, met)
-            if isinstance(left, dict) and any(
-                _holds(part) for key, part in left.items() if key != "index"
+        for position, call in enumerate(value):
+            name = name_element(call, position)
+            remaining = _trim(call, (*path, name), sent, replayed)
+            if isinstance(remaining, dict) and any(
+                _holds(part) for key, part in remaining.items() if key != "index"
             ):
-                calls.append(left)
+                calls.append(remaining)
         return calls
-    before = met.get(path, 0)
-    met[path] = before + len(value)
-    return value[max(0, seen.counts.get(path, 0) - before) :]
+    before = replayed.get(path, 0)
+    replayed[path] = before + len(value)
+    return value[max(0, sent.counts.get(path, 0) - before) :]
 
 
-def _trim_text(text: str, path: Path, seen: Choice, met: dict[Path, int]) -> str | None:
-    known = seen.texts.get(path, "")
+def _trim_text(text: str, path: Path, sent: Choice, replayed: dict[Path, int]) -> str | None:
+    sent_text = sent.texts.get(path, "")
     if path[-1] in CONSTANTS:
-        return None if known else text
-    before = met.get(path, 0)
-    met[path] = before + len(text)
-    again = known[before : before + len(text)]
-    if not text.startswith(again):
+        return None if sent_text else text
+    before = replayed.get(path, 0)
+    replayed[path] = before + len(text)
+    repeated = sent_text[before : before + len(text)]
+    if not text.startswith(repeated):
         raise SpliceError(_DIFFERS)
-    return text[len(again) :]
+    return text[len(repeated) :]
 
 
 def _holds(part: object) -> bool:
-    """Whether anything is in it."""
+    """Whether it contains any text or list element."""
     if isinstance(part, dict):
         return any(_holds(inner) for inner in part.values())
     if isinstance(part, list):

@@ -1,7 +1,8 @@
-"""What a client has seen of a stream, read from its bytes. Used only once an engine is lost. Pure.
+"""What a client has received of a stream, parsed from its bytes. Used only once an engine is lost.
+Pure.
 
-What is hard: engines put the same text into events in different ways (two tokens in one event when
-a reader lags, none in another), so what counts is the text and the tokens, not the events.
+What is hard: engines divide the same text into events in different ways (two tokens in one event
+when a reader lags, none in another), so text and tokens are collected, not events.
 """
 
 from collections.abc import Iterator
@@ -18,41 +19,41 @@ Event = dict[str, Any]
 Path = tuple[str | int, ...]
 
 CONSTANTS = frozenset(("role", "id", "type", "name"))
-"""Texts of a delta that come once and are not added up."""
+"""Keys of a delta whose text comes once and is not concatenated."""
 
 _decode = msgspec.json.Decoder().decode
 
 
 @dataclass(slots=True)
 class Choice:
-    """What has come of one choice."""
+    """What has been sent of one choice."""
 
     texts: dict[Path, str] = field(default_factory=dict)
-    """By place in the event: `text`, `delta.content`, arguments of a tool call, ..."""
+    """By path in the event: `text`, `delta.content`, arguments of a tool call, ..."""
     counts: dict[Path, int] = field(default_factory=dict)
-    """Lengths of lists with an entry per token."""
+    """By path: lengths of lists with one entry per token."""
     ids: list[int] = field(default_factory=list)
-    """Tokens, when the engine tells them."""
+    """Token ids, if the engine sends them."""
     settled: int = 0
-    """Of them, those whose text has come: a character may take several tokens."""
+    """How many of `ids` have had their text sent: a character may take several tokens."""
     finished: bool = False
 
 
 @dataclass(slots=True)
 class Transcript:
-    """A stream so far."""
+    """What has been sent of a stream."""
 
     head: Event = field(default_factory=dict)
     """`id`, `created` and `model` of its first event."""
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: bool = False
-    """Whether the tokens were counted up at the end."""
+    """Whether the final token counts were sent."""
     done: bool = False
     foreign: bool = False
-    """Whether something came that is no event of a completion."""
+    """Whether anything was sent that is not an event of a completion."""
 
     def read(self, events: bytes) -> None:
-        """Take in whole events."""
+        """Add complete events."""
         for event in events.split(BORDER):
             if event == DONE[: -len(BORDER)]:
                 self.done = True
@@ -65,12 +66,12 @@ class Transcript:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has its last token."""
+        """Whether every choice has a finish reason."""
         return bool(self.choices) and all(choice.finished for choice in self.choices.values())
 
     @property
     def silent(self) -> bool:
-        """Whether nothing has come that another answer could not begin with."""
+        """Whether nothing was sent that another response could not begin with."""
         return not any(
             choice.ids
             or choice.finished
@@ -84,29 +85,29 @@ class Transcript:
         choices = event.get("choices") or []
         if not choices and event.get("usage"):
             self.usage = True
-        for stated in choices:
-            choice = self.choices.setdefault(stated.get("index", 0), Choice())
-            said = False
-            for path, value in walk(stated):
+        for new in choices:
+            choice = self.choices.setdefault(new.get("index", 0), Choice())
+            has_text = False
+            for path, value in walk(new):
                 if isinstance(value, str):
                     constant = path[-1] in CONSTANTS
                     choice.texts[path] = value if constant else choice.texts.get(path, "") + value
-                    said = said or bool(value and not constant)
+                    has_text = has_text or bool(value and not constant)
                 else:
                     choice.counts[path] = choice.counts.get(path, 0) + len(value)
-            choice.ids += stated.get("token_ids") or ()
-            if said:
+            choice.ids += new.get("token_ids") or ()
+            if has_text:
                 choice.settled = len(choice.ids)
-            choice.finished = choice.finished or stated.get("finish_reason") is not None
+            choice.finished = choice.finished or new.get("finish_reason") is not None
 
 
 def walk(choice: Event) -> Iterator[tuple[Path, str | list[Any]]]:
-    """Every text and every per-token list of a choice, with its place."""
+    """Every text and every per-token list of a choice, with its path."""
     yield from _walk((), {key: choice[key] for key in PARTS if key in choice})
 
 
 PARTS = ("text", "delta", "logprobs", "token_ids")
-"""Of a choice, what grows with its tokens."""
+"""Keys of a choice whose values grow with its tokens."""
 
 
 def _walk(path: Path, value: object) -> Iterator[tuple[Path, str | list[Any]]]:
@@ -117,20 +118,20 @@ def _walk(path: Path, value: object) -> Iterator[tuple[Path, str | list[Any]]]:
             yield from _walk((*path, key), inner)
     elif isinstance(value, list):
         if path and path[-1] == "tool_calls":
-            for place, inner in enumerate(value):
-                yield from _walk((*path, name_element(inner, place)), inner)
+            for position, inner in enumerate(value):
+                yield from _walk((*path, name_element(inner, position)), inner)
         else:
             yield path, value
 
 
-def name_element(value: object, place: int) -> int:
-    """A tool call's own index, which tells it from others wherever it stands."""
+def name_element(value: object, position: int) -> int:
+    """A tool call's own index, which identifies it in every event; or else its position."""
     index = value.get("index") if isinstance(value, dict) else None
-    return index if isinstance(index, int) else place
+    return index if isinstance(index, int) else position
 
 
 def decode_event(event: bytes) -> Event | None:
-    """The JSON of an event; None when it carries none."""
+    """The JSON of an event; None when it has none."""
     if not event.startswith(DATA):
         return None
     try:

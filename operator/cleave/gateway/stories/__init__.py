@@ -1,1 +1,1 @@
-"""What is told of single requests: a line in the access log, spans of a trace."""
+"""Records of single requests: the access log and OpenTelemetry traces."""

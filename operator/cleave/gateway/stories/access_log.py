@@ -1,7 +1,7 @@
-"""The access log: one line for each request. Off by default; told by `watch`.
+"""The access log: one line per request. Off by default; written through `watch`.
 
-It says who was asked and what came of it, never what was said: no body, no header, no key, and no
-name that is not one of ours except the request's own id.
+It contains the instances used and the outcome, but nothing that the client wrote: no body, no
+header, no key, and no name that is unknown here, except the request's own id.
 """
 
 import logging
@@ -9,47 +9,47 @@ import logging
 from cleave.gateway.stories.story import Story
 
 ACCESS = "cleave.access"
-"""Name of its logger."""
+"""Name of the logger."""
 
 log = logging.getLogger(ACCESS)
 
 
 class AccessLog:
-    """Writes stories as lines."""
+    """Logs finished requests."""
 
-    def tell(self, story: Story) -> None:
-        """A request is over."""
-        fields = describe(story)
-        asked = story.method or "-", story.path or "-"
-        log.info("%s %s %d", *asked, story.status, extra={"fields": fields})
+    def tell(self, record: Story) -> None:
+        """A request has finished."""
+        fields = describe(record)
+        target = record.method or "-", record.path or "-"
+        log.info("%s %s %d", *target, record.status, extra={"fields": fields})
 
 
-def describe(story: Story) -> dict[str, str | int | float]:
-    """What a line says of a request that is over; what does not apply is left out."""
-    told: dict[str, str | int | float] = {
-        "request_id": story.request_id,
-        "model": story.model,
-        "tenant": story.tenant,
-        "status": int(story.status),
-        "outcome": story.outcome,
-        "error": story.error,
-        "duration_ms": _to_ms(story.ended_at - story.started_at),
-        "prompt_tokens": story.prompt_tokens,
-        "output_tokens": story.output_tokens,
-        "attempts": len(story.tries),
+def describe(record: Story) -> dict[str, str | int | float]:
+    """The fields of a line; those that do not apply are omitted."""
+    values: dict[str, str | int | float] = {
+        "request_id": record.request_id,
+        "model": record.model,
+        "tenant": record.tenant,
+        "status": int(record.status),
+        "outcome": record.outcome,
+        "error": record.error,
+        "duration_ms": _to_ms(record.ended_at - record.started_at),
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+        "attempts": len(record.tries),
     }
-    if story.first_at:
-        told["ttft_ms"] = _to_ms(story.first_at - story.started_at)
-    if story.tries:
-        told["estimated_prompt_tokens"] = story.tries[0].pick.prompt_tokens
-        told["max_tokens"] = story.max_tokens
-        pick = story.tries[-1].pick
-        told["reason"] = pick.reason
-        told["prefill"] = pick.prefill.instance if pick.prefill is not None else ""
-        told["decode"] = pick.decode.instance
-    if story.trace is not None:
-        told["trace_id"] = f"{story.trace.trace_id:032x}"
-    return {name: value for name, value in told.items() if value != ""}
+    if record.first_at:
+        values["ttft_ms"] = _to_ms(record.first_at - record.started_at)
+    if record.tries:
+        values["estimated_prompt_tokens"] = record.tries[0].pick.prompt_tokens
+        values["max_tokens"] = record.max_tokens
+        pick = record.tries[-1].pick
+        values["reason"] = pick.reason
+        values["prefill"] = pick.prefill.instance if pick.prefill is not None else ""
+        values["decode"] = pick.decode.instance
+    if record.trace is not None:
+        values["trace_id"] = f"{record.trace.trace_id:032x}"
+    return {name: value for name, value in values.items() if value != ""}
 
 
 def _to_ms(seconds: float) -> float:

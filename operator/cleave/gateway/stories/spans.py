@@ -1,13 +1,13 @@
-"""A request's story as spans of a trace. Pure; `tracing` sends them.
+"""Builds the spans of a trace from the record of a request. Pure; `tracing` exports them.
 
     POST /v1/chat/completions      server
-      attempt                      instances picked, why, and how it took up what was lost
+      attempt                      instances picked, the reason, and the recovery mode of a retry
         prefill                    client: the call to the prefill instance
         decode                     client: the call to the decode instance (whole: to the only one)
-          kv_transfer              decode asked to its first bytes, its first step included
+          kv_transfer              from calling decode to its first bytes, its first step included
 
-Names follow OpenTelemetry's conventions for HTTP and for generative AI; what they do not know
-begins with `cleave.`.
+Names follow OpenTelemetry's semantic conventions for HTTP and for generative AI; all others begin
+with `cleave.`.
 """
 
 from collections.abc import Iterator
@@ -29,74 +29,76 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class SpanValue:
-    """One span; moments in seconds of the gateway's clock."""
+    """One span; times in seconds of the gateway's clock."""
 
     name: str
     kind: str
     """server, client or internal."""
     span_id: int
     parent_id: int
-    """0: the first of its trace."""
+    """0: the first span of its trace."""
     began_at: float
     ended_at: float
     attributes: Attributes
     events: tuple[tuple[str, float], ...] = ()
     fault: str = ""
-    """What went wrong; empty: nothing."""
+    """Description of the error; empty: none."""
 
 
-def describe(story: Story) -> Iterator[SpanValue]:
-    """The spans of a story that is over and traced.
+def describe(record: Story) -> Iterator[SpanValue]:
+    """The spans of a finished request that is traced.
 
-    The request's own comes last, so that whoever has got it has got all.
+    The request's own span comes last, so that a collector that has it has all of them.
     """
-    assert story.trace is not None
-    for number, told in enumerate(story.tries):
-        yield _describe_try(number, told, story)
-        for leg in told.legs:
-            yield from _describe_leg(leg, told)
+    assert record.trace is not None
+    for number, attempt in enumerate(record.tries):
+        yield _describe_try(number, attempt, record)
+        for leg in attempt.legs:
+            yield from _describe_leg(leg, attempt)
     yield SpanValue(
-        f"{story.method} {story.path}",
+        f"{record.method} {record.path}",
         "server",
-        story.span_id,
-        story.trace.parent_id,
-        story.started_at,
-        story.ended_at,
-        _describe_request(story),
-        (("first_token", story.first_at),) if story.first_at else (),
-        # A client that leaves or errs is no fault of the server's.
-        story.error or story.outcome if story.status >= 500 or story.outcome == "broken" else "",
+        record.span_id,
+        record.trace.parent_id,
+        record.started_at,
+        record.ended_at,
+        _describe_request(record),
+        (("first_token", record.first_at),) if record.first_at else (),
+        # A client that disconnects or sends an invalid request is not an error of the server.
+        record.error or record.outcome
+        if record.status >= 500 or record.outcome == "broken"
+        else "",
     )
 
 
-def _describe_request(story: Story) -> Attributes:
+def _describe_request(record: Story) -> Attributes:
     attributes: Attributes = {
-        "http.request.method": story.method,
-        "url.path": story.path,
-        "url.scheme": "https" if story.secure else "http",
-        "gen_ai.request.model": story.model,
-        "gen_ai.request.stream": story.stream,
-        "gen_ai.usage.input_tokens": story.prompt_tokens,
-        "gen_ai.usage.output_tokens": story.output_tokens,
-        "cleave.request_id": story.request_id,
-        "cleave.outcome": story.outcome,
+        "http.request.method": record.method,
+        "url.path": record.path,
+        "url.scheme": "https" if record.secure else "http",
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.output_tokens,
+        "cleave.request_id": record.request_id,
+        "cleave.outcome": record.outcome,
     }
-    if story.path in _OPERATIONS:
-        attributes["gen_ai.operation.name"] = _OPERATIONS[story.path]
-    if story.status:
-        attributes["http.response.status_code"] = story.status
-    if story.first_at:
-        waited_s = story.first_at - story.started_at
+    if record.path in _OPERATIONS:
+        attributes["gen_ai.operation.name"] = _OPERATIONS[record.path]
+    if record.status:
+        attributes["http.response.status_code"] = record.status
+    if record.first_at:
+        waited_s = record.first_at - record.started_at
         attributes["gen_ai.response.time_to_first_chunk"] = waited_s
-    if story.error:
-        attributes["error.type"] = story.error
-    if story.tenant:
-        attributes["cleave.tenant"] = story.tenant
+    if record.error:
+        attributes["error.type"] = record.error
+    if record.tenant:
+        attributes["cleave.tenant"] = record.tenant
     return attributes
 
 
-def _describe_try(number: int, told: Try, story: Story) -> SpanValue:
-    pick = told.pick
+def _describe_try(number: int, attempt: Try, record: Story) -> SpanValue:
+    pick = attempt.pick
     attributes: Attributes = {
         "cleave.attempt": number,
         "cleave.dispatch.reason": pick.reason,
@@ -104,55 +106,57 @@ def _describe_try(number: int, told: Try, story: Story) -> SpanValue:
     }
     if pick.prefill is not None:
         attributes["cleave.prefill.instance"] = pick.prefill.instance
-    if told.way:
-        attributes["cleave.recovery"] = told.way
-    if told.fault:
-        attributes["error.type"] = told.fault
+    if attempt.way:
+        attributes["cleave.recovery"] = attempt.way
+    if attempt.fault:
+        attributes["error.type"] = attempt.fault
     return SpanValue(
         "attempt",
         "internal",
-        told.span_id,
-        story.span_id,
-        told.began_at,
-        told.ended_at,
+        attempt.span_id,
+        record.span_id,
+        attempt.began_at,
+        attempt.ended_at,
         attributes,
-        fault=f"{told.fault}: instance {told.instance} {told.reason}" if told.fault else "",
+        fault=f"{attempt.fault}: instance {attempt.instance} {attempt.reason}"
+        if attempt.fault
+        else "",
     )
 
 
-def _describe_leg(leg: Leg, told: Try) -> Iterator[SpanValue]:
+def _describe_leg(call: Leg, attempt: Try) -> Iterator[SpanValue]:
     attributes: Attributes = {
-        "cleave.instance": leg.target.instance,
-        "cleave.boot_id": leg.target.boot_id,
-        "server.address": leg.target.host,
-        "server.port": leg.target.port,
+        "cleave.instance": call.target.instance,
+        "cleave.boot_id": call.target.boot_id,
+        "server.address": call.target.host,
+        "server.port": call.target.port,
     }
-    if leg.blocks:
-        attributes["cleave.handoff.blocks"] = leg.blocks
-    if leg.fault:
-        attributes["error.type"] = leg.fault
+    if call.blocks:
+        attributes["cleave.handoff.blocks"] = call.blocks
+    if call.fault:
+        attributes["error.type"] = call.fault
     yield SpanValue(
-        leg.phase,
+        call.phase,
         "client",
-        leg.span_id,
-        told.span_id,
-        leg.sent_at,
-        leg.ended_at,
+        call.span_id,
+        attempt.span_id,
+        call.sent_at,
+        call.ended_at,
         attributes,
-        (("first_token", leg.first_at),) if leg.first_at else (),
-        leg.fault,
+        (("first_token", call.first_at),) if call.first_at else (),
+        call.fault,
     )
-    if leg.phase == "decode" and leg.first_at and told.legs[0].blocks:
+    if call.phase == "decode" and call.first_at and attempt.legs[0].blocks:
         yield SpanValue(
             "kv_transfer",
             "internal",
             make_span_id(),
-            leg.span_id,
-            leg.sent_at,
-            leg.first_at,
+            call.span_id,
+            call.sent_at,
+            call.first_at,
             {
-                "cleave.handoff.blocks": told.legs[0].blocks,
-                "cleave.prefill.instance": told.legs[0].target.instance,
-                "cleave.decode.instance": leg.target.instance,
+                "cleave.handoff.blocks": attempt.legs[0].blocks,
+                "cleave.prefill.instance": attempt.legs[0].target.instance,
+                "cleave.decode.instance": call.target.instance,
             },
         )

@@ -1,8 +1,7 @@
-"""What happened to one request, as it happens: for its trace and its line in the access log.
+"""The record of one request, filled while it runs, for its trace and its line in the access log.
 
-Kept by `watched` for requests that somebody wants to hear about, read by `spans` and `access_log`
-when they are over. No I/O, and nothing of what a request says: names, counts and moments only.
-All moments are seconds of the gateway's clock.
+Filled by `watched`, read by `spans` and `access_log` when the request has finished. No I/O, and no
+content of the request: only names, counts and times, in seconds of the gateway's clock.
 """
 
 from dataclasses import dataclass, field
@@ -18,41 +17,41 @@ class Leg:
     """One call to one instance."""
 
     phase: str
-    """prefill, decode, or whole: both."""
+    """prefill, decode, or whole for both."""
     target: Target
     sent_at: float
     first_at: float = 0.0
     """When its stream began; 0: it did not."""
     ended_at: float = 0.0
     fault: str = ""
-    """How it failed; empty: it did not."""
+    """The Failure; empty: none."""
     blocks: int = 0
-    """Of KV that it handed over."""
+    """KV blocks that it handed over."""
     span_id: int = field(default_factory=make_span_id)
 
 
 @dataclass(slots=True)
 class Try:
-    """One attempt: the instances that were picked, and the calls to them."""
+    """One attempt: the picked instances and the calls to them."""
 
     pick: Pick
     way: str
-    """Of a further one: again, continued or replayed; empty for the first."""
+    """Of a retry: again, continued or replayed; empty for the first attempt."""
     began_at: float
     ended_at: float = 0.0
     fault: str = ""
     instance: str = ""
-    """Whose fault it was."""
+    """The instance that failed."""
     reason: str = ""
-    """What the instance did; continues `instance NAME ...`."""
+    """What that instance did; continues `instance NAME ...`."""
     legs: list[Leg] = field(default_factory=list)
     span_id: int = field(default_factory=make_span_id)
 
     def end(self, now: float) -> None:
-        """Whatever is left of it is over."""
+        """Set the end times that are not set."""
         self.ended_at = self.ended_at or now
-        for leg in self.legs:
-            leg.ended_at = leg.ended_at or now
+        for call in self.legs:
+            call.ended_at = call.ended_at or now
 
 
 @dataclass(slots=True)
@@ -63,52 +62,53 @@ class Story:
     method: str
     path: str
     model: str
-    """Empty: none that was ever served here."""
+    """Empty if no instance has ever served it."""
     started_at: float
     tenant: str = ""
     stream: bool = False
     trace: TraceContext | None = None
-    """None: it is not traced."""
+    """None: not traced."""
     secure: bool = False
     """Whether it came over TLS."""
     tries: list[Try] = field(default_factory=list)
     first_at: float = 0.0
-    """When its stream began; 0: there was none."""
+    """When the stream to the client began; 0: it did not."""
     ended_at: float = 0.0
     status: int = 0
-    """Of the answer; 0: the client had none."""
+    """Of the response; 0: there was none."""
     error: str = ""
-    """Its code, or else its type."""
+    """Code of the error, or its type if it has no code."""
     outcome: str = ""
-    """As in the metrics."""
+    """As in the metric of requests."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     max_tokens: int = 0
-    """That the client asked for; 0: it has set no limit."""
+    """As requested by the client; 0: no limit."""
     span_id: int = field(default_factory=make_span_id)
 
     def fail(self, instance: str, fault: str, reason: str, now: float) -> None:
-        """An instance has let its last try down: of two legs at the same time it may be either."""
-        told = self.tries[-1]
-        told.instance, told.fault, told.reason = instance, fault, reason
-        for leg in told.legs:
-            if leg.target.instance == instance:
-                leg.fault = fault
-        told.end(now)
+        """Record that an instance failed the last attempt; with two concurrent calls it may be
+        either."""
+        attempt = self.tries[-1]
+        attempt.instance, attempt.fault, attempt.reason = instance, fault, reason
+        for call in attempt.legs:
+            if call.target.instance == instance:
+                call.fault = fault
+        attempt.end(now)
 
     def end(self, outcome: str, now: float) -> None:
-        """It is over."""
+        """The request has finished."""
         self.outcome, self.ended_at = outcome, now
         if self.tries:
             self.tries[-1].end(now)
 
 
 class TracingError(ValueError):
-    """Traces cannot be sent as they were asked for."""
+    """Tracing cannot work as configured."""
 
 
 class Listener(Protocol):
-    """Who wants to hear."""
+    """Receives the records of finished requests."""
 
     def tell(self, story: Story) -> None:
-        """A request is over."""
+        """A request has finished."""

@@ -1,8 +1,8 @@
-"""Sends the spans of sampled requests to an OpenTelemetry collector. Imported only when asked for.
+"""Exports the spans of sampled requests to an OpenTelemetry collector. Imported only if configured.
 
-Told by `watch` when a request is over; a thread of the SDK sends them in batches, so the event
-loop never waits for a collector. What is hard: a collector that is slow or gone may cost spans, but
-neither memory nor time nor a flood of log lines: what waits is limited, what is lost is counted.
+Called by `watch` when a request has finished; a thread of the SDK sends the spans in batches, so
+the event loop never waits for a collector. What is hard: a slow or dead collector may cost spans,
+but neither memory nor time nor many log lines: the queue is bounded, and lost spans are counted.
 """
 
 import asyncio
@@ -41,25 +41,25 @@ from cleave.gateway.stories.story import Story, TracingError
 log = logging.getLogger(__name__)
 
 QUEUE_SPANS = 4_096
-"""That wait to be sent; what comes then is dropped."""
+"""Spans that wait to be sent; further ones are dropped."""
 BATCH_SPANS = 128
-"""Encoding holds the interpreter, a third of a millisecond per ten spans."""
+"""Encoding takes a third of a millisecond per ten spans and holds the interpreter lock."""
 DELAY_MS = 1_000.0
 COMPLAINT_S = 60.0
-"""Between two lines about a collector that cannot be reached."""
+"""Between two warnings about an unreachable collector."""
 
 _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 
 
 class OtelTracing:
-    """The way of stories to a collector."""
+    """Exports request records as spans."""
 
     def __init__(
         self, endpoint: str, counts: dict[str, int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`endpoint`: its URL; empty: what OpenTelemetry's environment variables say.
+        """`endpoint`: the collector's URL; empty: from OpenTelemetry's environment variables.
 
-        `counts`: spans by result, kept up to date. Raises TracingError.
+        `counts`: spans by result, updated here. Raises TracingError.
         """
         self._counted = _CountingExporter(_make_exporter(endpoint), counts)
         self._ids = _StatedIds()
@@ -67,27 +67,27 @@ class OtelTracing:
         self._counts = counts
         self._clock = clock
         self._num_told = 0
-        # Whether a request is traced has been decided: its story would not have been kept.
+        # The sampling decision was made before: only sampled requests come here.
         self._provider = TracerProvider(
             ALWAYS_ON, _describe_process(), shutdown_on_exit=False, id_generator=self._ids
         )
         processor = BatchSpanProcessor(
             self._counted,
-            # Never full: what would be too much does not come so far.
+            # Never full: `tell` drops what exceeds QUEUE_SPANS.
             max_queue_size=QUEUE_SPANS + BATCH_SPANS,
             schedule_delay_millis=DELAY_MS,
             max_export_batch_size=BATCH_SPANS,
         )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("cleave.gateway")
-        # It tells of every try to reach a collector; we say it once a minute.
+        # The SDK logs every failed export; here it is logged once a minute.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
-    def tell(self, story: Story) -> None:
-        """A request is over."""
-        trace = story.trace
+    def tell(self, record: Story) -> None:
+        """A request has finished: queue its spans."""
+        trace = record.trace
         assert trace is not None
-        spans = list(describe(story))
+        spans = list(describe(record))
         if self._num_told - self._counted.num_done + len(spans) > QUEUE_SPANS:
             self._counts["dropped"] += len(spans)
             return
@@ -97,24 +97,24 @@ class OtelTracing:
         try:
             for value in spans:
                 self._begin_and_end(value, trace.trace_id, epoch_s)
-        except Exception:  # noqa: BLE001 - the end of the answer, which comes next, must come
+        except Exception:  # noqa: BLE001 - the caller must still finish the response
             self._counted.lose(len(spans))
 
     async def stop(self, seconds: float) -> None:
-        """Send what waits, for so long at most."""
+        """Send the queued spans, within so many seconds."""
         ending = Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         deadline = self._clock() + seconds
         while ending.is_alive() and self._clock() < deadline:  # noqa: ASYNC110 - a thread's end
             await asyncio.sleep(0.02)
         if ending.is_alive():
-            # Breaks off a try that is under way, and all that would follow.
+            # Aborts the export in progress and all further ones.
             self._counted.shutdown()
 
     def _begin_and_end(self, value: SpanValue, trace_id: int, epoch_s: float) -> None:
         scope = TraceScope()
         if value.parent_id:
-            # Of the server's span the parent is the client's.
+            # The parent of the server's span is the client's, hence remote.
             parent = SpanContext(
                 trace_id, value.parent_id, value.kind == "server", TraceFlags(TraceFlags.SAMPLED)
             )
@@ -135,21 +135,21 @@ class OtelTracing:
 
 
 class _StatedIds(IdGenerator):
-    """Ids that engines were told before the spans are made."""
+    """Returns ids that were chosen before, because engines already received them."""
 
     trace_id = span_id = 0
 
     def generate_trace_id(self) -> int:
-        """Of the story that is being told."""
+        """The trace id of the request that is being exported."""
         return self.trace_id
 
     def generate_span_id(self) -> int:
-        """Of the span that is being made."""
+        """The id of the span that is being built."""
         return self.span_id
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what another one sends, and complains rarely. Runs in the SDK's thread."""
+    """Counts what another exporter sends, and logs failures rarely. Runs in the SDK's thread."""
 
     def __init__(self, exporter: SpanExporter, counts: dict[str, int]) -> None:
         self._exporter = exporter
@@ -157,13 +157,13 @@ class _CountingExporter(SpanExporter):
         self._complained_at = -COMPLAINT_S
         self._num_lost = 0
         self.num_done = 0
-        """Spans that wait no more."""
+        """Spans that were sent or lost."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send some."""
+        """Send a batch."""
         try:
             result = self._exporter.export(spans)
-        except Exception:  # noqa: BLE001 - whatever it is, requests go on
+        except Exception:  # noqa: BLE001 - tracing must not stop requests
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             self.num_done += len(spans)
@@ -173,27 +173,27 @@ class _CountingExporter(SpanExporter):
         return result
 
     def lose(self, num_spans: int) -> None:
-        """They could not be sent."""
+        """Count spans that could not be sent."""
         self.num_done += num_spans
         self._counts["failed"] += num_spans
         self._num_lost += num_spans
         now = time.monotonic()
         if now - self._complained_at >= COMPLAINT_S:
-            log.warning("traces cannot be sent: %d spans are lost", self._num_lost)
+            log.warning("traces cannot be exported: %d spans are lost", self._num_lost)
             self._complained_at, self._num_lost = now, 0
 
     def shutdown(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing waits here."""
+        """Nothing is buffered here."""
         del timeout_millis
         return True
 
 
 def _make_exporter(endpoint: str) -> SpanExporter:
-    """gRPC, as vLLM does, unless OpenTelemetry's environment variable names the other."""
+    """gRPC by default, as in vLLM, or what OpenTelemetry's environment variable selects."""
     if endpoint and not _is_url(endpoint):
         raise TracingError(
             f"--otlp-endpoint must be a URL such as http://HOST:4317 (got {endpoint!r})"

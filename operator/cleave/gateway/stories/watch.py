@@ -1,7 +1,6 @@
-"""Who hears of a gateway's requests: the access log of all, traces of a share of them.
+"""Records requests for the access log and for traces. Used by the handlers, if either is enabled.
 
-Asked by the pages for each request, if a gateway has one at all. A request that nobody wants to
-hear of gets a plain exchange, any other one that keeps its story.
+It decides for each request whether a record is needed; a request without one is a plain Exchange.
 """
 
 import logging
@@ -26,18 +25,18 @@ from cleave.gateway.stories.watched import WatchedExchange
 log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
-"""At the end, for traces that wait to be sent."""
+"""Time to send queued traces when the gateway stops."""
 
 
 class Tracing(Listener, Protocol):
-    """Sends traces away."""
+    """Exports traces."""
 
     async def stop(self, seconds: float) -> None:
-        """Send what waits, for so long at most."""
+        """Send what is queued, within so many seconds."""
 
 
 def make_watch(config: GatewayConfig, metrics: Metrics) -> "Watch | None":
-    """Who hears of a gateway's requests; None: nobody wants to. Raises TracingError."""
+    """The recorder of a gateway; None: neither access log nor tracing. Raises TracingError."""
     access_log = AccessLog() if config.access_log else None
     tracing = _make_tracing(config, metrics)
     if access_log is None and tracing is None:
@@ -51,22 +50,22 @@ def _make_tracing(config: GatewayConfig, metrics: Metrics) -> Tracing | None:
     try:
         from cleave.gateway.stories import tracing
     except ImportError:
-        lack = f"traces need the extra otel: {distribution.install(['otel'])}"
+        message = f"traces need the extra otel: {distribution.install(['otel'])}"
         if config.otlp_endpoint:
-            raise TracingError(lack) from None
-        # Variables are set for whole clusters, and no reason not to serve.
-        log.warning("%s; nothing is traced", lack)
+            raise TracingError(message) from None
+        # The variables may be set for an entire cluster, so they must not stop the gateway.
+        log.warning("%s; tracing is off", message)
         return None
     return tracing.OtelTracing(config.otlp_endpoint, metrics.spans)
 
 
 class Watch:
-    """Decides for each request whether its story is kept, and tells it."""
+    """Decides for each request whether it is recorded, and passes on finished records."""
 
     def __init__(
         self, log: Listener | None = None, tracing: Tracing | None = None, trace_share: float = 0.0
     ) -> None:
-        """`log` hears of every request, `tracing` of those that are sampled."""
+        """`log` receives every request, `tracing` those that are sampled."""
         self._log = log
         self._tracing = tracing
         self._trace_share = trace_share
@@ -81,23 +80,23 @@ class Watch:
         tenant: Tenant,
         session: bytes | None,
     ) -> Exchange:
-        """What shall answer a request."""
+        """The exchange for a request, with a record if one is needed."""
         trace = None
         if self._tracing is not None:
             trace = read_context(request.headers.get(TRACEPARENT), self._trace_share)
         if self._log is None and trace is not None and not trace.sampled:
-            # Engines that trace would begin a trace of their own if they were told nothing.
+            # Without this header, engines that trace would begin a trace of their own.
             fields = trace.write(trace.parent_id or make_span_id())
             return Exchange(
                 context, client, request.path, request_id, completion, tenant, session, fields
             )
-        # Clients may name anything a model; only names of ours are told.
-        known = completion.model in context.router.directory.known
-        story = Story(
+        # Clients may send any model name; only known ones are recorded.
+        is_known = completion.model in context.router.directory.known
+        record = Story(
             request_id.decode(),
             request.method.decode(),
             request.path.decode(),
-            completion.model if known else "",
+            completion.model if is_known else "",
             context.clock(),
             tenant.name,
             completion.stream,
@@ -105,28 +104,28 @@ class Watch:
             context.config.tls_certificate is not None,
         )
         return WatchedExchange(
-            self, story, context, client, request.path, request_id, completion, tenant, session
+            self, record, context, client, request.path, request_id, completion, tenant, session
         )
 
     def note(
         self, context: Context, request_id: bytes, status: int, method: bytes, path: bytes
     ) -> None:
-        """A request has been answered without an engine."""
+        """Record a request that the gateway responded to by itself."""
         if self._log is not None:
             now = context.clock()
-            story = Story(request_id.decode(), method.decode(), path.decode(), "", now)
-            story.status = status
-            story.end("refused" if status >= HTTPStatus.BAD_REQUEST else "ok", now)
-            self._log.tell(story)
+            record = Story(request_id.decode(), method.decode(), path.decode(), "", now)
+            record.status = status
+            record.end("refused" if status >= HTTPStatus.BAD_REQUEST else "ok", now)
+            self._log.tell(record)
 
-    def tell(self, story: Story) -> None:
-        """A request is over."""
+    def tell(self, record: Story) -> None:
+        """A request has finished."""
         if self._log is not None:
-            self._log.tell(story)
-        if self._tracing is not None and story.trace is not None and story.trace.sampled:
-            self._tracing.tell(story)
+            self._log.tell(record)
+        if self._tracing is not None and record.trace is not None and record.trace.sampled:
+            self._tracing.tell(record)
 
     async def stop(self) -> None:
-        """Send what waits to be sent."""
+        """Send queued traces."""
         if self._tracing is not None:
             await self._tracing.stop(FLUSH_S)

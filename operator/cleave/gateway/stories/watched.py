@@ -1,6 +1,6 @@
-"""An exchange and its attempts that keep the story of their request. Made by `watch`.
+"""An exchange and its attempts that fill a record of their request. Made by `watch`.
 
-What is hard: they follow plain ones step by step, so that those are asked nothing on their way.
+They override steps of the plain classes, so that unrecorded requests do not pay for any check.
 """
 
 from http import HTTPStatus
@@ -22,7 +22,7 @@ from cleave.router.router import Pick
 
 
 class WatchedAttempt(Attempt):
-    """One try of a watched exchange."""
+    """One attempt of a recorded request."""
 
     __slots__ = ("_story", "_told")
 
@@ -58,30 +58,30 @@ class WatchedAttempt(Attempt):
         super()._hand_over(prefill, body)
 
     def prefilled(self, prefill: Target, body: bytes) -> None:
-        """The prefill beside the decode has ended."""
+        """The overlapped prefill is done."""
         self._end_leg(-2, body)
         super().prefilled(prefill, body)
 
     def _begin_leg(self, phase: str, target: Target) -> None:
-        leg = Leg(phase, target, self._context.clock())
-        self._told.legs.append(leg)
+        call = Leg(phase, target, self._context.clock())
+        self._told.legs.append(call)
         if self._story.trace is not None:
-            self._fields = self._story.trace.write(leg.span_id)
+            self._fields = self._story.trace.write(call.span_id)
 
-    def _end_leg(self, place: int, body: bytes) -> None:
-        leg = self._told.legs[place]
-        leg.ended_at, leg.blocks = self._context.clock(), count_blocks(body)
+    def _end_leg(self, index: int, body: bytes) -> None:
+        call = self._told.legs[index]
+        call.ended_at, call.blocks = self._context.clock(), count_blocks(body)
 
 
 class WatchedExchange(Exchange):
-    """A request whose story is kept."""
+    """A request that is recorded."""
 
     _attempt_type = WatchedAttempt
 
     def __init__(
         self,
         listener: Listener,
-        story: Story,
+        record: Story,
         context: Context,
         client: Client,
         path: bytes,
@@ -92,26 +92,26 @@ class WatchedExchange(Exchange):
     ) -> None:
         super().__init__(context, client, path, request_id, body, tenant, session)
         self._listener = listener
-        self.story = story
-        story.max_tokens = body.output_tokens
+        self.story = record
+        record.max_tokens = body.output_tokens
 
     @property
     def way(self) -> str:
-        """How the next attempt takes up what those before it have left."""
+        """How the next attempt relates to those before: again, continued or replayed."""
         if self._rescue is None or not self.story.tries:
             return ""
         return self._rescue.how if self._relay is not None else "again"
 
     def begin(self, call: Call) -> None:
-        """A stream begins."""
-        story, now = self.story, self._context.clock()
-        story.tries[-1].legs[-1].first_at = now
-        if not story.first_at:
-            story.first_at, story.status = now, call.status
+        """A stream has begun."""
+        record, now = self.story, self._context.clock()
+        record.tries[-1].legs[-1].first_at = now
+        if not record.first_at:
+            record.first_at, record.status = now, call.status
         super().begin(call)
 
     def fail(self, failure: Failure, reason: str) -> None:
-        """An engine let the request down."""
+        """The attempt failed."""
         assert self._attempt is not None
         name = self._attempt.target.instance
         self.story.fail(name, failure.value, reason, self._context.clock())
@@ -133,8 +133,8 @@ class WatchedExchange(Exchange):
         if self not in self._context.exchanges:
             return
         super()._end(outcome)
-        story = self.story
-        story.prompt_tokens = self._prompt_tokens
-        story.output_tokens = self._output_tokens
-        story.end(outcome, self._context.clock())
-        self._listener.tell(story)
+        record = self.story
+        record.prompt_tokens = self._prompt_tokens
+        record.output_tokens = self._output_tokens
+        record.end(outcome, self._context.clock())
+        self._listener.tell(record)

@@ -1,1 +1,1 @@
-"""Cleave's KV connector for vLLM: hand-offs that are checked before anything is attended to."""
+"""Cleave's KV connector for vLLM: handoffs are verified before an engine uses their KV."""

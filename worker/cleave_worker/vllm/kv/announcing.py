@@ -1,8 +1,8 @@
-"""Tells followers of prefills which layers of which blocks a step has made final.
+"""Announces to layerwise consumers which layers of which blocks a step has computed.
 
-Called by the workers' half of the connector from inside a step, so it must cost nothing when nobody
-follows. What is hard: on a GPU the step is only queued when vLLM says that a layer is done; an
-event behind the layer's work tells when it is.
+Called by the worker side of the connector within a step, so it must cost nothing without consumers.
+What is hard: on a GPU the step is only enqueued when vLLM reports a layer as done; an event
+recorded after the layer's kernels tells when it really is.
 """
 
 from collections.abc import Mapping
@@ -16,34 +16,34 @@ from cleave_worker.vllm.kv.orders import Chunk
 
 
 class Pace(StrEnum):
-    """What is announced at a time."""
+    """How much KV is announced at a time; values are those of the setting `pace`."""
 
     PROMPT = "prompt"
-    """All of it, when it is computed."""
+    """The whole prompt, when it is computed."""
     CHUNK = "chunk"
     LAYER = "layer"
 
 
 class Announcer:
-    """One rank's, for one step after the other."""
+    """Announces the prefills of one rank, step by step."""
 
-    def __init__(self, holds: Holds, pace: Pace, device: torch.device) -> None:
-        self._holds = holds
+    def __init__(self, leases: Holds, pace: Pace, device: torch.device) -> None:
+        self._holds = leases
         self._pace = pace
         self._is_gpu = device.type != "cpu"
         self._chunks: Mapping[str, Chunk] = {}
         self._num_layers = 0
-        """Of this step that are through."""
+        """Layers that the current step has finished."""
 
     def begin(self, chunks: Mapping[str, Chunk]) -> None:
-        """A step begins."""
+        """Begin a step; `chunks`: what it computes of registered prefills, by request id."""
         self._chunks = chunks
         self._num_layers = 0
 
-    def layer_done(self, plane: int) -> None:
-        """A layer of the step is through; `plane`: where its KV lies."""
-        # Layers that come in another order wait for the end of the step.
-        if not self._chunks or self._pace is not Pace.LAYER or plane != self._num_layers:
+    def layer_done(self, position: int) -> None:
+        """Announce a layer, by its index among the rank's layers (-1: unknown)."""
+        # A layer out of order waits for the end of the step.
+        if not self._chunks or self._pace is not Pace.LAYER or position != self._num_layers:
             return
         self._num_layers += 1
         computed = self._record()
@@ -53,7 +53,7 @@ class Announcer:
                 self._holds.grow(request_id, chunk.blocks, progress, computed)
 
     def step_done(self) -> None:
-        """All of the step is through."""
+        """Announce the chunks of the step as final."""
         if not self._chunks:
             return
         computed = self._record()

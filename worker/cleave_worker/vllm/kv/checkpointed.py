@@ -1,9 +1,9 @@
-"""CleaveConnector with checkpoints: KV of running streams outlives their engine.
+"""CleaveConnector with checkpoints: KV of running requests survives their engine.
 
-Loaded in CleaveConnector's place where `kv_connector_extra_config` has `checkpoints`. An engine
-copies each full block of what it decodes into a folder in the host's memory; an engine of the same
-host that is asked to go on, with prompt and tokens so far, restores them. Halves are in keeper.py
-and saver.py.
+Loaded instead of CleaveConnector where `kv_connector_extra_config` has `checkpoints`. An engine
+copies each full block that it decodes into a folder in host memory. An engine of the same host that
+resumes a request, given prompt and output so far, restores the blocks. See `Keeper` for the
+scheduler side and `Saver` for the worker side.
 """
 
 import hashlib
@@ -38,13 +38,13 @@ _MOST_GIB = 4.0
 
 @dataclass
 class CheckpointOrders(Orders):
-    """Those of hand-offs, and of checkpoints."""
+    """Metadata of handoffs and checkpoints."""
 
     keep: KeepOrders = field(default_factory=KeepOrders)
 
 
 class CheckpointedConnector(CleaveConnector):
-    """One half: the scheduler's or a worker's, as `role` says."""
+    """The scheduler side or a worker side of the connector, as `role` says."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CheckpointedConnector(CleaveConnector):
         role: KVConnectorRole,
         kv_cache_config: Any,  # noqa: ANN401
     ) -> None:
-        """Raises ValueError when the settings make no sense."""
+        """Raises ValueError for invalid settings."""
         super().__init__(vllm_config, role, kv_cache_config)
         check_attention(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
         self._kept_at, self._most_bytes = read_settings(
@@ -62,21 +62,21 @@ class CheckpointedConnector(CleaveConnector):
         self._keeper: Keeper | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
-            # It only looks whether a block is there: rank 0's stands for all.
-            shelf = Checkpoints(self._kept_at, 0, bytes(32), 0)
-            self._keeper = Keeper(self._identity(), block_size, shelf)
+            # The scheduler only checks whether a block exists; rank 0 stands for all ranks.
+            checkpoints = Checkpoints(self._kept_at, 0, bytes(32), 0)
+            self._keeper = Keeper(self._identity(), block_size, checkpoints)
 
-    # The scheduler's half
+    # Scheduler side
 
     def get_num_new_matched_tokens(
         self,
         request: Any,  # noqa: ANN401
         num_computed_tokens: int,
     ) -> tuple[int, bool]:
-        """Tokens to pull, else those to restore, between steps."""
-        pulled = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if pulled[0]:
-            return pulled
+        """Return the tokens to pull, else to restore, and whether that happens between steps."""
+        to_pull = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if to_pull[0]:
+            return to_pull
         count = self._told_keeper().tokens_to_restore(request, num_computed_tokens)
         return count, count > 0
 
@@ -86,22 +86,22 @@ class CheckpointedConnector(CleaveConnector):
         blocks: Any,  # noqa: ANN401
         num_external_tokens: int,
     ) -> None:
-        """A request has blocks."""
+        """Pull or restore into the blocks that a request got."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._told_keeper().allocated(request, blocks.blocks[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> CheckpointOrders:  # noqa: ANN401
-        """What workers are to do with this step."""
-        orders = super().build_connector_meta(scheduler_output)
-        own = {each.name: getattr(orders, each.name) for each in fields(orders)}
-        return CheckpointOrders(**own, keep=self._told_keeper().take_orders(self._block_ids))
+        """Return what the workers have to do in this step."""
+        metadata = super().build_connector_meta(scheduler_output)
+        inherited = {spec.name: getattr(metadata, spec.name) for spec in fields(metadata)}
+        return CheckpointOrders(**inherited, keep=self._told_keeper().take_orders(self._block_ids))
 
     def request_finished(
         self,
         request: Any,  # noqa: ANN401
         block_ids: list[int],
     ) -> tuple[bool, dict[str, object] | None]:
-        """A request has ended."""
+        """End a request; return whether its blocks stay leased, and the handoff."""
         self._told_keeper().finished(request)
         return super().request_finished(request, block_ids)
 
@@ -110,45 +110,46 @@ class CheckpointedConnector(CleaveConnector):
         request: Any,  # noqa: ANN401
         block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, object] | None]:
-        """The same where vLLM could keep KV of several kinds."""
+        """End a request of a model with several KV cache groups, of which there is only one
+        here."""
         self._told_keeper().finished(request)
         return super().request_finished_all_groups(request, block_ids)
 
-    # The workers' half
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV is allocated."""
+        """Open the checkpoint folder for the allocated KV cache."""
         super().register_kv_caches(kv_caches)
-        # After it has moved into shared memory.
-        memory, planes = register(kv_caches.values(), self._kv_cache_config.num_blocks)
+        # The base class has moved the caches into shared memory.
+        memory, layers = register(kv_caches.values(), self._kv_cache_config.num_blocks)
         rank = get_pp_group().rank_in_group * get_tp_group().world_size
         rank += get_tp_group().rank_in_group
         first = next(iter(kv_caches.values()))
-        sizes = [plane.block_bytes for plane in planes]
-        stated = [layout_of(self._vllm_config, first), list(kv_caches), sizes, rank]
-        layout = msgspec.json.encode(stated)
+        sizes = [layer.block_bytes for layer in layers]
+        identity = [layout_of(self._vllm_config, first), list(kv_caches), sizes, rank]
+        layout = msgspec.json.encode(identity)
         digest = hashlib.blake2b(layout, digest_size=32).digest()
         self._saver = Saver(
-            memory, planes, Checkpoints(self._kept_at, rank, digest, self._most_bytes)
+            memory, layers, Checkpoints(self._kept_at, rank, digest, self._most_bytes)
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Begin to pull and to restore, and copy what is full."""
+        """Start to pull and restore, and copy full blocks."""
         super().start_load_kv(forward_context, **kwargs)
-        orders: KVConnectorMetadata = self._get_connector_metadata()
-        assert isinstance(orders, CheckpointOrders)
-        self._told_saver().start(orders.keep)
+        metadata: KVConnectorMetadata = self._get_connector_metadata()
+        assert isinstance(metadata, CheckpointOrders)
+        self._told_saver().start(metadata.keep)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What has ended since the last step."""
+        """Return the requests whose transfers or restores have ended."""
         results = super().get_transfer_results(finished_req_ids)
-        over, failed = self._told_saver().take_restored()
-        results.finished_recving.update(over)
+        ended, failed = self._told_saver().take_restored()
+        results.finished_recving.update(ended)
         results.failed_recving.update(failed)
         return results
 
     def get_kv_connector_stats(self) -> Transfers | None:
-        """What has happened since the last step."""
+        """Return statistics since the last step."""
         transfers = super().get_kv_connector_stats()
         own = self._saver.take_transfers() if self._saver else None
         if own is None or own.is_empty():
@@ -156,7 +157,7 @@ class CheckpointedConnector(CleaveConnector):
         return own.aggregate(transfers) if transfers else own
 
     def shutdown(self) -> None:
-        """Stop; what was kept of running streams stays."""
+        """Stop; checkpoints of running requests stay."""
         super().shutdown()
         if self._saver:
             self._saver.close()
@@ -174,36 +175,36 @@ class CheckpointedConnector(CleaveConnector):
         )
 
     def _told_keeper(self) -> Keeper:
-        assert self._keeper, "a worker was asked what its scheduler knows"
+        assert self._keeper, "called on a worker, not on the scheduler"
         return self._keeper
 
     def _told_saver(self) -> Saver:
-        assert self._saver, "the KV is not registered yet"
+        assert self._saver, "the KV cache is not registered yet"
         return self._saver
 
 
 def check_attention(spec: object) -> None:
-    """Raises ValueError where blocks of a running request are given to others."""
+    """Raises ValueError for models that free blocks of a running request."""
     layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
     for layer in layers:
         if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
             raise ValueError(
-                f"checkpoints: the model's KV is of the kind {type(layer).__name__}, which "
-                "does not keep all blocks of a request: leave checkpoints out"
+                f"checkpoints: the model has KV cache layers of type {type(layer).__name__}, which "
+                "frees blocks of running requests: leave checkpoints out"
             )
 
 
-def read_settings(given: object) -> tuple[Path, int]:
-    """(folder, most bytes) of `checkpoints` in kv_connector_extra_config. Raises ValueError."""
-    settings = given if isinstance(given, Mapping) else {}
+def read_settings(value: object) -> tuple[Path, int]:
+    """Return (folder, maximum bytes) from the setting `checkpoints`. Raises ValueError."""
+    settings = value if isinstance(value, Mapping) else {}
     unknown = settings.keys() - {"folder", "most_gib"}
-    if given != settings or unknown:
+    if value != settings or unknown:
         raise ValueError(
-            f"checkpoints {given!r}: must be an object with folder and most_gib, or empty"
+            f"checkpoints {value!r}: must be an object with folder and most_gib, or empty"
         )
-    folder, most_gib = settings.get("folder", _FOLDER), settings.get("most_gib", _MOST_GIB)
+    folder, max_gib = settings.get("folder", _FOLDER), settings.get("most_gib", _MOST_GIB)
     if not isinstance(folder, str) or not Path(folder).is_absolute():
         raise ValueError(f"checkpoints.folder {folder!r}: must be an absolute path")
-    if not isinstance(most_gib, int | float) or not most_gib > 0:
-        raise ValueError(f"checkpoints.most_gib {most_gib!r}: must be a number above 0")
-    return Path(folder), int(most_gib * 2**30)
+    if not isinstance(max_gib, int | float) or not max_gib > 0:
+        raise ValueError(f"checkpoints.most_gib {max_gib!r}: must be a number above 0")
+    return Path(folder), int(max_gib * 2**30)

@@ -1,8 +1,8 @@
-"""Cleave's KV connector, as vLLM loads it: `kv_connector` CleaveConnector of this module.
+"""Cleave's KV connector as vLLM loads it: `kv_connector` CleaveConnector of this module.
 
-Beside vLLM's own NixlConnector and in its place where a hand-off must never be of another prompt,
-another boot or memory that somebody else uses now: those are refused, counted and computed anew
-(`kv_load_failure_policy` recompute) or fail clearly. The halves are in scheduler.py and worker.py.
+An alternative to vLLM's NixlConnector for KV that must never be of another prompt, another boot or
+reused memory: such handoffs are refused and counted, and the prompt is recomputed or fails, as
+`kv_load_failure_policy` says. See `SchedulerSide` and `WorkerSide`.
 """
 
 import logging
@@ -35,7 +35,7 @@ from cleave_worker.vllm.kv.worker import Settings, WorkerSide
 
 
 class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
-    """One half: the scheduler's or a worker's, as `role` says."""
+    """The scheduler side or a worker side of the connector, as `role` says."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -45,39 +45,39 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: Any,  # noqa: ANN401
     ) -> None:
-        """Raises ValueError for models whose KV is of several kinds: they need NixlConnector."""
+        """Raises ValueError for models with several KV cache groups, which need NixlConnector."""
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm()
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError(
-                f"the model keeps KV of {len(kv_cache_config.kv_cache_groups)} kinds and "
-                "CleaveConnector moves one: use NixlConnector"
+                f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups and "
+                "CleaveConnector supports one: use NixlConnector"
             )
         self._worker: WorkerSide | None = None
         self._plane_of: dict[str, int] = {}
         self._scheduler = self._scheduler_side() if role is KVConnectorRole.SCHEDULER else None
 
-    # vLLM's questions about the class
+    # What vLLM asks of the class
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Layer by layer, blocks in one piece."""
+        """Return a layout with one tensor per layer and contiguous blocks."""
         return None if vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Transfers:
-        """Statistics as they come from another process."""
+        """Return statistics that come from another process."""
         return Transfers(data)
 
     @classmethod
-    def build_prom_metrics(cls, *told: Any) -> TransferMetrics:  # noqa: ANN401
-        """Prometheus series."""
-        return TransferMetrics(*told)
+    def build_prom_metrics(cls, *args: Any) -> TransferMetrics:  # noqa: ANN401
+        """Return the Prometheus metrics."""
+        return TransferMetrics(*args)
 
-    # The scheduler's half
+    # Scheduler side
 
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
-        """A request has arrived."""
+        """Read the handoff of a request that has arrived."""
         self._told_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -85,7 +85,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         request: Any,  # noqa: ANN401
         num_computed_tokens: int,
     ) -> tuple[int, bool]:
-        """Tokens to pull, between steps."""
+        """Return the tokens to pull, and whether that happens between steps."""
         count = self._told_scheduler().tokens_to_pull(request, num_computed_tokens)
         return count, count > 0
 
@@ -95,11 +95,11 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         blocks: Any,  # noqa: ANN401
         num_external_tokens: int,
     ) -> None:
-        """A request has blocks."""
+        """Pull into the blocks that a request got."""
         self._told_scheduler().allocated(request, blocks.blocks[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:  # noqa: ANN401
-        """What workers are to do with this step."""
+        """Return what the workers have to do in this step."""
         return self._told_scheduler().take_orders(scheduler_output)
 
     def request_finished(
@@ -107,7 +107,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         request: Any,  # noqa: ANN401
         block_ids: list[int],
     ) -> tuple[bool, dict[str, object] | None]:
-        """A request has ended: whether its blocks are kept, and the hand-off."""
+        """End a request; return whether its blocks stay leased, and the handoff."""
         return self._told_scheduler().finished(request, block_ids)
 
     def request_finished_all_groups(
@@ -115,51 +115,51 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         request: Any,  # noqa: ANN401
         block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, object] | None]:
-        """The same where vLLM could keep KV of several kinds."""
+        """End a request of a model that could have several KV cache groups."""
         return self._told_scheduler().finished(request, block_ids[0])
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Place]) -> None:
-        """Where the ranks serve, by (pipeline, tensor) rank."""
+        """Take the address of each rank, by (pipeline rank, tensor rank)."""
         self._told_scheduler().locate(
-            tuple((place.host, place.port) for _, place in sorted(metadata.items()))
+            tuple((address.host, address.port) for _, address in sorted(metadata.items()))
         )
 
-    # The workers' half
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV is allocated: move it into shared memory if that serves, and start to serve."""
-        # Ranks of another shape find layers by their numbers.
+        """Move the allocated KV cache into shared memory where possible, and start to serve it."""
+        # Engines with other pipeline stages identify layers by number.
         layers = sorted((extract_layer_index(name), name) for name in kv_caches)
         caches = [kv_caches[name] for _, name in layers]
-        self._plane_of = {name: plane for plane, (_, name) in enumerate(layers)}
-        memory, planes = register(caches, self._kv_cache_config.num_blocks)
+        self._plane_of = {name: position for position, (_, name) in enumerate(layers)}
+        memory, layer_regions = register(caches, self._kv_cache_config.num_blocks)
         shape = shape_of(self._vllm_config)
         rank = get_pp_group().rank_in_group * shape.tensor_parallel_size
         rank += get_tp_group().rank_in_group
         layout = layout_of(self._vllm_config, caches[0])
-        share = Share(shape, rank, tuple(number for number, _ in layers))
-        check(share, layout, caches, self._kv_cache_config.num_blocks)
-        kept = Kept(self._boot_id, layout, memory, tuple(planes), self._host, share)
-        self._worker = WorkerSide(kept, self._settings(memory.regions[0].device))
+        shard = Share(shape, rank, tuple(number for number, _ in layers))
+        check(shard, layout, caches, self._kv_cache_config.num_blocks)
+        kv = Kept(self._boot_id, layout, memory, tuple(layer_regions), self._host, shard)
+        self._worker = WorkerSide(kv, self._settings(memory.regions[0].device))
 
     def get_handshake_metadata(self) -> Place | None:
-        """Where this rank serves."""
+        """Return the address at which this rank serves."""
         return Place(self._host, self._told_worker().port)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins."""
+        """Take the metadata of a step that begins."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker and isinstance(connector_metadata, Orders):
             self._worker.note(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Begin to pull."""
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
-        self._told_worker().start(orders.pull, orders.decline)
+        """Start to pull."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Orders)
+        self._told_worker().start(metadata.pull, metadata.decline)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Requests wait for their KV outside of steps."""
+        """Do nothing: requests wait for their KV between steps."""
 
     def save_kv_layer(
         self,
@@ -168,21 +168,21 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: Any,  # noqa: ANN401, ARG002
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> None:
-        """Readers take it from where it is; those that wait for it are told."""
+        """Announce the layer; consumers read it in place."""
         self._told_worker().layer_done(self._plane_of.get(layer_name, -1))
 
     def wait_for_save(self) -> None:
-        """Nothing is saved elsewhere; readers hear that the step is over."""
+        """Announce the end of the step; nothing is saved elsewhere."""
         self._told_worker().step_done()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """What has ended since the last step."""
+        """Return the requests whose leases or pulls have ended."""
         worker = self._told_worker()
         received, failed = worker.take_received()
         return KVConnectorTransferResults(worker.take_sent(), received, failed)
 
     def get_kv_connector_stats(self) -> Transfers | None:
-        """What has happened since the last step."""
+        """Return statistics since the last step."""
         side = self._worker or self._scheduler
         transfers = side.take_transfers() if side else None
         return transfers if transfers and not transfers.is_empty() else None
@@ -192,7 +192,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker:
             self._worker.close()
 
-    # What the configuration says
+    # Settings
 
     @property
     def _boot_id(self) -> str:
@@ -213,7 +213,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.get_from_extra_config
         return Settings(
             port=int(extra("port", 0)),
-            ways=usable(tuple(Way(way) for way in extra("ways", usual(device)))),
+            ways=usable(tuple(Way(name) for name in extra("ways", usual(device)))),
             lease_s=float(extra("kv_lease_duration", 30)),
             transfer_s=float(extra("transfer_timeout", 30)),
             check_bytes=bool(extra("checksums", False)),
@@ -223,22 +223,22 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _pace(self) -> Pace:
-        pace = Pace(self._kv_transfer_config.get_from_extra_config("pace", Pace.LAYER))
-        # With microbatches a layer is said to be done when it is for some of the step's tokens.
-        halved = self._vllm_config.parallel_config.use_ubatching
-        return Pace.CHUNK if halved and pace is Pace.LAYER else pace
+        granularity = Pace(self._kv_transfer_config.get_from_extra_config("pace", Pace.LAYER))
+        # With microbatches a layer is reported as done when it is done for a part of the tokens.
+        has_microbatches = self._vllm_config.parallel_config.use_ubatching
+        return Pace.CHUNK if has_microbatches and granularity is Pace.LAYER else granularity
 
     def _told_scheduler(self) -> SchedulerSide:
-        assert self._scheduler, "a worker was asked what its scheduler knows"
+        assert self._scheduler, "called on a worker, not on the scheduler"
         return self._scheduler
 
     def _told_worker(self) -> WorkerSide:
-        assert self._worker, "the KV is not registered yet"
+        assert self._worker, "the KV cache is not registered yet"
         return self._worker
 
 
 def _log_as_vllm() -> None:
-    """Have our lines appear among the engine's."""
+    """Log through vLLM's handlers."""
     own, engines = logging.getLogger("cleave_worker"), logging.getLogger("vllm")
     own.handlers = engines.handlers
     own.setLevel(engines.level)

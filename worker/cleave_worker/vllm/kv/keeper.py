@@ -1,8 +1,9 @@
-"""Which blocks of which streams are kept as checkpoints, and which are restored.
+"""Decides which blocks of running requests are checkpointed, and which are restored.
 
-The scheduler's half, between steps. What is hard: a block may be copied only when its last token's
-KV is written and known. Steps run in the order in which they are scheduled, so what earlier steps
-were to compute is written before a later one begins; tokens that are not known yet wait.
+The scheduler side, between steps. What is hard: a block may be copied only when the KV of its last
+token is written, and its key needs all of its tokens. Steps run in the order in which they are
+scheduled, so blocks of earlier steps are written before a later step begins. With asynchronous
+scheduling sampled tokens may still be unknown; their blocks wait.
 """
 
 import hashlib
@@ -15,19 +16,19 @@ from typing import Any, Protocol
 from vllm.v1.request import Request, RequestStatus
 
 MOST_PER_STEP = 16
-"""Blocks copied in one step, all streams together, so that no step takes much longer."""
+"""Blocks copied per step over all requests, so that no step takes much longer."""
 
 
 class Shelf(Protocol):
-    """Where checkpoints are."""
+    """Tells which checkpoints exist."""
 
     def has(self, key: str) -> bool:
-        """Whether a block is there."""
+        """Return whether the block with this key exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Own blocks to fill, with the keys of what belongs there."""
+    """Local blocks to fill, with the keys of their contents."""
 
     keys: tuple[str, ...]
     blocks: tuple[int, ...]
@@ -35,10 +36,10 @@ class Restore:
 
 @dataclass
 class KeepOrders:
-    """What a rank is to do with one step."""
+    """What a rank has to do in one step."""
 
     save: dict[str, int] = field(default_factory=dict)
-    """Blocks by key."""
+    """Block numbers by key."""
     restore: dict[str, Restore] = field(default_factory=dict)
     """By request id."""
     drop: list[str] = field(default_factory=list)
@@ -52,7 +53,7 @@ class _Stream:
 
 
 class Chain:
-    """Keys of the blocks of one request, each over all tokens up to its end."""
+    """Keys of the blocks of one request, each a hash over all tokens up to its end."""
 
     def __init__(self, identity: str, request: Request, block_size: int) -> None:
         self._digest = hashlib.blake2b(f"{identity}|{_kind(request)}|".encode(), digest_size=32)
@@ -61,33 +62,36 @@ class Chain:
         self._keys: list[str] = []
 
     def key(self, block: int) -> str:
-        """Of a block whose tokens are all known."""
+        """Return the key of a block whose tokens are all known."""
         while len(self._keys) <= block:
             start = len(self._keys) * self._block_size
-            tokens = [self._tokens[at] for at in range(start, start + self._block_size)]
+            tokens = [self._tokens[position] for position in range(start, start + self._block_size)]
             self._digest.update(array("q", tokens).tobytes())
             self._keys.append(self._digest.copy().hexdigest())
         return self._keys[block]
 
 
 class Keeper:
-    """One engine's."""
+    """The checkpoints of one engine."""
 
-    def __init__(self, identity: str, block_size: int, shelf: Shelf) -> None:
-        """`identity`: model, types and parallelism, as far as the scheduler knows them."""
+    def __init__(self, identity: str, block_size: int, checkpoints: Shelf) -> None:
+        """`identity`: model, data types and parallelism, as far as the scheduler knows them."""
         self._identity = identity
         self._block_size = block_size
-        self._shelf = shelf
+        self._shelf = checkpoints
         self._streams: dict[str, _Stream] = {}
         self._uses: Counter[str] = Counter()
-        """Streams by key: many begin alike."""
+        """Number of requests per key, as many requests begin alike."""
         self._wanted: dict[str, tuple[int, tuple[str, ...]]] = {}
-        """First block and keys."""
+        """First block and keys, by request id."""
         self._tried: set[str] = set()
         self._orders = KeepOrders()
 
     def tokens_to_restore(self, request: Request, num_computed_tokens: int) -> int:
-        """Beyond those that are computed; the last token is left, as it makes the next one."""
+        """Return how many tokens beyond the computed ones can be restored.
+
+        Never the last one: it must be computed to sample the next token.
+        """
         self._wanted.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
         if (
@@ -98,19 +102,19 @@ class Keeper:
             return 0
         first = num_computed_tokens // self._block_size
         last = (request.num_tokens - 1) // self._block_size
-        chain = Chain(self._identity, request, self._block_size)
-        found = []
+        hash_chain = Chain(self._identity, request, self._block_size)
+        keys = []
         for block in range(first, last):
-            key = chain.key(block)
+            key = hash_chain.key(block)
             if not self._shelf.has(key):
                 break
-            found.append(key)
-        if found:
-            self._wanted[request.request_id] = first, tuple(found)
-        return len(found) * self._block_size
+            keys.append(key)
+        if keys:
+            self._wanted[request.request_id] = first, tuple(keys)
+        return len(keys) * self._block_size
 
     def allocated(self, request: Request, blocks: Sequence[Any], num_external_tokens: int) -> None:
-        """A request has blocks; `num_external_tokens` of them are to be filled from elsewhere."""
+        """Restore into the blocks that a request got for its `num_external_tokens`."""
         first, keys = self._wanted.pop(request.request_id, (0, ()))
         if keys and num_external_tokens:
             self._tried.add(request.request_id)
@@ -119,57 +123,58 @@ class Keeper:
             self._orders.restore[request.request_id] = Restore(keys, own)
         params = request.kv_transfer_params or {}
         if request.prompt_token_ids is not None and not params.get("do_remote_decode"):
-            chain = Chain(self._identity, request, self._block_size)
-            self._streams.setdefault(request.request_id, _Stream(request, chain))
+            hash_chain = Chain(self._identity, request, self._block_size)
+            self._streams.setdefault(request.request_id, _Stream(request, hash_chain))
 
     def finished(self, request: Request) -> None:
-        """Nobody will go on with it."""
+        """Drop the checkpoints of a finished request."""
         self._wanted.pop(request.request_id, None)
         self._tried.discard(request.request_id)
-        stream = self._streams.pop(request.request_id, None)
-        if stream is not None:
-            self._uses.subtract(stream.saved)
-            unused = [key for key in stream.saved if not self._uses[key]]
+        tracked = self._streams.pop(request.request_id, None)
+        if tracked is not None:
+            self._uses.subtract(tracked.saved)
+            unused = [key for key in tracked.saved if not self._uses[key]]
             self._orders.drop += unused
             for key in unused:
                 del self._uses[key]
 
     def take_orders(self, block_ids: "BlockIds") -> KeepOrders:
-        """For the step that is scheduled now, before its tokens are counted as computed."""
-        orders, self._orders = self._orders, KeepOrders()
+        """Return what to do in the step being scheduled, before its tokens count as computed."""
+        metadata, self._orders = self._orders, KeepOrders()
         for key, block in self._ripe(block_ids):
-            if len(orders.save) == MOST_PER_STEP:
+            if len(metadata.save) == MOST_PER_STEP:
                 break
-            orders.save[key] = block
-        return orders
+            metadata.save[key] = block
+        return metadata
 
     def _ripe(self, block_ids: "BlockIds") -> Iterator[tuple[str, int]]:
-        for request_id, stream in self._streams.items():
-            request, saved = stream.request, stream.saved
+        for request_id, tracked in self._streams.items():
+            request, saved = tracked.request, tracked.saved
             if request.status is not RequestStatus.RUNNING:
                 continue
-            known = min(request.num_computed_tokens, request.num_tokens)
-            if known // self._block_size <= len(saved):
+            num_known = min(request.num_computed_tokens, request.num_tokens)
+            if num_known // self._block_size <= len(saved):
                 continue
             blocks = block_ids(request_id)
-            for block in range(len(saved), known // self._block_size):
-                key = stream.chain.key(block)
+            for block in range(len(saved), num_known // self._block_size):
+                key = tracked.chain.key(block)
                 yield key, blocks[block]
                 saved.append(key)
                 self._uses[key] += 1
 
 
 class BlockIds(Protocol):
-    """The engine's memory."""
+    """Looks up a request's blocks in the engine's block table."""
 
     def __call__(self, request_id: str) -> Sequence[int]:
-        """Of a request, in the order of its tokens."""
+        """Return block numbers in the order of the tokens."""
 
 
 def _kind(request: Request) -> str:
-    """What decides the KV beside tokens, as vLLM's prefix cache sees it."""
+    """Return what decides the KV beside the tokens, as in vLLM's prefix cache."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     media = ",".join(
-        f"{one.identifier}@{one.mm_position.offset}" for one in request.mm_features or ()
+        f"{feature.identifier}@{feature.mm_position.offset}"
+        for feature in request.mm_features or ()
     )
     return f"{adapter}|{request.cache_salt or ''}|{media}"

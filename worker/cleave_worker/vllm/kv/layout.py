@@ -1,4 +1,4 @@
-"""How vLLM lays a model's KV out and spreads it, in the words that hand-offs compare."""
+"""Describes how vLLM lays out and shards a model's KV, in the terms that handoffs compare."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from cleave_worker.transfer.shapes import Shape, Share
 
 
 def shape_of(config: VllmConfig) -> Shape:
-    """Parallelism of an engine."""
+    """Return the parallelism of an engine."""
     parallel, num_layers = config.parallel_config, config.model_config.get_total_num_hidden_layers()
     stages = parallel.pipeline_parallel_size
     return Shape(
@@ -22,7 +22,7 @@ def shape_of(config: VllmConfig) -> Shape:
 
 
 def layout_of(config: VllmConfig, cache: torch.Tensor) -> Layout:
-    """What must agree with every peer; `cache`: one layer's, [block, head, token, state]."""
+    """Return what must be equal at every peer; `cache`: one layer, [block, head, token, state]."""
     model = config.model_config
     return Layout(
         model=f"{model.model}@{model.revision or ''}",
@@ -35,31 +35,31 @@ def layout_of(config: VllmConfig, cache: torch.Tensor) -> Layout:
     )
 
 
-def check(share: Share, layout: Layout, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
-    """Raises ValueError when a rank does not hold what its place in the engine says."""
-    fault = share.shape.fault(layout.num_kv_heads)
+def check(shard: Share, layout: Layout, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+    """Raises ValueError when a rank's caches do not match its rank or have no usable layout."""
+    fault = shard.shape.fault(layout.num_kv_heads)
     if fault:
         raise ValueError(f"{layout.model}: {fault}")
-    share.layers_of(len(caches))
-    heads = len(share.shape.heads(share.rank, layout.num_kv_heads))
+    shard.layers_of(len(caches))
+    heads = len(shard.shape.heads(shard.rank, layout.num_kv_heads))
     for cache in caches:
         if cache.shape[0] != num_blocks:
             raise ValueError(
-                f"the attention backend cuts {num_blocks} blocks of {layout.block_size} tokens "
-                f"into {cache.shape[0]}, which CleaveConnector does not follow: state a smaller "
+                f"the attention backend splits {num_blocks} blocks of {layout.block_size} tokens "
+                f"into {cache.shape[0]}, which CleaveConnector does not support: set a smaller "
                 "--block-size, or use NixlConnector"
             )
         if cache.dim() != 4 or cache.shape[1] != heads:
             raise ValueError(
-                f"a KV cache of shape {tuple(cache.shape)} has not {heads} heads after its blocks: "
-                "CleaveConnector cannot move it, use NixlConnector"
+                f"a KV cache of shape {tuple(cache.shape)} does not have {heads} heads: "
+                "CleaveConnector cannot transfer it, use NixlConnector"
             )
 
 
 def _packing(config: VllmConfig, cache: torch.Tensor) -> str:
-    """On CPU the instruction set decides how keys lie inside a block."""
+    """Return the CPU instruction set of the attention kernel, which decides the order of keys."""
     if cache.device.type != "cpu":
         return ""
     model, kv = config.model_config, config.cache_config
-    told = cpu_attn._get_attn_isa(model.dtype, kv.block_size, model.get_head_size(), kv.cache_dtype)
-    return str(told)
+    isa = cpu_attn._get_attn_isa(model.dtype, kv.block_size, model.get_head_size(), kv.cache_dtype)
+    return str(isa)

@@ -1,4 +1,4 @@
-"""What hand-offs did, from the workers through vLLM's statistics to its /metrics page."""
+"""Statistics of KV transfers, from the workers through vLLM to its /metrics page."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _EXPIRED = "expired"
 
 
 class Transfers(KVConnectorStats):
-    """Pulls and refusals since the last report; plain data, for it crosses processes."""
+    """Pulls and refusals since the last report, as plain data that crosses processes."""
 
     data: dict[str, Any]
 
@@ -25,48 +25,50 @@ class Transfers(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        """Nothing has happened."""
+        """Clear all counts."""
         self.data = {"seconds": {}, "bytes": {}, "ended": {}}
 
-    def pulled(self, way: Way, seconds: float, num_bytes: int) -> None:
-        """One hand-off has gone well."""
-        self.data["seconds"].setdefault(way.value, []).append(seconds)
-        self._count("bytes", way.value, num_bytes)
+    def pulled(self, transport: Way, seconds: float, num_bytes: int) -> None:
+        """Count one successful handoff."""
+        self.data["seconds"].setdefault(transport.value, []).append(seconds)
+        self._count("bytes", transport.value, num_bytes)
 
     def refused(self, reason: Reason) -> None:
-        """One hand-off came to nothing."""
+        """Count one failed handoff."""
         self._count("ended", reason.value, 1)
 
     def expired(self, number: int) -> None:
-        """So many held prompts were given up because nobody came."""
+        """Count leases that expired before a consumer came."""
         if number:
             self._count("ended", _EXPIRED, number)
 
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
+        """Return whether nothing was counted."""
         return not self.data["seconds"] and not self.data["ended"]
 
     def aggregate(self, other: KVConnectorStats) -> "Transfers":
-        """Add what others report."""
-        for way, seconds in other.data["seconds"].items():
-            self.data["seconds"].setdefault(way, []).extend(seconds)
+        """Add the counts of another report."""
+        for transport, seconds in other.data["seconds"].items():
+            self.data["seconds"].setdefault(transport, []).extend(seconds)
         for kind in ("bytes", "ended"):
             for name, number in other.data[kind].items():
                 self._count(kind, name, number)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log."""
-        seconds = [one for several in self.data["seconds"].values() for one in several]
+        """Return a summary for vLLM's log."""
+        seconds = [
+            duration for durations in self.data["seconds"].values() for duration in durations
+        ]
         return {
             "Pulled prompts": len(seconds),
             "Pulled MB": round(sum(self.data["bytes"].values()) / 1e6, 3),
             "Mean pull (ms)": round(1e3 * sum(seconds) / len(seconds), 3) if seconds else 0,
-            **{f"Hand-offs lost: {reason}": n for reason, n in self.data["ended"].items()},
+            **{f"Failed handoffs: {reason}": n for reason, n in self.data["ended"].items()},
         }
 
     def clone_and_reset(self) -> "Transfers":
-        """Hand out what has happened and start anew."""
+        """Return the counts and start again from zero."""
         done = Transfers(self.data)
         self.reset()
         return done
@@ -77,7 +79,7 @@ class Transfers(KVConnectorStats):
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus series."""
+    """The statistics as Prometheus metrics."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class TransferMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         seconds = self._histogram_cls(
             name="cleave_kv_pull_seconds",
-            documentation="From the question for a prompt's KV to its last byte.",
+            documentation="Time from the request for a prompt's KV to its last byte.",
             buckets=_SECONDS,
             labelnames=[*labelnames, "way"],
         )
@@ -98,32 +100,32 @@ class TransferMetrics(KVConnectorPromMetrics):
             documentation="KV pulled from other engines.",
             labelnames=[*labelnames, "way"],
         )
-        lost = self._counter_cls(
+        failures = self._counter_cls(
             name="cleave_kv_lost",
-            documentation="Hand-offs that came to nothing, by reason.",
+            documentation="KV handoffs that failed, by reason.",
             labelnames=[*labelnames, "reason"],
         )
-        # All of them from the start: an alert needs a series that is zero.
+        # All label values exist from the start, as an alert needs a series that is zero.
         self._seconds, self._bytes = (
             {
-                (engine, way): series.labels(*values, way)
+                (engine, transport): series.labels(*values, transport)
                 for engine, values in per_engine_labelvalues.items()
-                for way in Way
+                for transport in Way
             }
             for series in (seconds, pulled)
         )
         self._lost = {
-            (engine, reason): lost.labels(*values, reason)
+            (engine, reason): failures.labels(*values, reason)
             for engine, values in per_engine_labelvalues.items()
             for reason in (*Reason, _EXPIRED)
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record what one step reports."""
-        for way, several in transfer_stats_data["seconds"].items():
-            for seconds in several:
-                self._seconds[engine_idx, way].observe(seconds)
-        for way, num_bytes in transfer_stats_data["bytes"].items():
-            self._bytes[engine_idx, way].inc(num_bytes)
+        """Add the counts of one report."""
+        for transport, durations in transfer_stats_data["seconds"].items():
+            for seconds in durations:
+                self._seconds[engine_idx, transport].observe(seconds)
+        for transport, num_bytes in transfer_stats_data["bytes"].items():
+            self._bytes[engine_idx, transport].inc(num_bytes)
         for reason, number in transfer_stats_data["ended"].items():
             self._lost[engine_idx, reason].inc(number)

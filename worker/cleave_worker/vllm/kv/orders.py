@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector tells the workers' half with each step."""
+"""Metadata that the scheduler side of the connector sends to the workers with each step."""
 
 from dataclasses import dataclass, field
 
@@ -13,53 +13,53 @@ from cleave_worker.transfer.identity import HandOff
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """KV to pull for a request that waits for it."""
+    """KV to pull for a waiting request."""
 
     hand_off: HandOff
     prompt_digest: str
-    """Of the prompt as this engine has it."""
+    """Of the prompt as this engine received it."""
     first_block: int
     """Blocks before it are in the prefix cache."""
     blocks: tuple[int, ...]
-    """Own blocks to fill."""
+    """Local blocks to fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a step computes of a prefill that is followed."""
+    """What a step computes of a registered prefill."""
 
     blocks: tuple[int, ...]
-    """All that the prompt has so far."""
+    """All blocks that the prompt has so far."""
     num_before: int
-    """Of them, final before the step."""
+    """Blocks that are final before the step."""
     num_final: int
-    """After it."""
+    """Blocks that are final after the step."""
     is_last: bool
 
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """By request id of this engine."""
+    """What the workers have to do in a step, by request id of this engine."""
 
     hold: dict[str, Held] = field(default_factory=dict)
     begin: dict[str, Begun] = field(default_factory=dict)
-    """Prefills that will be followed while they run."""
+    """Prefills that consumers may pull while they run."""
     compute: dict[str, Chunk] = field(default_factory=dict)
     """What this step computes of them."""
     give_up: set[str] = field(default_factory=set)
-    """Of them, those whose blocks are gone."""
+    """Those that were aborted or preempted, so that their blocks are reused."""
     expect: dict[str, HandOff] = field(default_factory=dict)
-    """Will be pulled when it is their turn; their leases are to be extended until then."""
+    """Handoffs of queued requests, whose leases are extended until they are pulled."""
     pull: dict[str, Wanted] = field(default_factory=dict)
     decline: dict[str, HandOff] = field(default_factory=dict)
-    """Will not be pulled: their owners may free them."""
+    """Handoffs that will not be pulled, so that their producers may free the blocks."""
     addresses: tuple[tuple[str, int], ...] = ()
-    """Where the ranks serve, in their order; with the first step."""
+    """(host, port) of each rank, in the order of ranks; sent with the first step."""
 
 
 @dataclass(frozen=True)
 class Place(KVConnectorHandshakeMetadata):
-    """Where one rank serves what it holds."""
+    """The address at which one rank serves its KV."""
 
     host: str
     port: int

@@ -1,7 +1,7 @@
-"""Copies blocks of running streams to checkpoints and back. The workers' half, in each rank.
+"""Copies blocks of running requests to checkpoints and back; the worker side, in each rank.
 
-What is hard: a block may be somebody else's as soon as its stream has ended, so it is copied in the
-step that orders it, before that step computes; only the copy is written by another thread.
+What is hard: a block may be reused as soon as its request has ended. So it is copied in the step
+whose metadata names it, before that step computes; a thread writes the copy to its file.
 """
 
 import logging
@@ -22,15 +22,15 @@ from cleave_worker.vllm.kv.metrics import Transfers
 
 _log = logging.getLogger(__name__)
 _RESTORES = 2
-"""Side by side."""
+"""Restores at a time."""
 _WAITING = 64
-"""Copies of blocks that wait to be written; further ones are left out."""
+"""Copies that wait to be written; further blocks are not checkpointed."""
 KEEP_S = 300.0
-"""How long what a dead engine has left stays; streams wait no longer than 30 s to be resumed."""
+"""How long checkpoints of a dead engine stay; a request is resumed within 30 s or not at all."""
 
 
 class Saver:
-    """One rank's."""
+    """The checkpoints of one rank."""
 
     def __init__(self, memory: Memory, planes: Sequence[Plane], checkpoints: Checkpoints) -> None:
         self._memory = memory
@@ -44,46 +44,46 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kv-save", daemon=True)
         self._thread.start()
 
-    def start(self, orders: KeepOrders) -> None:
-        """Before a step computes."""
-        # What has ended is older than what begins with the same tokens.
-        if orders.drop:
-            self._work.put(orders.drop)
-        for key, block in orders.save.items():
-            # One that is left out ends what can be restored of its stream there.
+    def start(self, metadata: KeepOrders) -> None:
+        """Begin a step, before it computes."""
+        # Drops first: they are older than blocks of this step that may have the same keys.
+        if metadata.drop:
+            self._work.put(metadata.drop)
+        for key, block in metadata.save.items():
+            # A missing block only ends the restorable prefix of its request.
             if self._work.qsize() < _WAITING:
                 self._work.put((key, self._copy(block)))
-        for request_id, restore in orders.restore.items():
+        for request_id, restore in metadata.restore.items():
             self._pool.submit(self._restore, request_id, restore)
 
     def take_restored(self) -> tuple[set[str], set[str]]:
-        """(restores that are over, those of them that failed)."""
-        over: set[str] = set()
+        """Return (requests whose restores have ended, those of them whose restore failed)."""
+        ended: set[str] = set()
         failed: set[str] = set()
         while not self._ended.empty():
             request_id, refused = self._ended.get()
-            over.add(request_id)
+            ended.add(request_id)
             if refused is not None:
                 failed.add(request_id)
                 self._transfers.refused(refused.reason)
-        return over, failed
+        return ended, failed
 
     def take_transfers(self) -> Transfers:
-        """What has happened since the last step."""
+        """Return statistics since the last step."""
         return self._transfers.clone_and_reset()
 
     def close(self, wait_s: float = 5.0) -> None:
-        """End the threads. What is kept stays: an engine may end before its streams do."""
+        """End the threads. Checkpoints stay: an engine may end before its requests are resumed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._work.put(None)
         self._thread.join(wait_s)
 
     def _copy(self, block: int) -> bytes:
-        views = (self._memory.view(plane.span(block)) for plane in self._planes)
+        views = (self._memory.view(layer.span(block)) for layer in self._planes)
         return b"".join(memoryview(view.cpu().numpy()) for view in views)
 
     def _restore(self, request_id: str, restore: Restore) -> None:
-        refused: RefusedError | None = RefusedError(Reason.LOST, "something unforeseen")
+        refused: RefusedError | None = RefusedError(Reason.LOST, "an unexpected error")
         try:
             for key, block in zip(restore.keys, restore.blocks, strict=True):
                 self._fill(block, self._checkpoints.load(key, self._block_bytes))
@@ -92,28 +92,30 @@ class Saver:
             refused = error
             _log.warning("KV of %s was not restored: %s", request_id, error)
         except Exception:  # noqa: BLE001
-            # Unforeseen, but the request still waits for its end.
+            # Unexpected, but the request must not wait for ever.
             _log.exception("KV of %s was not restored", request_id)
         finally:
             self._ended.put((request_id, refused))
 
     def _fill(self, block: int, body: memoryview) -> None:
-        at = 0
-        for plane in self._planes:
-            part = torch.frombuffer(bytearray(body[at : at + plane.block_bytes]), dtype=torch.uint8)
-            self._memory.view(plane.span(block)).copy_(part)
-            at += plane.block_bytes
+        offset = 0
+        for layer in self._planes:
+            content = torch.frombuffer(
+                bytearray(body[offset : offset + layer.block_bytes]), dtype=torch.uint8
+            )
+            self._memory.view(layer.span(block)).copy_(content)
+            offset += layer.block_bytes
 
     def _run(self) -> None:
-        swept = 0.0
+        collected_at = 0.0
         while True:
             with suppress(queue.Empty):
                 work = self._work.get(timeout=KEEP_S / 10)
                 if work is None:
                     return
                 self._do(work)
-            if time.monotonic() - swept > KEEP_S / 10:
-                swept = time.monotonic()
+            if time.monotonic() - collected_at > KEEP_S / 10:
+                collected_at = time.monotonic()
                 self._checkpoints.sweep(KEEP_S)
 
     def _do(self, work: tuple[str, bytes] | list[str]) -> None:

@@ -1,8 +1,8 @@
-"""The workers' half of the connector: serves what is held, pulls what is wanted.
+"""The worker side of the connector: serves leased blocks and pulls those of other engines.
 
-Runs in each rank of an engine; everything that may wait runs in threads of its own, so that no step
-ever does. What is hard: vLLM must hear exactly once of the end of each hold and each pull, whatever
-comes of it, or blocks are lost for ever.
+Runs in each rank of an engine. Everything that may block runs in threads, so that no step waits.
+What is hard: vLLM must be told exactly once of the end of each lease and each pull, whatever
+happens, or blocks are never freed.
 """
 
 import logging
@@ -27,55 +27,55 @@ from cleave_worker.vllm.kv.orders import Orders, Wanted
 
 _log = logging.getLogger(__name__)
 _PULLS = 4
-"""Side by side; those from one owner are moved one after the other."""
+"""Concurrent pulls; those from one producer rank run one after the other."""
 _FOLLOWS = 64
-"""Prompts of this rank that come while they are computed; further ones wait."""
+"""Concurrent pulls of running prefills; further ones wait."""
 _GRACE_S = 10.0
-"""What a reader gets beyond the longest transfer before its blocks are taken away."""
+"""Time of a read beyond `transfer_s` before its blocks are freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of kv_connector_extra_config."""
+    """Settings from kv_connector_extra_config."""
 
     port: int
-    """Of rank 0, 0: a free one; other ranks take free ones."""
+    """Port of rank 0, 0 for a free one; other ranks use free ports."""
     ways: tuple[Way, ...]
     lease_s: float
     transfer_s: float
-    """Longest time for one prompt's bytes."""
+    """Longest time for the bytes of one prompt."""
     check_bytes: bool
     pace: Pace = Pace.LAYER
-    """Of prefills that are followed."""
+    """How much KV of a running prefill is announced at a time."""
     patience_s: float = 120.0
-    """Longest time for which one is followed."""
+    """Longest time of a pull of a running prefill."""
 
 
 class _Ended(NamedTuple):
-    """A pull that is over."""
+    """A pull that has ended."""
 
     request_id: str
     how: Way | Reason
-    """The way that the bytes took, or why they are not to be used."""
+    """The transport that was used, or why the KV must not be used."""
     seconds: float
     num_bytes: int
 
 
 class WorkerSide:
-    """One rank's."""
+    """The KV transfers of one rank."""
 
-    def __init__(self, kept: Kept, settings: Settings) -> None:
-        """Serve from now on. Raises OSError when the port is taken."""
-        self._block_bytes = sum(plane.block_bytes for plane in kept.planes)
+    def __init__(self, kv: Kept, settings: Settings) -> None:
+        """Start to serve. Raises OSError when the port is taken."""
+        self._block_bytes = sum(layer.block_bytes for layer in kv.planes)
         self._lease_s = settings.lease_s
-        shared = share(kept.memory) if Way.SHARED_MEMORY in settings.ways else ()
+        shared = share(kv.memory) if Way.SHARED_MEMORY in settings.ways else ()
         self._holds = Holds(settings.lease_s, settings.transfer_s + _GRACE_S)
-        port = settings.port if kept.share.rank == 0 else 0
-        self._owner = Owner(kept, self._holds, shared, port, settings.transfer_s)
+        port = settings.port if kv.share.rank == 0 else 0
+        self._owner = Owner(kv, self._holds, shared, port, settings.transfer_s)
         self._reader = Reader(
-            kept, settings.ways, settings.transfer_s, check_bytes=settings.check_bytes
+            kv, settings.ways, settings.transfer_s, check_bytes=settings.check_bytes
         )
-        self._announcer = Announcer(self._holds, settings.pace, kept.memory.regions[0].device)
+        self._announcer = Announcer(self._holds, settings.pace, kv.memory.regions[0].device)
         self._follower = Follower(self._reader, settings.patience_s)
         self._pool = ThreadPoolExecutor(_PULLS, "kv-pull")
         self._following = ThreadPoolExecutor(_FOLLOWS, "kv-follow")
@@ -89,43 +89,43 @@ class WorkerSide:
 
     @property
     def port(self) -> int:
-        """Where this rank serves."""
+        """The port at which this rank serves."""
         return self._owner.port
 
-    def note(self, orders: Orders) -> None:
-        """Before a step computes: readers may come as soon as the answer is out."""
-        if orders.addresses:
-            self._owner.locate(orders.addresses)
-        for request_id, begun in orders.begin.items():
-            self._holds.begin(request_id, begun)
-        for request_id in orders.give_up:
+    def note(self, metadata: Orders) -> None:
+        """Apply the leases of a step before it computes: consumers may come with the response."""
+        if metadata.addresses:
+            self._owner.locate(metadata.addresses)
+        for request_id, prefill in metadata.begin.items():
+            self._holds.begin(request_id, prefill)
+        for request_id in metadata.give_up:
             self._holds.give_up(request_id)
-        self._announcer.begin(orders.compute)
-        for request_id, held in orders.hold.items():
-            self._holds.hold(request_id, held)
+        self._announcer.begin(metadata.compute)
+        for request_id, finished in metadata.hold.items():
+            self._holds.hold(request_id, finished)
         with self._lock:
-            self._expected.update(orders.expect)
-            for request_id in orders.decline:
+            self._expected.update(metadata.expect)
+            for request_id in metadata.decline:
                 self._expected.pop(request_id, None)
 
-    def start(self, wanted: Mapping[str, Wanted], declined: Mapping[str, HandOff]) -> None:
-        """Begin what the step asks for."""
-        for request_id, one in wanted.items():
-            pool = self._following if one.hand_off.ahead else self._pool
-            pool.submit(self._pull, request_id, one)
-        for hand_off in declined.values():
-            self._pool.submit(self._reader.decline, hand_off)
+    def start(self, tasks: Mapping[str, Wanted], declined: Mapping[str, HandOff]) -> None:
+        """Start the pulls of a step and decline handoffs."""
+        for request_id, task in tasks.items():
+            pool = self._following if task.hand_off.ahead else self._pool
+            pool.submit(self._pull, request_id, task)
+        for handoff in declined.values():
+            self._pool.submit(self._reader.decline, handoff)
 
-    def layer_done(self, plane: int) -> None:
-        """The step is through with a layer."""
-        self._announcer.layer_done(plane)
+    def layer_done(self, position: int) -> None:
+        """Announce that the step has finished a layer."""
+        self._announcer.layer_done(position)
 
     def step_done(self) -> None:
-        """The step is through with all layers."""
+        """Announce that the step has finished all layers."""
         self._announcer.step_done()
 
     def take_sent(self) -> set[str]:
-        """Holds that are over."""
+        """Return the requests whose leases have ended."""
         freed = self._holds.take_freed()
         expired = self._holds.num_expired
         self._transfers.expired(expired - self._num_expired)
@@ -133,21 +133,21 @@ class WorkerSide:
         return freed
 
     def take_received(self) -> tuple[set[str], set[str]]:
-        """(pulls that are over, those of them that failed)."""
-        over: set[str] = set()
+        """Return (requests whose pulls have ended, those of them whose pull failed)."""
+        ended_ids: set[str] = set()
         failed: set[str] = set()
         while not self._ended.empty():
             ended = self._ended.get()
-            over.add(ended.request_id)
+            ended_ids.add(ended.request_id)
             if isinstance(ended.how, Way):
                 self._transfers.pulled(ended.how, ended.seconds, ended.num_bytes)
             else:
                 failed.add(ended.request_id)
                 self._transfers.refused(ended.how)
-        return over, failed
+        return ended_ids, failed
 
     def take_transfers(self) -> Transfers:
-        """What has happened since the last step."""
+        """Return statistics since the last step."""
         return self._transfers.clone_and_reset()
 
     def close(self) -> None:
@@ -158,25 +158,25 @@ class WorkerSide:
         for pool in (self._pool, self._following):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _pull(self, request_id: str, wanted: Wanted) -> None:
-        begun = time.perf_counter()
-        how: Way | Reason = Reason.LOST
+    def _pull(self, request_id: str, task: Wanted) -> None:
+        started = time.perf_counter()
+        outcome: Way | Reason = Reason.LOST
         try:
-            follows = wanted.hand_off.ahead
-            how = (self._follower.follow if follows else self._reader.pull)(
-                wanted.hand_off, wanted.prompt_digest, wanted.first_block, wanted.blocks
+            is_overlapped = task.hand_off.ahead
+            outcome = (self._follower.follow if is_overlapped else self._reader.pull)(
+                task.hand_off, task.prompt_digest, task.first_block, task.blocks
             )
         except RefusedError as refused:
-            how = refused.reason
-            _log.warning("KV of %s was not pulled: %s: %s", request_id, how, refused)
+            outcome = refused.reason
+            _log.warning("KV of %s was not pulled: %s: %s", request_id, outcome, refused)
         except Exception:  # noqa: BLE001
-            # Unforeseen, but the request still waits for its end.
+            # Unexpected, but the request must not wait for ever.
             _log.exception("KV of %s was not pulled", request_id)
         finally:
             with self._lock:
                 self._expected.pop(request_id, None)
-            size = self._block_bytes * len(wanted.blocks)
-            self._ended.put(_Ended(request_id, how, time.perf_counter() - begun, size))
+            size = self._block_bytes * len(task.blocks)
+            self._ended.put(_Ended(request_id, outcome, time.perf_counter() - started, size))
 
     def _beat(self) -> None:
         while not self._stop.wait(self._lease_s / 6):
