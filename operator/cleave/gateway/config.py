@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
 from cleave.router.pool_manager import Flipping
 from cleave.router.router import Fallback
 
@@ -73,7 +73,7 @@ class GatewayConfig:
     """PEM, with its chain; with its key also read again. None: the port speaks plain HTTP."""
     tls_key: Path | None = None
     fallback: Fallback = Fallback.ALWAYS
-    policy: Policy = Policy.SHORTEST_WAIT
+    policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     """Which instances a request gets."""
     session_header: str = ""
     """Prompts of requests with the same value in it keep to one instance; empty: none do."""
