@@ -6,7 +6,7 @@ health and retries are all one thing: masking), and which slot is picked (`RULES
 subset that numba compiles without memory of its own, for the simulator; the router calls the same
 functions interpreted, and compiled to C by mypyc in images. Scores come as arrays, or, where the
 router must be fast, as its `ScoreColumn`s, whose two methods numba's arrays are given as well
-(`simulator.rows`). What a caller alone can supply it passes as a function.
+(`simulator.rows`).
 
 Sources: DistServe section 4.3 (prefill to the shortest queue, decode to the least loaded
 instance), Splitwise section IV-A (join the shortest queue, counted in pending tokens), TetriInfer
@@ -94,8 +94,10 @@ but not so many that its prompts queue.
 _DRAWS = 64
 """Attempts to draw an open instance before the least of all is taken instead."""
 
-Columns = TypeVar("Columns")
 Request = TypeVar("Request")
+Finder = Callable[[int, Request, int], int]
+"""(purpose, request, prefill slot for TO_DECODE) -> slot by `find_slot` and what else a caller
+compares; NONE: all are closed."""
 
 
 class ScoreColumn:
@@ -245,21 +247,23 @@ def find_slot(
 
 
 def choose_pair(
-    find: Callable[[Columns, int, Request, int], int],
-    columns: Columns,
-    request: Request,
-    decode: ScoreColumn,
-    pending_prompt: ScoreColumn,
+    finder: Finder[Request], request: Request, decode: ScoreColumn, pending_prompt: ScoreColumn
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) for a request that may be split; (NONE, slot): both phases there.
 
-    `find` picks a slot for TO_PREFILL, TO_DECODE or TO_WHOLE, given the prefill slot for
-    TO_DECODE, of what the caller knows as `columns` and `request`. `decode`: scores of all that
-    decode; `pending_prompt`: prompt tokens that wait, of all slots and without masks.
+    `decode`: scores of all that decode; `pending_prompt`: prompt tokens that wait, of all slots and
+    without masks.
     """
-    first = find(columns, TO_PREFILL, request, NONE)
-    second = find(columns, TO_DECODE, request, first) if first != NONE else NONE
-    return settle(first, second, find(columns, TO_WHOLE, request, NONE), decode, pending_prompt)
+    first = find_for(finder, TO_PREFILL, request, NONE)
+    second = find_for(finder, TO_DECODE, request, first) if first != NONE else NONE
+    whole = find_for(finder, TO_WHOLE, request, NONE)
+    return settle(first, second, whole, decode, pending_prompt)
+
+
+def find_for(finder: Finder[Request], purpose: int, request: Request, first: int) -> int:
+    """The caller's slot for a purpose. In the simulator a function of its own stands for this one
+    (`run`), because compiled code that holds functions as values cannot be kept on disk."""
+    return finder(purpose, request, first)
 
 
 def choose_least_pair(

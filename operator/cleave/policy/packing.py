@@ -25,8 +25,9 @@ from cleave.policy.dispatch import NONE, STALE, Scores
 from cleave.policy.lengths import find_left
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
-Columns = TypeVar("Columns")
 Request = TypeVar("Request")
+Checker = Callable[[int, Request, bool], bool]
+"""(slot, request, whether its prompt is computed there) -> what `keeps_running` says of the slot."""
 
 GAMMA = 0.5
 """How much of an output counts as context: between its first token (0) and its last (1)."""
@@ -117,25 +118,25 @@ def measure_fullness(
 
 
 def find_best_fit(
-    fullness: Scores,
-    keeps: Callable[[Columns, int, Request, bool], bool],
-    columns: Columns,
-    request: Request,
-    prefills: bool,
+    fullness: Scores, checker: Checker[Request], request: Request, prefills: bool
 ) -> int:
-    """The fullest instance that `keeps` (d) and (e) as well; NONE: none does.
+    """The fullest instance that keeps (d) and (e) as well; NONE: none does.
 
-    `fullness`: as `measure_fullness` gives it; changed. `keeps` is `keeps_running` with what the
-    caller knows of the requests at a slot.
+    `fullness`: as `measure_fullness` gives it; changed.
     """
     for _ in range(len(fullness)):
         slot = int(fullness.argmax())
         if fullness[slot] < 0.0:
             break
-        if keeps(columns, slot, request, prefills):
+        if check(checker, slot, request, prefills):
             return slot
         fullness[slot] = -1.0
     return NONE
+
+
+def check(checker: Checker[Request], slot: int, request: Request, prefills: bool) -> bool:
+    """The caller's `keeps_running`; replaced in the simulator as `dispatch.find_for` is."""
+    return checker(slot, request, prefills)
 
 
 def guess_progress(

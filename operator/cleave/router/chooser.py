@@ -40,6 +40,7 @@ from cleave.policy.dispatch import (
     weigh_cells,
 )
 from cleave.policy.packing import (
+    Packing,
     find_best_fit,
     guess_progress,
     keeps_running,
@@ -164,7 +165,7 @@ class Chooser:
         ):
             return choose_least_pair(board.prefill, board.decode, board.mixed, board.pending_prompt)
 
-        def find(board: Board, purpose: int, wish: Wish, first: int) -> int:
+        def find(purpose: int, wish: Wish, first: int) -> int:
             scores = _read_scores(board, purpose, closed)
             if not scores.size:
                 return NONE
@@ -176,7 +177,7 @@ class Chooser:
                 scores = stay_in_cell(scores, cells, first)
             return self.find_slot(board, scores, purpose, wish)
 
-        return choose_pair(find, board, wish, board.decode, board.pending_prompt)
+        return choose_pair(find, wish, board.decode, board.pending_prompt)
 
     def find_slot(self, board: Board, scores: Scores, purpose: int, wish: Wish) -> int:
         """The slot that takes the request's prompt, its decoding or both."""
@@ -251,12 +252,16 @@ class Chooser:
             packing.coefficients,
             packing,
         )
-        return find_best_fit(fullness, self._keeps_running, board, wish, prefills)
 
-    def _keeps_running(self, board: Board, slot: int, wish: Wish, prefills: bool) -> bool:
-        packing = self._passes.packing
-        assert packing is not None
-        instance = board.instances[slot]
+        def keeps(slot: int, wish: Wish, prefills: bool) -> bool:
+            return self._keeps_running(board.instances[slot], packing, wish, prefills)
+
+        return find_best_fit(fullness, keeps, wish, prefills)
+
+    def _keeps_running(
+        self, instance: Instance, packing: Packing, wish: Wish, prefills: bool
+    ) -> bool:
+        """(d) and (e) by what this router has sent there."""
         ledger, stated, now = instance.ledger, instance.registration, self._clock()
         step_ms = packing.coefficients.decode_ms(len(ledger.running), ledger.context)
         running = [(float(wish.prompt_tokens), wish.output_tokens, _INF)]

@@ -42,10 +42,10 @@ def choose(state: State, r: int) -> tuple[int, int]:
             prefill = scores(state, TO_PREFILL * count, count)
             mixed = scores(state, TO_WHOLE * count, count)
             return choose_least_pair(prefill, decode, mixed, pending_prompt)
-        return choose_pair(_find, state, r, decode, pending_prompt)
+        return choose_pair(state, r, decode, pending_prompt)
     if state.has_prefill:
-        return _find(state, TO_PREFILL, r, NONE), NONE
-    return NONE, _find(state, TO_DECODE, r, NONE)
+        return find(state, TO_PREFILL, r, NONE), NONE
+    return NONE, find(state, TO_DECODE, r, NONE)
 
 
 def choose_short(state: State, r: int) -> int:
@@ -61,7 +61,8 @@ def choose_short(state: State, r: int) -> int:
     return i if is_short else NONE
 
 
-def _find(state: State, purpose: int, r: int, _: int) -> int:
+def find(state: State, purpose: int, r: int, _: int) -> int:
+    """The slot for a purpose; stands for `policy.dispatch.find_for`."""
     count = state.num_instances
     return _find_in(state, scores(state, purpose * count, count), purpose, r)
 
@@ -99,10 +100,11 @@ def _find_best_fit(state: State, values: Scores, r: int, prefills: bool) -> int:
             state,
             state,
         )
-    return find_best_fit(fullness, _keeps_running, state, r, prefills)
+    return find_best_fit(fullness, state, r, prefills)
 
 
-def _keeps_running(state: State, i: int, r: int, prefills: bool) -> bool:
+def check(state: State, i: int, r: int, prefills: bool) -> bool:
+    """Whether instance `i` keeps (d) and (e); stands for `policy.packing.check`."""
     inst, new = instance_at(state, i), request_at(state, r)
     size = inst.booked + 1
     held, left = amounts(state, 0, size), amounts(state, size, size)

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN401, ARG001 - the values of a code generator have no types of their own
+# ruff: noqa: ANN401, ARG001, ARG005 - the values of a code generator have no types of their own
 """Access to the rows of a simulation's state. Only compiled code calls these functions.
 
 What is hard: numba passes an array as seven values and counts its references atomically at each
@@ -99,7 +99,7 @@ def watch(state: State, start: int, count: int) -> NDArray[np.void]:
 
 
 def build_intrinsics() -> dict[Any, Any]:
-    """What numba compiles in place of the functions above."""
+    """What numba compiles in place of the functions above; also gives arrays their methods."""
     import numba
     from numba import types
 
@@ -130,8 +130,8 @@ def _add_methods() -> None:
     from numba import types
     from numba.extending import overload_method
 
-    overload_method(types.Array, "find")(lambda *_: lambda scores, slot: scores[slot])
-    overload_method(types.Array, "find_least")(lambda *_: find_least)
+    overload_method(types.Array, "find")(lambda scores, slot: lambda scores, slot: scores[slot])
+    overload_method(types.Array, "find_least", strict=False)(lambda scores: find_least)
 
 
 def _rows_of(name: str, dtype: Any) -> Any:

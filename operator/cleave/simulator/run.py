@@ -118,11 +118,20 @@ _UNREACHED = (
 
 @functools.cache
 def _load() -> Callable[..., None]:
-    from cleave.simulator.jit import compile_function
     from cleave.simulator.loop import run_events
+
+    return compile_loop(run_events)
+
+
+def compile_loop(function: Callable[..., None]) -> Callable[..., None]:
+    """A compiled function over a STATE, with what `policy` leaves to its callers."""
+    from cleave.policy import dispatch, packing
+    from cleave.simulator import choosing
+    from cleave.simulator.jit import compile_function
     from cleave.simulator.rows import build_intrinsics
 
-    return compile_function(run_events, build_intrinsics())
+    own = {dispatch.find_for: choosing.find, packing.check: choosing.check}
+    return compile_function(function, build_intrinsics() | own)
 
 
 def _to_outcome(
