@@ -27,7 +27,7 @@ from cleave.policy.lengths import find_left
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 Request = TypeVar("Request")
 Checker = Callable[[int, Request, bool], bool]
-"""(slot, request, whether its prompt is computed there) -> what `keeps_running` says of the slot."""
+"""(slot, request, whether its prompt is computed there) -> `keeps_running` of the slot."""
 
 GAMMA = 0.5
 """How much of an output counts as context: between its first token (0) and its last (1)."""

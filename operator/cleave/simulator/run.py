@@ -59,6 +59,15 @@ def is_compiled() -> bool:
 def _run(
     prepared: Prepared, trace: Trace, seed: int
 ) -> tuple[layout.Records, layout.Records, layout.Records]:
+    arrays, state = lay_out(prepared, trace, seed)
+    _load()(state)
+    return arrays["requests"], arrays["instances"], state
+
+
+def lay_out(
+    prepared: Prepared, trace: Trace, seed: int
+) -> tuple[dict[str, NDArray[Any]], layout.Records]:
+    """What a simulation works on: arrays by name, and the STATE that holds their addresses."""
     check_trace(trace)
     requests = np.zeros(len(trace), layout.REQUEST)
     requests["arrival"] = trace.arrival_ms
@@ -101,8 +110,7 @@ def _run(
     state["heap_size"] = batch
     for name, array in arrays.items():
         state[name] = array.ctypes.data
-    _load()(state)
-    return requests, instances, state
+    return arrays, state
 
 
 _UNREACHED = (
