@@ -28,7 +28,7 @@ from cleave.simulator.rows import instance_at, request_at, score_at
 from cleave.simulator.run import compile_loop, lay_out, prepare
 from cleave.simulator.trace import Trace
 
-HISTORIES = int(os.environ.get("HISTORIES", "30"))
+HISTORIES = int(os.environ.get("HISTORIES", "100"))
 REQUESTS = 24
 ARRIVE, ANSWER, END, LOSE, FLIP, SCORE = range(6)
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)

@@ -57,7 +57,7 @@ def _find_shortest(state: State, inst: Record, s: int) -> int:
     return shortest
 
 
-def _find_future_peak(state: State, s: int, held: int, left: int) -> int:
+def _find_future_peak(state: State, s: int, held: int, left: int) -> float:
     """The most KV tokens that the slot's members and a new request will hold."""
     slot = slot_at(state, s)
     size = slot.batch + 1

@@ -43,8 +43,8 @@ def compile_function(function: Function, given: dict[Function, Any]) -> Function
             if isinstance(called, FunctionType) and called.__module__.startswith("cleave."):
                 stands_in = clones.get(called, called)
                 if isinstance(stands_in, FunctionType):
-                    compiled = clone(stands_in, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-                    clones[called] = clones[stands_in] = compiled
+                    inner_clone = clone(stands_in, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+                    clones[called] = clones[stands_in] = inner_clone
                 names[name] = clones[called]
         copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__)
         copy.__module__ = inner.__module__
