@@ -32,10 +32,9 @@ MODULES = {
     "gateway.recovery": "recovery",
     "gateway.stories": "watched",
     "metrics": "shared_log",
-    "policy": "books length_ranges lengths",
+    "policy": "books dispatch length_ranges lengths",
     "router": (
-        "board boards chooser directory instance line router"
-        " shared_board shared_books shared_router"
+        "board chooser directory instance line router shared_board shared_books shared_router"
     ),
 }
 """Modules by package. They are compiled together, so that they call each other directly."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stated import state
 
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
 from cleave.router.directory import Directory
 from cleave.router.router import Phase, Router, Rules
 from cleave.rpc.v1 import agent_pb2
@@ -24,7 +24,7 @@ class Row:
     release_us: float
 
 
-def measure(policy: Policy, instances: int, rounds: int = 7, picks: int = 200) -> Row:
+def measure(policy: DispatchPolicy, instances: int, rounds: int = 7, picks: int = 200) -> Row:
     """The best of some rounds: CPU time of a pick, and of a release."""
     clock = Clock()
     rules = Rules(0, 2_000.0, 100.0)
@@ -66,7 +66,7 @@ def teach(router: Router, clock: Clock, instances: int) -> None:
             router.release(pick)
 
 
-def fill(instances: int, policy: Policy) -> Directory:
+def fill(instances: int, policy: DispatchPolicy) -> Directory:
     """Half of the instances prefill, half decode."""
     directory = Directory(policy)
     for number in range(instances):

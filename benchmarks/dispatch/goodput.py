@@ -12,7 +12,7 @@ import traces
 from workers import Worker
 
 from cleave.policy.packing import Packing
-from cleave.simulator.fleet import Batching, Dispatch, Fleet, Pool
+from cleave.simulator.fleet import Batching, DispatchPolicy, Fleet, Pool
 from cleave.simulator.run import prepare, simulate
 from cleave.simulator.trace import Trace
 
@@ -21,14 +21,14 @@ MOST_TOKENS = 4096
 WARM_UP = 0.2
 PRECISION = 0.01
 COMPARED = (
-    Dispatch.RANDOM,
-    Dispatch.ROUND_ROBIN,
-    Dispatch.LEAST_REQUESTS,
-    Dispatch.LEAST_PENDING,
-    Dispatch.SHORTEST_WAIT,
-    Dispatch.POWER_OF_TWO,
-    Dispatch.LEAST_HEAVY,
-    Dispatch.BEST_FIT,
+    DispatchPolicy.RANDOM,
+    DispatchPolicy.ROUND_ROBIN,
+    DispatchPolicy.LEAST_REQUESTS,
+    DispatchPolicy.PENDING_TOKENS,
+    DispatchPolicy.SHORTEST_WAIT,
+    DispatchPolicy.POWER_OF_TWO,
+    DispatchPolicy.LEAST_HEAVY,
+    DispatchPolicy.BEST_FIT,
 )
 
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from workers import worker
 
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
 
 WIDTH = 150
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
@@ -239,7 +239,7 @@ def costs(console: Console, quick: bool) -> Rows:
     """CPU time."""
     found = [
         cost.measure(policy, instances)
-        for policy in Policy
+        for policy in DispatchPolicy
         for instances in (SIZES[:1] if quick else SIZES)
     ]
     table = _table("policy", "instances", "pick us", "release us")

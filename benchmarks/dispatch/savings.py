@@ -13,16 +13,16 @@ from goodput import MOST_TOKENS
 from workers import Worker
 
 from cleave.policy.packing import Packing
-from cleave.simulator.fleet import Dispatch, Fleet, Pool
+from cleave.simulator.fleet import DispatchPolicy, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
 COMPARED = (
-    Dispatch.LEAST_REQUESTS,
-    Dispatch.POWER_OF_TWO,
-    Dispatch.LEAST_PENDING,
-    Dispatch.LEAST_HEAVY,
-    Dispatch.BEST_FIT,
+    DispatchPolicy.LEAST_REQUESTS,
+    DispatchPolicy.POWER_OF_TWO,
+    DispatchPolicy.PENDING_TOKENS,
+    DispatchPolicy.LEAST_HEAVY,
+    DispatchPolicy.BEST_FIT,
 )
 
 
@@ -42,7 +42,7 @@ def count_at(
     trace = traces.draw(lengths, rate, requests, 1, MOST_TOKENS)
     oracle = replace(trace, predicted_tokens=None)
 
-    def fewest(dispatch: Dispatch, served: Trace) -> int:
+    def fewest(dispatch: DispatchPolicy, served: Trace) -> int:
         fleet = Fleet(
             dispatch=dispatch,
             first_token_by_decode=False,

@@ -16,7 +16,7 @@ from goodput import Targets, bisect, colocated, split
 from one_engine import BURST, ENGINE
 from workers import worker
 
-from cleave.simulator.fleet import Admission, Dispatch, Fleet, Pool, Transfer
+from cleave.simulator.fleet import Admission, DispatchPolicy, Fleet, Pool, Transfer
 from cleave.simulator.run import prepare, simulate
 from cleave.simulator.trace import Trace
 
@@ -25,7 +25,7 @@ MOST_TOKENS = 4_096
 WARM_UP = 0.2
 SEEDS = 3
 BURSTS = 20
-POLICIES = (Dispatch.SHORTEST_WAIT, Dispatch.LEAST_HEAVY, Dispatch.BEST_FIT)
+POLICIES = (DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.LEAST_HEAVY, DispatchPolicy.BEST_FIT)
 """Those that look at predicted outputs; the first is the default."""
 
 

@@ -4,11 +4,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cleave.api.enums import DispatchPolicy
 from cleave.policy.dispatch import (
     NONE,
+    RULES,
     STALE,
+    TO_DECODE,
+    TO_PREFILL,
+    TO_WHOLE,
+    ScoreColumn,
+    choose_least_pair,
     choose_pair,
     close_slots,
+    computes_short,
     draw,
     find_least,
     find_lightest,
@@ -26,6 +34,33 @@ def scores(*values: float):
     return np.array(values, dtype=np.float64)
 
 
+class Column(ScoreColumn):
+    def __init__(self, *values: float) -> None:
+        self.values = scores(*values)
+
+    def find(self, slot: int) -> float:
+        return self.values[slot]
+
+    def find_least(self) -> int:
+        return find_least(self.values)
+
+
+def least_pair(*columns: Column) -> tuple[int, int]:
+    """By the shorter way, having asked the longer one, too."""
+    chosen = choose_least_pair(*columns)
+    by_purpose = dict(zip((TO_PREFILL, TO_DECODE, TO_WHOLE), columns, strict=False))
+
+    def find(purpose: int, request: None, first: int) -> int:
+        return by_purpose[purpose].find_least()
+
+    assert choose_pair(find, None, columns[1], columns[3]) == chosen
+    return chosen
+
+
+def test_every_policy_has_a_rule() -> None:
+    assert list(RULES) == list(DispatchPolicy)
+
+
 def test_the_least_pending_instance_is_found() -> None:
     assert find_least(scores(300, 100, 200)) == 1
 
@@ -40,34 +75,41 @@ def test_nothing_is_found_when_all_are_closed_or_there_are_none() -> None:
 
 
 def test_prefill_and_decode_are_chosen_each_by_its_own_queue() -> None:
-    pair = choose_pair(
-        prefill=scores(50, 10, INF, INF),
-        decode=scores(INF, INF, 900, 800),
-        mixed=scores(INF, INF, INF, INF),
-        pending_prompt=scores(50, 10, 0, 0),
+    pair = least_pair(
+        Column(50, 10, INF, INF),
+        Column(INF, INF, 900, 800),
+        Column(INF, INF, INF, INF),
+        Column(50, 10, 0, 0),
     )
     assert pair == (1, 3)
 
 
 def test_without_a_decode_instance_no_prefill_is_chosen() -> None:
-    closed = scores(INF, INF)
-    assert choose_pair(scores(0, INF), closed, closed, scores(0, 0)) == (NONE, NONE)
+    closed = Column(INF, INF)
+    assert least_pair(Column(0, INF), closed, closed, Column(0, 0)) == (NONE, NONE)
 
 
 def test_a_mixed_instance_serves_whole_when_its_prompt_queue_is_shorter() -> None:
-    decode = scores(INF, 0, 5_000)
-    mixed = scores(INF, INF, 5_000)
-    assert choose_pair(scores(400, INF, INF), decode, mixed, scores(400, 0, 100)) == (NONE, 2)
-    assert choose_pair(scores(400, INF, INF), decode, mixed, scores(400, 0, 500)) == (0, 1)
+    decode = Column(INF, 0, 5_000)
+    mixed = Column(INF, INF, 5_000)
+    assert least_pair(Column(400, INF, INF), decode, mixed, Column(400, 0, 100)) == (NONE, 2)
+    assert least_pair(Column(400, INF, INF), decode, mixed, Column(400, 0, 500)) == (0, 1)
 
 
 def test_equal_queues_are_split_as_planned() -> None:
-    prefill, decode, mixed = scores(0, INF, INF), scores(INF, 0, 9), scores(INF, INF, 9)
-    assert choose_pair(prefill, decode, mixed, np.zeros(3)) == (0, 1)
+    prefill, decode, mixed = Column(0, INF, INF), Column(INF, 0, 9), Column(INF, INF, 9)
+    assert least_pair(prefill, decode, mixed, Column(0, 0, 0)) == (0, 1)
 
 
 def test_mixed_serves_alone_when_it_is_all_there_is() -> None:
-    assert choose_pair(scores(INF), scores(7), scores(7), scores(0)) == (NONE, 0)
+    assert least_pair(Column(INF), Column(7), Column(7), Column(0)) == (NONE, 0)
+
+
+def test_a_decode_instance_computes_a_prompt_that_is_short_and_would_wait() -> None:
+    assert computes_short(80, 20, 80, 100)
+    assert not computes_short(80, 21, 80, 100)
+    assert not computes_short(80, 20, 79, 100)
+    assert computes_short(80, 20, INF, 100)
 
 
 def test_closing_slots_leaves_the_original_untouched() -> None:

@@ -6,13 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.perf.aladdin import Coefficients
-from cleave.policy.admission import find_peak
+from cleave.policy.admission import find_peak, find_sorted_peak
 from cleave.policy.packing import (
+    Packing,
+    find_best_fit,
     find_norm,
-    find_peak_after,
     find_saved_ms,
     find_spare_context,
     find_spare_prompt,
+    guess_progress,
+    keeps_running,
+    measure_fullness,
     weigh_context,
 )
 
@@ -68,7 +72,55 @@ def test_arrays_give_what_numbers_give() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4_000), st.integers(1, 4_000)), min_size=1, max_size=30))
-def test_both_ways_to_find_the_peak_agree(requests: list[tuple[int, int]]) -> None:
+def test_the_peak_of_sorted_requests_is_that_of_unsorted_ones(
+    requests: list[tuple[int, int]],
+) -> None:
     held, left = np.array(requests).T
-    peak = find_peak_after(held.astype(float), left.astype(float))
+    in_order = sorted(requests, key=lambda each: -each[1])
+    peak = find_sorted_peak([held for held, _ in in_order], [left for _, left in in_order])
     assert peak == find_peak(held.copy(), left.copy())
+
+
+PACKING = Packing(FIT, ttft_ms=210.0, tpot_ms=30.0)
+
+
+def measure(scores, batch, context, pending, prefills: bool = False):
+    arrays = (np.array(each, float) for each in (scores, batch, context, pending))
+    return measure_fullness(*arrays, 500, 1_000, prefills, FIT, PACKING)
+
+
+def test_instances_without_room_in_a_pass_or_closed_are_not_full_but_unfit() -> None:
+    fullness = measure([1, 1, np.inf, 1e9], [1, 100, 1, 1], [100] * 4, [0] * 4)
+    assert (fullness >= 0).tolist() == [True, False, False, False]
+
+
+def test_a_prompt_is_computed_only_where_it_keeps_the_ttft_target() -> None:
+    waits = [1, 1], [1, 1], [100, 100], [0, 600]
+    assert (measure(*waits) >= 0).tolist() == [True, True]
+    assert (measure(*waits, prefills=True) >= 0).tolist() == [True, False]
+
+
+def test_the_fullest_that_keeps_what_runs_is_the_best_fit() -> None:
+    def find(*kept: int) -> int:
+        fullness = np.array([1.0, 3.0, -1.0, 2.0, 3.0])
+        return find_best_fit(fullness, lambda slot, *_: slot in kept, None, False)
+
+    assert [find(0, 1, 2, 3, 4), find(0, 3), find(0), find(2), find()] == [1, 3, 0, -1, -1]
+
+
+def test_progress_is_guessed_from_how_long_a_request_decodes() -> None:
+    assert guess_progress(100, 40, np.nan, 20.0, PACKING) == (100, 40, np.inf)
+    held, left, spare_ms = guess_progress(100, 40, 200.0, 20.0, PACKING)
+    assert (held, left) == (110, 30)
+    assert spare_ms == pytest.approx(0.9 * (11 * 30 - 200))
+
+
+def test_a_request_stays_away_where_kv_runs_out_or_what_decodes_would_wait_too_long() -> None:
+    def keeps(capacity: float, saved_ms: float = 1e9, prefills: bool = True) -> bool:
+        rest = 0.0, 100, prefills, capacity, FIT, PACKING
+        return keeps_running([10.0, 50.0], [40.0, 20.0], saved_ms, *rest)
+
+    # Both hold 100 together when the first ends, of which 0.9 are used.
+    assert (keeps(111.2), keeps(111.0)) == (True, False)
+    assert (keeps(1e6, 30.1), keeps(1e6, 29.9)) == (True, False)
+    assert keeps(1e6, 29.9, prefills=False)

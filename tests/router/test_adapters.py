@@ -5,24 +5,28 @@ from collections import Counter
 
 import pytest
 
-from cleave.policy.affinity import to_key
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
+from cleave.policy.affinity import ADAPTER_TOKENS, to_key
 from cleave.policy.prefixes import BLOCK_BYTES
-from cleave.router.chooser import ADAPTER_TOKENS
 from cleave.router.directory import Directory
 from cleave.router.errors import NoInstance, UnknownModel
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
 
 FOUR = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
-KEEPING = [Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.POWER_OF_TWO, Policy.PREFIX_AWARE]
+KEEPING = [
+    DispatchPolicy.SHORTEST_WAIT,
+    DispatchPolicy.PENDING_TOKENS,
+    DispatchPolicy.POWER_OF_TWO,
+    DispatchPolicy.PREFIX_AWARE,
+]
 
 
 @pytest.fixture
 def routed(stated, clock):
     """A router over `name=role` instances that serve adapters."""
 
-    def make(policy: Policy, roles: dict[str, str], *adapters: str) -> Router:
+    def make(policy: DispatchPolicy, roles: dict[str, str], *adapters: str) -> Router:
         directory = Directory(policy)
         for name, role in roles.items():
             directory.hear(name, stated(name, role, adapters=adapters), 0.0)
@@ -39,7 +43,7 @@ def serve(router: Router, model: str, **request: object) -> tuple[str | None, st
 
 
 def test_an_adapter_is_served_by_the_instances_of_its_base(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, FOUR, "sql", "law")
+    router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql", "law")
     models = router.directory.models
     assert {name: known.base for name, known in models.items()} == {"m": "", "sql": "m", "law": "m"}
     assert models["sql"].boards == models["m"].boards
@@ -48,7 +52,7 @@ def test_an_adapter_is_served_by_the_instances_of_its_base(routed) -> None:
 
 def test_an_adapter_that_nobody_serves_is_an_unknown_model(routed) -> None:
     with pytest.raises(UnknownModel):
-        serve(routed(Policy.SHORTEST_WAIT, FOUR, "sql"), "law")
+        serve(routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql"), "law")
 
 
 def test_a_revision_serves_what_all_of_it_that_has_answered_serve(directory, stated) -> None:
@@ -82,7 +86,9 @@ def test_a_model_goes_before_an_adapter_of_its_name(directory, stated) -> None:
 
 
 @pytest.mark.parametrize("policy", KEEPING)
-def test_requests_of_an_adapter_stay_together_in_both_phases(routed, policy: Policy) -> None:
+def test_requests_of_an_adapter_stay_together_in_both_phases(
+    routed, policy: DispatchPolicy
+) -> None:
     adapters = [f"a{n}" for n in range(16)]
     router = routed(policy, FOUR, *adapters)
     homes = {name: {serve(router, name) for _ in range(6)} for name in adapters}
@@ -92,7 +98,7 @@ def test_requests_of_an_adapter_stay_together_in_both_phases(routed, policy: Pol
 
 
 @pytest.mark.parametrize("policy", KEEPING)
-def test_an_adapter_goes_elsewhere_when_staying_costs_more(routed, policy: Policy) -> None:
+def test_an_adapter_goes_elsewhere_when_staying_costs_more(routed, policy: DispatchPolicy) -> None:
     router = routed(policy, {"a": "mixed", "b": "mixed"}, "sql")
     counts = Counter(router.pick("sql", 200, 100).decode.instance for _ in range(200))
     assert min(counts.values()) * 300 >= max(counts.values()) * 300 - ADAPTER_TOKENS - 300
@@ -109,8 +115,10 @@ def test_adapters_that_all_fit_are_treated_like_their_model(
     assert len({serve(router, "sql") for _ in range(8)}) == homes
 
 
-@pytest.mark.parametrize("policy", sorted(set(Policy) - set(KEEPING), key=lambda each: each.value))
-def test_other_policies_treat_adapters_like_their_model(routed, policy: Policy) -> None:
+@pytest.mark.parametrize(
+    "policy", sorted(set(DispatchPolicy) - set(KEEPING), key=lambda each: each.value)
+)
+def test_other_policies_treat_adapters_like_their_model(routed, policy: DispatchPolicy) -> None:
     served = []
     for model in ("m", "sql"):
         router = routed(policy, FOUR, "sql")
@@ -122,7 +130,7 @@ def test_every_gateway_keeps_an_adapter_at_the_same_place(routed) -> None:
     adapters = [f"a{n}" for n in range(16)]
     homes = []
     for seed in (1, 2):
-        router = routed(Policy.SHORTEST_WAIT, FOUR, *adapters)
+        router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, *adapters)
         for _ in range(seed):
             router.pick("m", 10)
         homes.append([serve(router, name) for name in adapters])
@@ -130,13 +138,13 @@ def test_every_gateway_keeps_an_adapter_at_the_same_place(routed) -> None:
 
 
 def test_a_session_goes_before_its_adapter(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, FOUR, "sql")
+    router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql")
     sessions = [serve(router, "sql", session=b"user-%d" % n)[0] for n in range(20)]
     assert set(sessions) == {"p1", "p2"}
 
 
 def test_kv_of_one_adapter_is_not_taken_for_that_of_another(routed) -> None:
-    router = routed(Policy.PREFIX_AWARE, FOUR, "sql", "law")
+    router = routed(DispatchPolicy.PREFIX_AWARE, FOUR, "sql", "law")
     text = b"x" * BLOCK_BYTES * 4
     for model, todo in (("m", 500), ("sql", 500), ("sql", 0), ("law", 500), ("m", 0)):
         pick = router.pick(model, 500, text=text)
@@ -146,7 +154,7 @@ def test_kv_of_one_adapter_is_not_taken_for_that_of_another(routed) -> None:
 
 def test_books_are_empty_after_requests_of_many_adapters(routed) -> None:
     adapters = [f"a{n}" for n in range(4)]
-    router = routed(Policy.SHORTEST_WAIT, FOUR, *adapters)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, *adapters)
     rng = random.Random(2)
     picks = [router.pick(rng.choice(["m", *adapters]), rng.randint(1, 999)) for _ in range(100)]
     for pick in picks:
@@ -156,6 +164,6 @@ def test_books_are_empty_after_requests_of_many_adapters(routed) -> None:
 
 
 def test_keys_of_adapters_differ(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, FOUR, "sql", "law")
+    router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql", "law")
     keys = [router.directory.models[name].adapter for name in ("m", "sql", "law")]
     assert keys == [None, to_key("sql"), to_key("law")]

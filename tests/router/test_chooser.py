@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
 from cleave.policy.prefixes import BLOCK_BYTES, TOKENS_PER_BLOCK
 from cleave.router.chooser import Cached
 from cleave.router.directory import Directory
@@ -20,7 +20,7 @@ from tests.support.doubles import Clock
 def routed(stated, clock):
     """A router with a policy over `name=role` instances."""
 
-    def make(policy: Policy, rules: Rules | None = None, **roles: str) -> Router:
+    def make(policy: DispatchPolicy, rules: Rules | None = None, **roles: str) -> Router:
         directory = Directory(policy)
         for name, role in roles.items():
             directory.hear(name, stated(name, role), 0.0)
@@ -40,9 +40,9 @@ def prefills(router: Router, count: int, **request: object) -> Counter[str]:
 FOUR = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
 def test_every_policy_picks_pairs_over_all_instances_and_leaves_the_books_empty(
-    routed, policy: Policy
+    routed, policy: DispatchPolicy
 ) -> None:
     rng = random.Random(3)
     router = routed(policy, Rules(ttft_ms=2_000, tpot_ms=50), **FOUR)
@@ -62,8 +62,8 @@ def test_every_policy_picks_pairs_over_all_instances_and_leaves_the_books_empty(
         assert not ledger.running
 
 
-@pytest.mark.parametrize("policy", list(Policy))
-def test_no_policy_picks_what_is_avoided(routed, policy: Policy) -> None:
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_no_policy_picks_what_is_avoided(routed, policy: DispatchPolicy) -> None:
     router = routed(policy, **FOUR)
     picks = [router.pick("m", 100, avoid={"p1", "d2"}) for _ in range(20)]
     assert {names(pick) for pick in picks} == {("p2", "d1")}
@@ -72,20 +72,20 @@ def test_no_policy_picks_what_is_avoided(routed, policy: Policy) -> None:
 
 
 def test_round_robin_takes_turns_whatever_the_load(routed) -> None:
-    router = routed(Policy.ROUND_ROBIN, **FOUR)
+    router = routed(DispatchPolicy.ROUND_ROBIN, **FOUR)
     router.pick("m", 1_000_000)
     assert prefills(router, 4) == {"p1": 2, "p2": 2}
 
 
 def test_the_shortest_queue_counts_requests(routed) -> None:
-    router = routed(Policy.LEAST_REQUESTS, **FOUR)
+    router = routed(DispatchPolicy.LEAST_REQUESTS, **FOUR)
     router.pick("m", 1_000_000)
     assert prefills(router, 1) == {"p2": 1}
     assert prefills(router, 2) == {"p1": 1, "p2": 1}
 
 
 def test_the_shortest_wait_sees_that_a_prompt_is_half_computed(routed, clock) -> None:
-    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     first = router.pick("m", 4_000)
     clock.now_s += 0.3
     second = router.pick("m", 2_000)
@@ -95,7 +95,7 @@ def test_the_shortest_wait_sees_that_a_prompt_is_half_computed(routed, clock) ->
 
 
 def test_the_shortest_wait_learns_how_fast_each_instance_is(routed, clock) -> None:
-    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     for _ in range(40):
         pick = router.pick("m", 1_000)
         clock.now_s += 0.02 if pick.prefill.instance == "p1" else 0.2
@@ -105,7 +105,7 @@ def test_the_shortest_wait_learns_how_fast_each_instance_is(routed, clock) -> No
 
 
 def test_a_cached_beginning_draws_a_prompt_until_the_queue_costs_more(routed) -> None:
-    router = routed(Policy.PREFIX_AWARE, **FOUR)
+    router = routed(DispatchPolicy.PREFIX_AWARE, **FOUR)
     text = b"x" * BLOCK_BYTES * 8
     home = router.pick("m", 8 * TOKENS_PER_BLOCK, text=text).prefill.instance
     other = "p2" if home == "p1" else "p1"
@@ -123,7 +123,7 @@ def test_a_cached_beginning_draws_a_prompt_until_the_queue_costs_more(routed) ->
 
 
 def test_an_engine_that_restarts_has_cached_nothing(routed, stated) -> None:
-    router = routed(Policy.PREFIX_AWARE, **FOUR)
+    router = routed(DispatchPolicy.PREFIX_AWARE, **FOUR)
     text = b"x" * BLOCK_BYTES * 8
     pick = router.pick("m", 1_000, text=text)
     name = pick.prefill.instance
@@ -134,7 +134,7 @@ def test_an_engine_that_restarts_has_cached_nothing(routed, stated) -> None:
 
 
 def test_a_session_comes_back_unless_that_takes_longer(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     homes = {}
     for number in range(20):
         session = b"s%d" % number
@@ -152,7 +152,7 @@ def test_a_session_comes_back_unless_that_takes_longer(routed) -> None:
 
 
 def test_heavy_decodes_are_spread(routed) -> None:
-    router = routed(Policy.LEAST_HEAVY, **FOUR)
+    router = routed(DispatchPolicy.LEAST_HEAVY, **FOUR)
     picks = [router.pick("m", 10, 1_000 if n % 2 else 10) for n in range(8)]
     heavy = Counter(pick.decode.instance for pick in picks[1::2])
     assert set(heavy) == {"d1", "d2"}
@@ -178,7 +178,7 @@ def teach(router: Router, clock: Clock, size: int) -> None:
 def test_best_fit_fills_one_instance_before_the_next_once_it_knows_the_passes(
     routed, clock
 ) -> None:
-    router = routed(Policy.BEST_FIT, Rules(ttft_ms=2_000, tpot_ms=30), **FOUR)
+    router = routed(DispatchPolicy.BEST_FIT, Rules(ttft_ms=2_000, tpot_ms=30), **FOUR)
     spread = Counter(router.pick("m", 100, 100).decode.instance for _ in range(6))
     assert spread == {"d1": 3, "d2": 3}, "it knows nothing yet"
     teach(router, clock, 8)
@@ -189,7 +189,7 @@ def test_best_fit_fills_one_instance_before_the_next_once_it_knows_the_passes(
 
 
 def test_short_prompts_go_whole_while_prefill_instances_are_busy(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, Rules(whole_below_tokens=200), **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, Rules(whole_below_tokens=200), **FOUR)
     assert router.pick("m", 150).reason == "disaggregated", "nothing waits"
     for _ in range(2):
         router.pick("m", 5_000)
@@ -203,7 +203,7 @@ def test_short_prompts_go_whole_while_prefill_instances_are_busy(routed) -> None
 
 
 def test_predictions_come_from_answers_not_from_limits(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     for _ in range(50):
         pick = router.pick("m", 100, 4_000)
         router.learn(pick, 20)
@@ -223,7 +223,7 @@ def follow(router: Router, num_routers: int, rank: int, **pending: int) -> None:
         router.directory.hear(name, agent_pb2.WatchEvent(load=load), 0.0)
 
 
-@pytest.mark.parametrize("policy", [Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS])
+@pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PENDING_TOKENS])
 def test_routers_that_share_a_fleet_prefer_instances_of_their_own(routed, policy) -> None:
     picked = []
     for rank in range(2):
@@ -235,7 +235,7 @@ def test_routers_that_share_a_fleet_prefer_instances_of_their_own(routed, policy
 
 
 def test_a_router_left_alone_has_all_instances(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     follow(router, 2, 1)
     follow(router, 1, 0)
     picks = []
@@ -249,7 +249,9 @@ def test_a_router_left_alone_has_all_instances(routed) -> None:
 def celled(routed, stated):
     """Like `routed`, with the instances of FOUR in two cells, and what else is stated of them."""
 
-    def make(policy: Policy, rules: Rules | None = None, **told: dict[str, object]) -> Router:
+    def make(
+        policy: DispatchPolicy, rules: Rules | None = None, **told: dict[str, object]
+    ) -> Router:
         router = routed(policy, rules, **FOUR)
         for name, role in FOUR.items():
             fields = {"cell": name[-1], **told.get(name, {})}
@@ -263,8 +265,10 @@ DRAINS = {"state": agent_pb2.STATE_DRAINING}
 
 
 @pytest.mark.parametrize("session", [None, b"s"])
-@pytest.mark.parametrize("policy", list(Policy))
-def test_under_every_policy_pairs_stay_in_their_cell(celled, policy: Policy, session) -> None:
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_under_every_policy_pairs_stay_in_their_cell(
+    celled, policy: DispatchPolicy, session
+) -> None:
     rng = random.Random(3)
     router = celled(policy, Rules(ttft_ms=2_000, tpot_ms=50))
     seen, running = Counter(), []
@@ -280,15 +284,15 @@ def test_under_every_policy_pairs_stay_in_their_cell(celled, policy: Policy, ses
 
 
 def test_routers_that_share_a_fleet_keep_pairs_in_their_cell(celled) -> None:
-    router = celled(Policy.SHORTEST_WAIT)
+    router = celled(DispatchPolicy.SHORTEST_WAIT)
     follow(router, 2, 1)
     picks = {names(router.pick("m", 100)) for _ in range(20)}
     assert picks == {("p1", "d1"), ("p2", "d2")}
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
 def test_hand_offs_leave_a_cell_that_has_no_decode_instance_and_are_told_apart(
-    celled, policy: Policy
+    celled, policy: DispatchPolicy
 ) -> None:
     router = celled(policy, d1=DRAINS, p2=DRAINS)
     pick = router.pick("m", 100)
@@ -296,13 +300,13 @@ def test_hand_offs_leave_a_cell_that_has_no_decode_instance_and_are_told_apart(
 
 
 def test_a_decode_instance_without_a_verified_path_is_none_for_its_cell(celled) -> None:
-    router = celled(Policy.SHORTEST_WAIT, d1={"verified": False}, p2=DRAINS)
+    router = celled(DispatchPolicy.SHORTEST_WAIT, d1={"verified": False}, p2=DRAINS)
     assert names(router.pick("m", 100)) == ("p1", "d2")
-    router = celled(Policy.SHORTEST_WAIT, d1=DRAINS, d2={"verified": False})
+    router = celled(DispatchPolicy.SHORTEST_WAIT, d1=DRAINS, d2={"verified": False})
     assert router.pick("m", 100).reason == "no-prefill"
 
 
-@pytest.mark.parametrize("policy", [Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS])
+@pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PENDING_TOKENS])
 def test_whole_cells_go_first_until_their_queue_is_longer_than_the_prompt(celled, policy) -> None:
     router = celled(policy, d1=DRAINS)
     picks = [router.pick("m", tokens) for tokens in (500, 1_000, 1_000)]
@@ -311,13 +315,13 @@ def test_whole_cells_go_first_until_their_queue_is_longer_than_the_prompt(celled
 
 
 def test_a_request_that_lost_its_decode_instance_may_leave_the_cell(celled) -> None:
-    router = celled(Policy.SHORTEST_WAIT, p2=DRAINS)
+    router = celled(DispatchPolicy.SHORTEST_WAIT, p2=DRAINS)
     assert names(router.pick("m", 100)) == ("p1", "d1")
     assert names(router.pick("m", 100, avoid={"d1"})) == ("p1", "d2")
 
 
 def test_cells_share_requests_by_what_their_decode_instances_hold(celled, loaded) -> None:
-    router = celled(Policy.SHORTEST_WAIT)
+    router = celled(DispatchPolicy.SHORTEST_WAIT)
     router.directory.hear("d1", loaded("d1", blocks_used=900), 0.0)
     picks = []
     for _ in range(10):
@@ -327,7 +331,7 @@ def test_cells_share_requests_by_what_their_decode_instances_hold(celled, loaded
 
 
 def test_cells_of_a_fleet_that_states_none_do_not_matter(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     assert all(board.cells is None for board in router.directory.models["m"].boards)
     router.directory.instances["d1"].ledger.resident.enter(9_000)
     router.directory.refresh(router.directory.instances["d1"])
@@ -338,14 +342,14 @@ def test_cells_of_a_fleet_that_states_none_do_not_matter(routed) -> None:
 CACHED = Cached("p2-boot", 300)
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
 def test_a_prompt_that_was_computed_before_goes_back_whatever_the_policy(routed, policy) -> None:
     router = routed(policy, **FOUR)
     assert prefills(router, 3, cached=Cached("p2-boot", 100_000)) == {"p2": 3}
 
 
 def test_going_back_is_worth_as_many_tokens_of_queue_as_are_cached_there(routed) -> None:
-    router = routed(Policy.PENDING_TOKENS, **FOUR)
+    router = routed(DispatchPolicy.PENDING_TOKENS, **FOUR)
     waits = router.pick("m", 301, avoid={"p1"})
     assert prefills(router, 1, cached=CACHED) == {"p1": 1}
     router.release(waits)
@@ -354,17 +358,17 @@ def test_going_back_is_worth_as_many_tokens_of_queue_as_are_cached_there(routed)
 
 
 def test_only_what_is_not_cached_is_entered_in_the_books(routed) -> None:
-    router = routed(Policy.PENDING_TOKENS, **FOUR)
+    router = routed(DispatchPolicy.PENDING_TOKENS, **FOUR)
     router.pick("m", 340, cached=CACHED)
     assert router.directory.instances["p2"].ledger.prompt.own == 40
 
 
 @pytest.mark.parametrize("avoid", [{"p2"}, {"p2", "d1"}])
 def test_nobody_goes_back_to_an_instance_that_is_avoided(routed, avoid) -> None:
-    router = routed(Policy.SHORTEST_WAIT, **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     assert prefills(router, 2, cached=CACHED, avoid=avoid) == {"p1": 2}
 
 
 def test_an_engine_that_was_started_again_has_nothing_cached(routed) -> None:
-    router = routed(Policy.SHORTEST_WAIT, p1="prefill", p2="prefill", d1="decode")
+    router = routed(DispatchPolicy.SHORTEST_WAIT, p1="prefill", p2="prefill", d1="decode")
     assert prefills(router, 2, cached=Cached("p2-boot-before", 300)) == {"p1": 1, "p2": 1}

@@ -5,9 +5,7 @@ import random
 
 import pytest
 
-from cleave.api.deployment import DispatchPolicy
 from cleave.policy.books import NOMINAL_TOKEN_MS
-from cleave.policy.dispatch import Policy
 from cleave.router.errors import NoInstance, UnknownModel
 from cleave.router.router import Fallback, Phase, Router
 from cleave.rpc.v1 import agent_pb2
@@ -413,7 +411,3 @@ def test_books_are_empty_after_any_history(directory, stated, loaded, seed: int)
     for name, instance in directory.instances.items():
         ledger = instance.ledger
         assert (ledger.prompt.own, ledger.resident.own, ledger.requests) == (0, 0, 0), (seed, name)
-
-
-def test_the_resource_and_the_router_know_the_same_policies() -> None:
-    assert [policy.value for policy in DispatchPolicy] == [policy.value for policy in Policy]

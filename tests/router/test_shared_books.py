@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
 from cleave.router.board import Board
 from cleave.router.directory import Directory
 from cleave.router.router import Phase, Pick, Router
@@ -30,7 +30,10 @@ class Together:
     """The routers of all processes of one gateway, and what each has under way."""
 
     def __init__(
-        self, stated: Callable[..., agent_pb2.WatchEvent], policy: Policy, fleet: dict[str, str]
+        self,
+        stated: Callable[..., agent_pb2.WatchEvent],
+        policy: DispatchPolicy,
+        fleet: dict[str, str],
     ) -> None:
         self.table = make_table(PROCESSES)
         self.now = 100.0
@@ -84,7 +87,9 @@ class Together:
 def together(stated) -> Iterator[Callable[..., Together]]:
     made: list[Together] = []
 
-    def make(policy: Policy = Policy.SHORTEST_WAIT, fleet: dict[str, str] = FLEET) -> Together:
+    def make(
+        policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT, fleet: dict[str, str] = FLEET
+    ) -> Together:
         made.append(Together(stated, policy, fleet))
         return made[-1]
 
@@ -101,7 +106,11 @@ def test_each_process_sees_at_once_what_the_others_have_sent(together) -> None:
 
 def test_idle_instances_are_taken_in_turn_over_all_processes(together) -> None:
     """Each begins with the first otherwise, and the last ones never get anything."""
-    for policy in (Policy.ROUND_ROBIN, Policy.SHORTEST_WAIT, Policy.LEAST_REQUESTS):
+    for policy in (
+        DispatchPolicy.ROUND_ROBIN,
+        DispatchPolicy.SHORTEST_WAIT,
+        DispatchPolicy.LEAST_REQUESTS,
+    ):
         fleet = together(policy)
         for turn in range(6):
             picked = fleet.pick(turn % PROCESSES, 10)
@@ -267,7 +276,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
-@pytest.mark.parametrize("policy", [Policy.SHORTEST_WAIT, Policy.LEAST_REQUESTS])
+@pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.LEAST_REQUESTS])
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -322,7 +331,7 @@ def check(fleet: Together, names: Collection[str]) -> None:
 @pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
 def test_together_they_choose_as_one_would(stated, roles) -> None:
     """The same requests through one router and through three that share their books."""
-    fleet = Together(stated, Policy.SHORTEST_WAIT, roles)
+    fleet = Together(stated, DispatchPolicy.SHORTEST_WAIT, roles)
     directory = Directory()
     for name, role in roles.items():
         directory.hear(name, stated(name, role), fleet.now)

@@ -12,7 +12,7 @@ from cleave.perf.aladdin import Coefficients
 from cleave.perf.timing import Timing
 from cleave.policy.packing import Packing
 from cleave.simulator.errors import SimulationError
-from cleave.simulator.fleet import Batching, Dispatch, Engine, Fleet, Pool, Transfer
+from cleave.simulator.fleet import Batching, DispatchPolicy, Engine, Fleet, Pool, Transfer
 from cleave.simulator.outcome import Fate
 from cleave.simulator.run import measure, prepare, simulate
 from cleave.simulator.trace import Trace
@@ -164,11 +164,11 @@ def test_mixed_instances_take_requests_beside_the_split_ones() -> None:
     assert not np.isnan(outcome.end_ms).any()
 
 
-SPREADING = [each for each in Dispatch if each is not Dispatch.BEST_FIT]
+SPREADING = [each for each in DispatchPolicy if each is not DispatchPolicy.BEST_FIT]
 
 
 @pytest.mark.parametrize("dispatch", SPREADING)
-def test_every_way_to_dispatch_but_best_fit_uses_all_instances(dispatch: Dispatch) -> None:
+def test_every_way_to_dispatch_but_best_fit_uses_all_instances(dispatch: DispatchPolicy) -> None:
     fleet = dataclasses.replace(disaggregated(3, 2), dispatch=dispatch)
     outcome = simulate(fleet, draw_trace(300, 12))
     assert set(outcome.prefill_instance) == {0, 1, 2}
@@ -177,7 +177,7 @@ def test_every_way_to_dispatch_but_best_fit_uses_all_instances(dispatch: Dispatc
 
 
 def test_random_dispatch_follows_the_seed() -> None:
-    fleet = dataclasses.replace(disaggregated(3, 2), dispatch=Dispatch.RANDOM)
+    fleet = dataclasses.replace(disaggregated(3, 2), dispatch=DispatchPolicy.RANDOM)
     trace = draw_trace(300, 12)
     first, same, other = (simulate(fleet, trace, seed) for seed in (1, 1, 2))
     assert (first.end_ms == same.end_ms).all()
@@ -189,11 +189,9 @@ def test_random_dispatch_follows_the_seed() -> None:
 
 def test_a_late_choice_waits_less_than_a_turn_taken_blindly() -> None:
     trace = draw_trace(3000, 25, seed=3)
-    waits = {}
-    for dispatch in (Dispatch.LATE, Dispatch.ROUND_ROBIN):
-        fleet = Fleet((Pool(PREFILL, 4),), dispatch=dispatch)
-        waits[dispatch] = measure(fleet, trace)[0].mean()
-    assert waits[Dispatch.LATE] < waits[Dispatch.ROUND_ROBIN]
+    fleet = Fleet((Pool(PREFILL, 4),), dispatch=DispatchPolicy.ROUND_ROBIN)
+    late = dataclasses.replace(fleet, defers_dispatch=True)
+    assert measure(late, trace)[0].mean() < measure(fleet, trace)[0].mean()
 
 
 @settings(max_examples=25, deadline=None)
@@ -257,9 +255,10 @@ def one_request(prompt: int, output: int) -> Trace:
 def test_a_request_that_fits_no_memory_is_left_out_and_the_others_are_served() -> None:
     engine = dataclasses.replace(ENGINE, kv_capacity_tokens=1024)
     trace = Trace(np.array([0.0, 1.0, 2.0]), np.array([100, 2000, 100]), np.array([5, 5, 1000]))
-    for dispatch in Dispatch:
-        fleet = Fleet(mixed=(Pool(engine, 2),), dispatch=dispatch, packing=PACKING)
-        outcome = simulate(fleet, trace)
+    fleet = Fleet(mixed=(Pool(engine, 2),), packing=PACKING)
+    fleets = [dataclasses.replace(fleet, dispatch=dispatch) for dispatch in DispatchPolicy]
+    for each in (*fleets, dataclasses.replace(fleet, defers_dispatch=True)):
+        outcome = simulate(each, trace)
         assert list(outcome.fate) == [Fate.SERVED, Fate.TOO_LONG, Fate.TOO_LONG]
         assert list(np.isnan(outcome.end_ms)) == [False, True, True]
         assert outcome.attainment(1e9, 1e9) == pytest.approx(1 / 3)
@@ -330,17 +329,17 @@ def test_best_fit_uses_as_few_instances_as_keep_the_target() -> None:
     trace = draw_trace(400, 8)
     fleets = {
         dispatch: Fleet(decode=(Pool(ENGINE, 12),), dispatch=dispatch, packing=PACKING)
-        for dispatch in (Dispatch.LEAST_PENDING, Dispatch.BEST_FIT)
+        for dispatch in (DispatchPolicy.PENDING_TOKENS, DispatchPolicy.BEST_FIT)
     }
     used = {
         dispatch: len(set(simulate(fleet, trace).decode_instance))
         for dispatch, fleet in fleets.items()
     }
-    assert used[Dispatch.LEAST_PENDING] == 12
-    assert used[Dispatch.BEST_FIT] < 8
+    assert used[DispatchPolicy.PENDING_TOKENS] == 12
+    assert used[DispatchPolicy.BEST_FIT] < 8
     tight = dataclasses.replace(PACKING, tpot_ms=20.0)
-    strict = dataclasses.replace(fleets[Dispatch.BEST_FIT], packing=tight)
-    assert len(set(simulate(strict, trace).decode_instance)) > used[Dispatch.BEST_FIT]
+    strict = dataclasses.replace(fleets[DispatchPolicy.BEST_FIT], packing=tight)
+    assert len(set(simulate(strict, trace).decode_instance)) > used[DispatchPolicy.BEST_FIT]
 
 
 def test_short_prompts_are_computed_where_they_decode_while_prefill_is_busy() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.simulator.fleet import Batching, Dispatch, Engine, Fleet, Order, Pool
+from cleave.simulator.fleet import Batching, Engine, Fleet, Order, Pool
 from cleave.simulator.outcome import Outcome
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
@@ -88,7 +88,7 @@ def test_two_central_queues_may_get_another_head_in_one_pass() -> None:
     # has no room, and a prompt of 5. What comes next is too long for it, and right for the other.
     prompts, outputs = np.array([40, 10, 55, 10, 5, 5]), np.array([60, 1, 2, 60, 2, 2])
     trace = Trace(np.array([0.0, 1.5, 2.0, 3.0, 25.0, 25.0]), prompts, outputs)
-    fleet = Fleet(*pools, dispatch=Dispatch.LATE)
+    fleet = Fleet(*pools, defers_dispatch=True)
     compare_case(fleet, trace, "two queues")
     assert simulate(fleet, trace).decode_start_ms[3] == pytest.approx(42.0)
 

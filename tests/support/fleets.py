@@ -10,7 +10,7 @@ from cleave.perf.timing import Timing
 from cleave.simulator.fleet import (
     Admission,
     Batching,
-    Dispatch,
+    DispatchPolicy,
     Engine,
     Fleet,
     Order,
@@ -67,14 +67,14 @@ def draw_case(seed: int) -> tuple[Fleet, Trace]:
         ),
         draw.choice(
             [
-                Dispatch.SHORTEST_WAIT,
-                Dispatch.LEAST_PENDING,
-                Dispatch.ROUND_ROBIN,
-                Dispatch.LATE,
+                DispatchPolicy.SHORTEST_WAIT,
+                DispatchPolicy.PENDING_TOKENS,
+                DispatchPolicy.ROUND_ROBIN,
             ]
         ),
         dispatch_ms=draw.choice([0.0, 1.7]),
         first_token_by_decode=draw.random() < 0.6,
+        defers_dispatch=draw.random() < 0.25,
     )
     count, gap_ms = draw.choice([1, 5, 20, 40]), draw.choice([1.0, 10.0, 100.0])
     trace = Trace(
@@ -86,7 +86,7 @@ def draw_case(seed: int) -> tuple[Fleet, Trace]:
     if foretelling.random() < 0.3:
         predicted = np.array([foretelling.randint(1, 50) for _ in range(count)])
         trace = replace(trace, predicted_tokens=predicted)
-    if fleet.dispatch is not Dispatch.LATE and draw.random() < 0.5:
+    if not fleet.defers_dispatch and draw.random() < 0.5:
         terms = Terms(draw.uniform(1.0, 40.0), draw.uniform(0.1, 0.9), 0.0, 900.0, 3_000.0)
         return replace(fleet, flipping=terms), trace
     return fleet, trace

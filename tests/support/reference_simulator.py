@@ -10,7 +10,7 @@ from collections import deque
 
 from cleave.perf.timing import Chunk
 from cleave.policy.dispatch import RECENCY
-from cleave.simulator.fleet import Admission, Batching, Dispatch, Fleet
+from cleave.simulator.fleet import Admission, Batching, DispatchPolicy, Fleet
 from cleave.simulator.trace import Trace
 
 from tests.support.reference_simulator_state import Instance, Manager, Request, Slot, find_peak
@@ -43,7 +43,6 @@ class Reference:
         self.events: list[tuple[float, int, int, object]] = []
         self.sequence = 0
         self.turn = 0
-        self.turns = {"prefill": 0, "decode": 0}
         self.prompts: deque[Request] = deque()
         self.hand_offs: deque[Request] = deque()
         self.now = 0.0
@@ -76,7 +75,7 @@ class Reference:
         return [i for i in self.instances if i.role in roles]
 
     def arrive(self, request: Request) -> None:
-        late = self.fleet.dispatch is Dispatch.LATE
+        late = self.fleet.defers_dispatch
         if late:
             mixed = any(i.fits(request) for i in self.of("mixed"))
             first = not self.of("prefill", "mixed") or any(
@@ -107,18 +106,14 @@ class Reference:
 
     def choose(self, request: Request) -> tuple[Instance | None, Instance | None]:
         entries, decoders = self.of("prefill", "mixed"), self.of("decode", "mixed")
-        if self.fleet.dispatch is Dispatch.ROUND_ROBIN:
-            first = self.take_turn("prefill", entries) if entries else None
-            if first and first.role == "mixed":
-                return None, first
-            return first, self.take_turn("decode", decoders) if decoders else None
+        in_turn = self.fleet.dispatch is DispatchPolicy.ROUND_ROBIN
+        in_tokens = self.fleet.dispatch is DispatchPolicy.PENDING_TOKENS
 
         def total(i: Instance) -> float:
-            return i.prompt_book + i.resident_book + i.turn * RECENCY
+            return i.turn if in_turn else i.prompt_book + i.resident_book + i.turn * RECENCY
 
         prefills, mixed = self.of("prefill"), self.of("mixed")
-        in_tokens = self.fleet.dispatch is Dispatch.LEAST_PENDING
-        best = min(prefills, key=lambda i: i.queue(in_tokens), default=None)
+        best = min(prefills, key=lambda i: i.turn if in_turn else i.queue(in_tokens), default=None)
         decode = min(decoders, key=total, default=None)
         whole = min(mixed, key=total, default=None)
         if not decoders or not entries:
@@ -128,14 +123,6 @@ class Reference:
         if whole and whole.prompt_book < best.prompt_book - 1.0:
             return None, whole
         return best, decode
-
-    def take_turn(self, use: str, some: list[Instance]) -> Instance:
-        numbers = [i.number for i in some]
-        while self.turns[use] % len(self.instances) not in numbers:
-            self.turns[use] += 1
-        chosen = self.instances[self.turns[use] % len(self.instances)]
-        self.turns[use] += 1
-        return chosen
 
     def deliver(self, request: Request) -> None:
         if not self.of("prefill", "mixed"):
@@ -147,7 +134,7 @@ class Reference:
                 if request.output == 1:
                     self.finish(request, request.arrival)
                     return
-        if self.fleet.dispatch is Dispatch.LATE:
+        if self.fleet.defers_dispatch:
             (self.hand_offs if request.remote else self.prompts).append(request)
             self.announce(request.remote)
             return
@@ -156,7 +143,7 @@ class Reference:
         self.alert(instance)
 
     def offer(self, request: Request) -> None:
-        if self.fleet.dispatch is Dispatch.LATE:
+        if self.fleet.defers_dispatch:
             self.hand_offs.append(request)
             self.announce(True)
         else:
@@ -462,13 +449,13 @@ class Reference:
 
     def finish(self, request: Request, now: float) -> None:
         request.end = now
-        if request.decode and self.fleet.dispatch is not Dispatch.LATE:
+        if request.decode and not self.fleet.defers_dispatch:
             request.decode.resident_book -= request.prompt + request.predicted
 
     def end_prompt(self, i: Instance, slot: Slot, request: Request) -> None:
         if math.isnan(request.prefill_end):
             request.prefill_end = self.now
-            if self.fleet.dispatch is not Dispatch.LATE:
+            if not self.fleet.defers_dispatch:
                 i.answer(request.prompt, self.now)
         if request.prefill is i:
             by_decode = self.of("decode", "mixed") and self.fleet.first_token_by_decode

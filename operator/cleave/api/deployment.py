@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cleave.api.engine import DeletionPolicy, Engine, Template
+from cleave.api.enums import DispatchPolicy
 from cleave.api.model import ModelField
 from cleave.api.observed import (
     LatencyCorrection,
@@ -100,20 +101,6 @@ class Fallback(StrEnum):
     ALWAYS = "Always"
     NEVER = "Never"
     ON_PREFILL_LOSS = "OnPrefillLoss"
-
-
-class DispatchPolicy(StrEnum):
-    """How the gateway selects instances for a request."""
-
-    SHORTEST_WAIT = "ShortestWait"
-    PENDING_TOKENS = "PendingTokens"
-    ROUND_ROBIN = "RoundRobin"
-    RANDOM = "Random"
-    LEAST_REQUESTS = "LeastRequests"
-    POWER_OF_TWO = "PowerOfTwo"
-    LEAST_HEAVY = "LeastHeavy"
-    BEST_FIT = "BestFit"
-    PREFIX_AWARE = "PrefixAware"
 
 
 class Late(StrEnum):

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
 from cleave.router.pool_manager import Flipping
 from cleave.router.router import Fallback
 
@@ -73,7 +73,7 @@ class GatewayConfig:
     """PEM, with its chain; read again with its key when they change. None: plain HTTP."""
     tls_key: Path | None = None
     fallback: Fallback = Fallback.ALWAYS
-    policy: Policy = Policy.SHORTEST_WAIT
+    policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     """How instances are picked for a request."""
     session_header: str = ""
     """Requests with the same value in it get their prompts computed by one instance; empty: off."""

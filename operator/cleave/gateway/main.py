@@ -17,6 +17,7 @@ from pathlib import Path
 
 import uvloop
 
+from cleave.api.enums import DispatchPolicy
 from cleave.gateway import open_files, processes
 from cleave.gateway.admission.tenants import KeysError
 from cleave.gateway.config import GatewayConfig, Late, Timeouts
@@ -27,7 +28,6 @@ from cleave.gateway.stories.access_log import ACCESS
 from cleave.gateway.stories.story import TracingError
 from cleave.gateway.tls import TlsError
 from cleave.metrics import logs
-from cleave.policy.dispatch import Policy
 from cleave.router.pool_manager import Flipping
 from cleave.router.router import Fallback
 from cleave.rpc.discovery import ENV, DiscoveryError
@@ -283,9 +283,9 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     )
     add(
         "--policy",
-        type=Policy,
+        type=DispatchPolicy,
         default=default.policy,
-        metavar="{" + ",".join(policy.value for policy in Policy) + "}",
+        metavar="{" + ",".join(policy.value for policy in DispatchPolicy) + "}",
         help="how instances are picked for a request",
     )
     add(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    Amounts = NDArray[np.int64] | NDArray[np.float64] | list[float]
+
 
 class Admission(IntEnum):
     """When a waiting request joins the decode batch (TetriInfer, section 3.4)."""
@@ -49,13 +51,17 @@ def is_spared(preemptions: int, limit: int) -> bool:
     return 0 < limit <= preemptions
 
 
-def find_peak(held: "NDArray[np.int64]", left: "NDArray[np.int64]") -> int:
+def find_peak(held: "Amounts", left: "Amounts") -> float:
     """Peak of the sum of KV tokens of requests with `held` tokens now and `left` still to come.
 
-    Each iteration adds a token to every request, and a request that ends frees all of its tokens;
-    so the peak occurs just before some request ends. Both arrays have the same length; they are
-    sorted in position by descending `left`.
+    Both arrays have the same length; they are sorted here by descending `left`, in place.
     """
+    sort_by_left(held, left)
+    return find_sorted_peak(held, left)
+
+
+def sort_by_left(held: "Amounts", left: "Amounts") -> None:
+    """Bring requests in order, the most tokens to come first, in place."""
     gap = len(left) // 2
     while gap > 0:
         for end in range(gap, len(left)):
@@ -66,8 +72,15 @@ def find_peak(held: "NDArray[np.int64]", left: "NDArray[np.int64]") -> int:
                 position -= gap
             held[position], left[position] = tokens, rest
         gap //= 2
-    peak = 0
-    total = 0
+
+
+def find_sorted_peak(held: "Amounts", left: "Amounts") -> float:
+    """`find_peak` of requests that are sorted, the most tokens to come first.
+
+    Each pass adds a token to every request, and one that ends frees all of its own; so the peak is
+    just before some request ends.
+    """
+    peak = total = 0.0
     for index in range(len(left)):
         total += held[index]
         peak = max(peak, total + (index + 1) * left[index])

@@ -1,4 +1,4 @@
-"""Which instance serves a session. Called by the router.
+"""Which instance a session, an adapter or a computed prompt keeps a request to, for the router.
 
 Rendezvous hashing: the instance with the highest hash of both names. All gateways compute the same
 instance without communication, and when instances come or go only their own sessions move.
@@ -9,9 +9,13 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.dispatch import NONE, Scores, find_least
+from cleave.policy.dispatch import NONE, TO_DECODE, TO_PREFILL, Scores, find_least
 
 Keys = NDArray[np.uint64]
+
+ADAPTER_TOKENS = 2_048.0
+"""How many more tokens may wait, or be held, where an adapter is than elsewhere: about what it
+takes to bring one to another instance."""
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
@@ -37,3 +41,39 @@ def find_kept(scores: Scores, keys: Keys, session: int, worth: float) -> int:
     mixed >>= _HALF
     mixed[scores > scores[least] + worth] = 0
     return int(mixed.argmax())
+
+
+def find_attached(
+    scores: Scores,
+    pending_prompt: Scores,
+    keys: Keys,
+    purpose: int,
+    session: int | None,
+    adapter: int | None,
+    prompt_tokens: int,
+) -> int:
+    """Slot that a request's session or adapter keeps it to; NONE: neither does, or all are closed.
+
+    `purpose`: TO_PREFILL, TO_DECODE or TO_WHOLE. A session is kept where its prompt is computed.
+    What coming back costs is the queue of prompts there, `pending_prompt` tokens, whatever the
+    scores count; only an adapter that decodes as well is compared by `scores`.
+    """
+    if session is not None and purpose != TO_DECODE:
+        return find_kept(_mask(pending_prompt, scores), keys, session, prompt_tokens)
+    if adapter is None:
+        return NONE
+    compared = _mask(pending_prompt, scores) if purpose == TO_PREFILL else scores
+    return find_kept(compared, keys, adapter, ADAPTER_TOKENS)
+
+
+def goes_back(queue: float, queue_elsewhere: float, cached_tokens: float) -> bool:
+    """Whether a prompt goes back to where `cached_tokens` of it were computed.
+
+    As `find_kept` weighs it: the queue there may be longer by what need not be computed there.
+    """
+    return queue <= queue_elsewhere + cached_tokens
+
+
+def _mask(tokens: Scores, scores: Scores) -> Scores:
+    """`tokens` where `scores` are open."""
+    return np.where(scores < np.inf, tokens, scores)

@@ -1,10 +1,12 @@
-"""Which instance takes a request. Called by the router for every request.
+"""Which instances take a request. Called by the router for every request and by the simulator.
 
-Pure functions over one float64 array per phase; a closed instance carries +inf, so that roles,
-health and retries are all one thing: masking. What the scores count is the policy: pending tokens,
-requests, or when each had its last one (round robin). Only argmin, comparison and indexing are
-used, the subset that numba compiles without memory of its own, because a simulator calls the same
-functions millions of times.
+Three steps: what is compared (`score`), which slots are open (a closed one scores +inf, so roles,
+health and retries are all one thing: masking), and which slot is picked (`RULES`, `find_slot`,
+`choose_pair`). One function serves three callers. Plain arithmetic, indexing and argmin are the
+subset that numba compiles without memory of its own, for the simulator; the router calls the same
+functions interpreted, and compiled to C by mypyc in images. Scores come as arrays, or, where the
+router must be fast, as its `ScoreColumn`s, whose two methods numba's arrays are given as well
+(`simulator.rows`).
 
 Sources: DistServe section 4.3 (prefill to the shortest queue, decode to the least loaded
 instance), Splitwise section IV-A (join the shortest queue, counted in pending tokens), TetriInfer
@@ -14,10 +16,14 @@ instance whose decode side has no room would hold its KV blocks for nothing.
 """
 
 import math
-from enum import Enum
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cleave.api.enums import DispatchPolicy
+from cleave.policy.books import Queue, predict_end_ms
 
 Scores = NDArray[np.float64]
 
@@ -33,34 +39,118 @@ RECENCY = 1e-9
 STALE = 1e9
 """Tokens added to all scores of an instance that is in doubt: far above what any can hold."""
 
+BY_WAIT, BY_TOKENS, BY_REQUESTS, BY_TURN = 0, 1, 2, 3
+"""What scores count: ms until a prompt queue is through (`books.Queue`) and tokens held, tokens
+that wait or are held, requests, or the number of the last pick that went to the instance."""
 
-class Policy(Enum):
-    """How a deployment's requests are spread, by the names users know."""
+LEAST, RANDOM, OF_TWO, LIGHTEST, FULLEST, CACHED = 0, 1, 2, 3, 4, 5
+"""How a slot is picked: least score; drawn at random; the lesser of two drawn; the lighter of two
+drawn (`find_lightest`); the fullest that keeps its targets (`packing`); least score less what is
+cached there (`prefixes`). RANDOM and OF_TWO are the number of slots drawn."""
 
-    SHORTEST_WAIT = "ShortestWait"
-    """Prompts where the queue is predicted to be through first (`books.Queue`), decoding at the
-    least tokens held."""
-    PENDING_TOKENS = "PendingTokens"
-    """Least tokens that wait or are held."""
-    ROUND_ROBIN = "RoundRobin"
-    RANDOM = "Random"
-    LEAST_REQUESTS = "LeastRequests"
-    """Join the shortest queue."""
-    POWER_OF_TWO = "PowerOfTwo"
-    """The less pending of two drawn ones."""
-    LEAST_HEAVY = "LeastHeavy"
-    """TetriInfer, section 3.3.4: `find_lightest` for decoding."""
-    BEST_FIT = "BestFit"
-    """Aladdin, section 4.2: `packing` for decoding."""
-    PREFIX_AWARE = "PrefixAware"
-    """Least pending tokens less what is cached: `prefixes`."""
+TO_PREFILL, TO_DECODE, TO_WHOLE = 0, 1, 2
+"""What a slot is picked for: the prompt alone, decoding alone, or both."""
 
+
+class Rule(NamedTuple):
+    """What one policy compares and how it picks."""
+
+    counts: int
+    prefill: int
+    """Picks who computes a prompt that another instance decodes."""
+    decode: int
+    """Picks who decodes; and who does both, unless the prompt goes where it is cached."""
+    keeps_adapters: bool = False
+    """Whether requests of one adapter may stay together: other rules look at something that this
+    would spoil."""
+    prefers_own: bool = False
+    """Whether routers that share a fleet prefer their own share of it (`find_at_home`)."""
+
+
+RULES = {
+    DispatchPolicy.SHORTEST_WAIT: Rule(BY_WAIT, LEAST, LEAST, True, True),
+    DispatchPolicy.PENDING_TOKENS: Rule(BY_TOKENS, LEAST, LEAST, True, True),
+    DispatchPolicy.ROUND_ROBIN: Rule(BY_TURN, LEAST, LEAST),
+    DispatchPolicy.RANDOM: Rule(BY_TOKENS, RANDOM, RANDOM),
+    DispatchPolicy.LEAST_REQUESTS: Rule(BY_REQUESTS, LEAST, LEAST),
+    DispatchPolicy.POWER_OF_TWO: Rule(BY_TOKENS, OF_TWO, OF_TWO, True),
+    DispatchPolicy.LEAST_HEAVY: Rule(BY_TOKENS, LEAST, LIGHTEST),
+    DispatchPolicy.BEST_FIT: Rule(BY_TOKENS, LEAST, FULLEST),
+    DispatchPolicy.PREFIX_AWARE: Rule(BY_TOKENS, CACHED, LEAST, True),
+}
 
 HEAVY_OUTPUT_TOKENS = 128
 """Longer outputs are heavy decodes, others light (TetriInfer, section 5.1)."""
 
+RESIDENT_WEIGHT = 0.1
+"""What a token in a decode instance weighs beside one that waits for prefill, between cells and
+revisions.
+
+The latter is computed; the former is read once for each token that the newcomer puts out, some
+hundred times for a thousandth of the work. A new revision's empty decode side thus draws requests,
+but not so many that its prompts queue.
+"""
+
 _DRAWS = 64
 """Attempts to draw an open instance before the least of all is taken instead."""
+
+Request = TypeVar("Request")
+Finder = Callable[[int, Request, int], int]
+"""(purpose, request, prefill slot for TO_DECODE) -> slot by `find_slot` and what else a caller
+compares; NONE: all are closed."""
+
+
+class ScoreColumn:
+    """Scores by slot in the caller's own form; +inf where a slot is closed. A base class because
+    compiled protocols take three times as long."""
+
+    __slots__ = ()
+
+    def find(self, slot: int) -> float:
+        """One score."""
+        raise NotImplementedError
+
+    def find_least(self) -> int:
+        """Slot with the lowest score; NONE when all are closed."""
+        raise NotImplementedError
+
+
+def is_by_score(rule: Rule) -> bool:
+    """Whether the rule takes the least score and looks at nothing else."""
+    return rule.prefill == LEAST and rule.decode == LEAST
+
+
+def score(
+    counts: int,
+    prompt: float,
+    prompts: float,
+    resident: float,
+    requests: float,
+    turn: float,
+    queue: Queue,
+    doubt: float,
+    prefills: bool,
+) -> tuple[float, float]:
+    """(score for a prompt that another instance decodes, score for all else) of an instance.
+
+    `prompt`: tokens of the `prompts` that wait there; `resident`: tokens that hold blocks;
+    `requests`: that are there; `turn`: the last pick that went there; `doubt`: STALE when it may be
+    gone; `prefills`: whether it may compute prompts for others.
+    """
+    tie = turn * RECENCY
+    if counts == BY_TURN:
+        return doubt + turn, doubt + turn
+    if counts == BY_REQUESTS:
+        total = requests + doubt + tie
+        return total, total
+    first = prompt + doubt + tie
+    total = first + resident
+    if counts == BY_WAIT and prefills:
+        # STALE squared is far above what a clock may show as well.
+        first = doubt * doubt + predict_end_ms(
+            prompt, prompts, queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
+        )
+    return first, total
 
 
 def find_least(scores: Scores) -> int:
@@ -96,20 +186,21 @@ def find_sampled(scores: Scores, size: int, seed: int) -> tuple[int, int]:
     """(slot, next seed): the least of `size` open slots drawn at random.
 
     1 is random dispatch, 2 the power of two choices. When fewer are found, or all that are drawn
-    are in doubt, it is the least of all.
+    are in doubt, it is the least of all. The seed stays as it is when none was found.
     """
     best = NONE
     found = 0
+    following = seed
     if scores.size > 0:
         for _ in range(_DRAWS):
-            seed, slot = draw(seed, scores.size)
+            following, slot = draw(following, scores.size)
             if scores[slot] < STALE and slot != best:
                 found += 1
                 if best == NONE or scores[slot] < scores[best]:
                     best = slot
                 if found == size:
                     break
-    return best if best != NONE else find_least(scores), seed
+    return (best, following) if best != NONE else (find_least(scores), seed)
 
 
 def find_lightest(
@@ -119,13 +210,14 @@ def find_lightest(
 
     All of equal length: `room` in tokens that nobody has claimed, `heaviness` as `weigh` gives it;
     `need`: tokens that the request will hold at its end. Without room anywhere that is found it is
-    the least of all `scores`, which also breaks ties.
+    the least of all `scores`, which also breaks ties; the seed stays as it is then.
     """
     best = NONE
     found = 0
+    following = seed
     if scores.size > 0:
         for _ in range(_DRAWS):
-            seed, slot = draw(seed, scores.size)
+            following, slot = draw(following, scores.size)
             if scores[slot] < STALE and slot != best and room[slot] >= need:
                 found += 1
                 if best == NONE or (heaviness[slot], scores[slot]) < (
@@ -135,7 +227,7 @@ def find_lightest(
                     best = slot
                 if found == 2:
                     break
-    return best if best != NONE else find_least(scores), seed
+    return (best, following) if best != NONE else (find_least(scores), seed)
 
 
 def weigh(heavy: float, light: float) -> float:
@@ -143,23 +235,79 @@ def weigh(heavy: float, light: float) -> float:
     return heavy / (light + 1.0)
 
 
+def find_slot(
+    pick: int, scores: Scores, room: Scores, heaviness: Scores, need: float, seed: int
+) -> tuple[int, int]:
+    """(slot, next seed) by the scores alone: LEAST, RANDOM, OF_TWO or LIGHTEST; else LEAST."""
+    if pick == LIGHTEST:
+        return find_lightest(scores, room, heaviness, need, seed)
+    if pick in (RANDOM, OF_TWO):
+        return find_sampled(scores, pick, seed)
+    return find_least(scores), seed
+
+
 def choose_pair(
-    prefill: Scores, decode: Scores, mixed: Scores, pending_prompt: Scores
+    finder: Finder[Request], request: Request, decode: ScoreColumn, pending_prompt: ScoreColumn
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) for a request that may be split; (NONE, slot): both phases there.
 
-    All of equal length or empty when all are closed: `prefill` over prefill instances,
-    `decode` over all that decode, `mixed` over mixed instances serving a whole request,
-    `pending_prompt` over all of them, in tokens and without masks.
+    `decode`: scores of all that decode; `pending_prompt`: prompt tokens that wait, of all slots and
+    without masks.
     """
-    first = find_least(prefill)
-    second = find_least(decode) if first != NONE else NONE
-    whole = find_least(mixed)
+    first = find_for(finder, TO_PREFILL, request, NONE)
+    second = find_for(finder, TO_DECODE, request, first) if first != NONE else NONE
+    whole = find_for(finder, TO_WHOLE, request, NONE)
+    return settle(first, second, whole, decode, pending_prompt)
+
+
+def find_for(finder: Finder[Request], purpose: int, request: Request, first: int) -> int:
+    """The caller's slot for a purpose. In the simulator a function of its own stands for this one
+    (`run`), because compiled code that holds functions as values cannot be kept on disk."""
+    return finder(purpose, request, first)
+
+
+def choose_least_pair(
+    prefill: ScoreColumn, decode: ScoreColumn, mixed: ScoreColumn, pending_prompt: ScoreColumn
+) -> tuple[int, int]:
+    """What `choose_pair` gives where the least score is picked; for most requests that is all.
+
+    `prefill`: scores of prefill instances, `decode`: of all that decode, `mixed`: of mixed
+    instances that serve a whole request.
+    """
+    first = prefill.find_least()
+    second = decode.find_least() if first != NONE else NONE
+    return settle(first, second, mixed.find_least(), decode, pending_prompt)
+
+
+def settle(
+    first: int, second: int, whole: int, decode: ScoreColumn, pending_prompt: ScoreColumn
+) -> tuple[int, int]:
+    """A split over slots `first` and `second`, or a mixed instance; NONE where there is none."""
     if first == NONE or second == NONE or whole == NONE:
         return (first, second) if second != NONE else (NONE, whole)
-    if serves_whole(pending_prompt[first], decode[second], pending_prompt[whole]):
+    queue, queue_whole = pending_prompt.find(first), pending_prompt.find(whole)
+    if serves_whole(queue, decode.find(second), queue_whole):
         return NONE, whole
     return first, second
+
+
+def computes_short(tokens: int, pending: float, queue: float, limit: int) -> bool:
+    """Whether a decode instance computes a prompt itself, with `tokens` that are not cached there.
+
+    `pending`: prompt tokens that wait there already; `queue`: at the prefill instance that would
+    take it, +inf without one. Together they stay within the `limit` that `splitting` found, and
+    the prefill instance has more to do than this prompt.
+    """
+    return tokens + pending <= limit and queue >= tokens
+
+
+def measure_backlog(pending: float, resident: float, turn: float) -> float:
+    """What waits before a request in both phases, in prompt tokens, to compare revisions.
+
+    `pending`: prompt tokens that wait at the prefill slot, `resident`: tokens held at the decode
+    slot; ties go by the last `turn`.
+    """
+    return pending + RESIDENT_WEIGHT * resident + turn * RECENCY
 
 
 def serves_whole(queue: float, decode: float, queue_whole: float) -> bool:

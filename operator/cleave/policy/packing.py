@@ -1,15 +1,18 @@
 """Best fit: each request goes to the fullest instance that satisfies all constraints (Aladdin).
 
 Called by the router and the simulator for the policy BestFit. Amounts are tokens and milliseconds.
-All functions but the last work on the numbers of one instance and on arrays over all instances:
-compiled loops call them with numbers, the router with arrays. What is hard: constraint (e) bounds
-the KV at every moment until the last request has ended, which depends on the progress of each
-request; so it is checked last, for few instances.
+Functions of an `Amount` are arithmetic that holds for one instance's numbers and, as it stands, for
+arrays over all instances: compiled loops call them with numbers, the router with arrays. `fit`
+holds the coefficients and `packing` the limits; the simulator passes its state for both, which has
+fields of the same names. What is hard: constraint (e) bounds the KV at every moment until the last
+request has ended, which depends on how far each has come; so it is checked last, for few instances.
 
 Source: Aladdin, section 4.2 (constraints (a) to (e), Algorithm 1) and Eq. 2 to 4. (a), each request
 at one instance, holds by construction.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,13 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.perf.aladdin import Coefficients
+from cleave.policy.admission import find_sorted_peak
+from cleave.policy.dispatch import NONE, STALE, Scores
+from cleave.policy.lengths import find_left
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
+Request = TypeVar("Request")
+Checker = Callable[[int, Request, bool], bool]
+"""(slot, request, whether its prompt is computed there) -> `keeps_running` of the slot."""
 
 GAMMA = 0.5
 """Share of an output that counts as context: 0 its first token only, 1 all of it."""
 THETA = 0.9
 """Share of a limit that is used; the rest is a reserve for wrong predictions."""
+SHORTEST_STEP_MS = 1e-3
+"""Of a decode pass, so that progress stays finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +90,90 @@ def find_norm(batch: Amount, context: Amount, k2: float, c2: float) -> Amount:
     return norm
 
 
-def find_peak_after(used: NDArray[np.float64], remaining: NDArray[np.float64]) -> float:
-    """(e) Peak of the sum of KV tokens of requests with `used` now and `remaining` still to come.
+def measure_fullness(
+    scores: Amount,
+    batch: Amount,
+    context: Amount,
+    pending: Amount,
+    prompt_tokens: float,
+    need: float,
+    prefills: bool,
+    fit: Coefficients,
+    packing: Packing,
+) -> Amount:
+    """How full an instance is that may take a request by (b) and (c), below 0 where it may not.
 
-    The same as `admission.find_peak`, vectorised.
+    `pending`: prompt tokens that wait there; `need`: context that the request brings;
+    `prefills`: whether its prompt is computed there, too.
     """
-    order = np.argsort(-remaining)
-    count = np.arange(1, len(remaining) + 1)
-    return float((np.cumsum(used[order]) + count * remaining[order]).max())
+    spare = find_spare_context(
+        batch, context, fit.k2, fit.c2, fit.c3, packing.tpot_ms, packing.theta
+    )
+    fits = (scores < STALE) & (spare >= need)
+    if prefills:
+        room = find_spare_prompt(pending, fit.k1, fit.c1, packing.ttft_ms)
+        fits = fits & (room >= prompt_tokens)
+    fullness: Amount = (find_norm(batch, context, fit.k2, fit.c2) + 1.0) * fits - 1.0
+    return fullness
+
+
+def find_best_fit(
+    fullness: Scores, checker: Checker[Request], request: Request, prefills: bool
+) -> int:
+    """The fullest instance that keeps (d) and (e) as well; NONE: none does.
+
+    `fullness`: as `measure_fullness` gives it; changed.
+    """
+    for _ in range(len(fullness)):
+        slot = int(fullness.argmax())
+        if fullness[slot] < 0.0:
+            break
+        if check(checker, slot, request, prefills):
+            return slot
+        fullness[slot] = -1.0
+    return NONE
+
+
+def check(checker: Checker[Request], slot: int, request: Request, prefills: bool) -> bool:
+    """The caller's `keeps_running`; replaced in the simulator as `dispatch.find_for` is."""
+    return checker(slot, request, prefills)
+
+
+def guess_progress(
+    prompt_tokens: float,
+    output_tokens: float,
+    decoding_ms: float,
+    step_ms: float,
+    packing: Packing,
+) -> tuple[float, float, float]:
+    """(tokens held, tokens to come, ms it can spare) of a request that decodes for `decoding_ms`.
+
+    nan: its prompt is not computed yet. `output_tokens`: predicted. A router sees no tokens, so
+    how far it has come follows from `step_ms`, which a pass takes.
+    """
+    if math.isnan(decoding_ms):
+        return prompt_tokens, output_tokens, math.inf
+    made = decoding_ms / max(step_ms, SHORTEST_STEP_MS)
+    spare_ms = find_saved_ms(made + 1.0, decoding_ms, packing.tpot_ms, packing.theta)
+    return prompt_tokens + made, find_left(output_tokens, made), spare_ms
+
+
+def keeps_running(
+    held: Scores | list[float],
+    left: Scores | list[float],
+    saved_ms: float,
+    pending: float,
+    prompt_tokens: float,
+    prefills: bool,
+    capacity: float,
+    fit: Coefficients,
+    packing: Packing,
+) -> bool:
+    """(d) and (e): what runs there keeps its TPOT, and its KV fits until all have ended.
+
+    `held`, `left`: as `guess_progress` gives them for each running request and the new one, most
+    `left` first; `saved_ms`: the least that any can spare; `capacity`: tokens of KV that fit.
+    """
+    if prefills and find_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < prompt_tokens:
+        return False
+    return find_sorted_peak(held, left) <= packing.theta * capacity

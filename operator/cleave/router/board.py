@@ -11,32 +11,30 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from cleave.api.enums import DispatchPolicy
 from cleave.policy.affinity import to_key
-from cleave.policy.books import predict_end_ms
-from cleave.policy.dispatch import RECENCY, STALE, Cells, Policy, weigh
-from cleave.router.instance import Contact, Instance, Ledger, Scoreboard
+from cleave.policy.dispatch import (
+    BY_REQUESTS,
+    FULLEST,
+    LIGHTEST,
+    RULES,
+    STALE,
+    Cells,
+    is_by_score,
+    score,
+    weigh,
+)
+from cleave.router.instance import Contact, Instance, Scoreboard
 from cleave.router.line import Line, LongLine, ShortLine
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 _STALE = Contact.STALE
 """Looked up for every request, which takes an enum a while."""
 
-_TURN = RECENCY
-"""A name of our own: others' are looked up each time unless they are compiled as well."""
-_BY_WAIT, _BY_TURN, _BY_REQUESTS, _BY_TOKENS = 0, 1, 2, 3
-_WAYS = {
-    Policy.SHORTEST_WAIT: _BY_WAIT,
-    Policy.ROUND_ROBIN: _BY_TURN,
-    Policy.LEAST_REQUESTS: _BY_REQUESTS,
-}
-"""What instances are scored by; all other policies by tokens."""
-
 _USES = ("prefill", "decode", "mixed", "whole", "spare")
 """Boards have a line of scores for each."""
 FEW = 24
 """Up to so many instances lists are faster than arrays."""
-BY_SCORE = (Policy.SHORTEST_WAIT, Policy.PENDING_TOKENS, Policy.ROUND_ROBIN, Policy.LEAST_REQUESTS)
-"""Policies that take the least score and look at nothing else."""
 
 
 class Board(Scoreboard):
@@ -50,9 +48,9 @@ class Board(Scoreboard):
 
     __slots__ = (
         "_compares_more",
+        "_counts",
         "_lines",
         "_places",
-        "_way",
         "away",
         "batch",
         "boots",
@@ -72,12 +70,15 @@ class Board(Scoreboard):
         "whole",
     )
 
-    def __init__(self, instances: list[Instance], policy: Policy = Policy.SHORTEST_WAIT) -> None:
+    def __init__(
+        self, instances: list[Instance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
+    ) -> None:
         self.instances = instances
-        self._way = _WAYS.get(policy, _BY_TOKENS)
-        self._compares_more = policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
+        rule = RULES[policy]
+        self._counts = rule.counts
+        self._compares_more = rule.decode in (LIGHTEST, FULLEST)
         size = len(instances)
-        is_short = size <= FEW and policy in BY_SCORE
+        is_short = size <= FEW and is_by_score(rule)
         uses = [find_uses(instance) for instance in instances]
         lines = _open_lines(uses, is_short)
         self.prefill = lines["prefill"]
@@ -142,8 +143,21 @@ class Board(Scoreboard):
         by_prompt, by_all = self._lines[slot]
         prefills = by_prompt is not None
         doubt = STALE if instance.contact is _STALE else 0.0
-        prompt, prompts, resident = ledger.count_pending(prefills or self._way == _BY_REQUESTS)
-        first, total = _score(self._way, ledger, prompt, prompts, resident, doubt, prefills)
+        counts = self._counts
+        by_requests = counts == BY_REQUESTS
+        prompt, prompts, resident = ledger.count_pending(prefills or by_requests)
+        requests = ledger.count_requests() + ledger.others if by_requests else 0.0
+        first, total = score(
+            counts,
+            prompt,
+            prompts,
+            resident,
+            requests,
+            ledger.last_turn,
+            ledger.queue,
+            doubt,
+            prefills,
+        )
         self.pending_prompt.enter(slot, prompt + doubt)
         if by_prompt is not None:
             by_prompt.enter(slot, first)
@@ -201,38 +215,6 @@ def _find_lines(lines: dict[str, Line], uses: Collection[str]) -> tuple[Line | N
     """(the line that is scored by pending prompt tokens, lines scored by all pending tokens)"""
     by_all = {id(lines[use]): lines[use] for use in uses if use != "prefill"}
     return lines["prefill"] if "prefill" in uses else None, [*by_all.values()]
-
-
-def _score(
-    way: int,
-    ledger: Ledger,
-    prompt: float,
-    prompts: float,
-    resident: float,
-    doubt: float,
-    prefills: bool,
-) -> tuple[float, float]:
-    """(of a new prompt where one `prefills`, of all else), by prompt tokens that wait, the prompts
-    these are of, tokens that hold blocks, and doubt."""
-    tie = ledger.last_turn * _TURN
-    if way == _BY_WAIT:
-        total = prompt + doubt + tie + resident
-        if not prefills:
-            return total, total
-        queue = ledger.queue
-        # STALE squared is far above what a clock may show as well.
-        first = doubt * doubt + predict_end_ms(
-            prompt, prompts, queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
-        )
-        return first, total
-    if way == _BY_TURN:
-        turn = doubt + ledger.last_turn
-        return turn, turn
-    if way == _BY_REQUESTS:
-        requests = ledger.count_requests() + ledger.others + doubt + tie
-        return requests, requests
-    first = prompt + doubt + tie
-    return first, first + resident
 
 
 def _count_off(instances: list[Instance]) -> list[int]:

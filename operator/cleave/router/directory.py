@@ -9,8 +9,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection
 
+from cleave.api.enums import DispatchPolicy
 from cleave.policy.affinity import to_key
-from cleave.policy.dispatch import Policy
 from cleave.router.board import Board
 from cleave.router.errors import NoInstance, RouterError, UnknownModel
 from cleave.router.instance import Contact, Instance
@@ -42,7 +42,9 @@ class Directory:
     """Instances by name, models by the name that clients request."""
 
     def __init__(
-        self, policy: Policy = Policy.SHORTEST_WAIT, books: SharedBooks | None = None
+        self,
+        policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT,
+        books: SharedBooks | None = None,
     ) -> None:
         """`books`: load accounting shared with the other processes; None: a single process."""
         self.policy = policy

@@ -1,24 +1,22 @@
-"""The scores of a board's instances for one use. Entered by the board, compared by the chooser.
+"""Columns of scores, one for each use of a board's instances. `Board` sets the scores, `policy`
+compares them.
 
-What is hard: for a request a few instances are scored and all are looked through, and a single
-number that goes into an array, or comes out of it, costs as much as a short list altogether. So
-few are kept in a list and many in an array.
+What is hard: each request changes the scores of a few instances and reads those of all, and one
+number that goes into a numpy array, or comes out of it, costs as much as a search through a short
+list. So the scores of few instances are kept in a list, those of many in an array.
 """
 
 import math
 
 import numpy as np
 
-from cleave.policy.dispatch import NONE, Scores, find_least
+from cleave.policy.dispatch import NONE, ScoreColumn, Scores, find_least
 
 _INF = math.inf
 
 
-class Line:
-    """Scores by slot, +inf where the instance is closed for this use.
-
-    No protocol: compiled, those take three times as long.
-    """
+class Line(ScoreColumn):
+    """A column of the router: scores by slot, +inf where the instance is closed for this use."""
 
     __slots__ = ("size",)
 
@@ -27,38 +25,30 @@ class Line:
         """Slots; 0: no instance is open."""
 
     def enter(self, slot: int, score: float) -> None:
-        """Note one score."""
-        raise NotImplementedError
-
-    def find(self, slot: int) -> float:
-        """One score."""
-        raise NotImplementedError
-
-    def find_least(self) -> int:
-        """Slot with the lowest score; NONE when all are closed."""
+        """Set one score."""
         raise NotImplementedError
 
     def to_list(self) -> list[float]:
-        """All of them, to be read."""
+        """All scores, for reading only."""
         raise NotImplementedError
 
     def to_array(self) -> Scores:
-        """All of them, to be read."""
+        """All scores, for reading only."""
         raise NotImplementedError
 
 
 class ShortLine(Line):
-    """In a list: single scores are cheap."""
+    """A column in a list, for few instances: setting and reading one score is cheap."""
 
     __slots__ = ("_scores",)
 
     def __init__(self, size: int, score: float = _INF) -> None:
-        """All with this score."""
+        """All slots start with this score."""
         super().__init__(size)
         self._scores = [score] * size
 
     def enter(self, slot: int, score: float) -> None:
-        """Note one score."""
+        """Set one score."""
         self._scores[slot] = score
 
     def find(self, slot: int) -> float:
@@ -83,18 +73,18 @@ class ShortLine(Line):
 
 
 class LongLine(Line):
-    """In an array: all at once are cheap."""
+    """A column in an array, for many instances: searching all scores is cheap."""
 
     __slots__ = ("_cells", "_scores")
 
     def __init__(self, scores: Scores) -> None:
-        """These scores."""
+        """`scores`: used as they are, without a copy."""
         super().__init__(scores.size)
         self._scores = scores
         self._cells: memoryview[float] = scores.data.cast("B").cast("d")
 
     def enter(self, slot: int, score: float) -> None:
-        """Note one score."""
+        """Set one score."""
         self._cells[slot] = score
 
     def find(self, slot: int) -> float:

@@ -16,12 +16,23 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, NONE, STALE, Policy, close_slots
+from cleave.policy.dispatch import (
+    CACHED,
+    FULLEST,
+    HEAVY_OUTPUT_TOKENS,
+    LIGHTEST,
+    NONE,
+    RULES,
+    STALE,
+    TO_WHOLE,
+    close_slots,
+    computes_short,
+    measure_backlog,
+)
 from cleave.policy.lengths import ConditionalMean, Predictor
 from cleave.policy.packing import GAMMA, weigh_context
 from cleave.router.board import Board
-from cleave.router.boards import count_todo, find_slots, is_busy
-from cleave.router.chooser import Cached, Chooser, Wish
+from cleave.router.chooser import Cached, Chooser, Wish, find_slots
 from cleave.router.directory import Directory, Model
 from cleave.router.errors import NoInstance
 from cleave.router.instance import Contact, Instance, Ledger, Target
@@ -143,11 +154,12 @@ class Router:
             clock,
             seed or random.randrange(1, 2147483647),
         )
-        self.reads_text = directory.policy is Policy.PREFIX_AWARE
+        rule = RULES[directory.policy]
+        self.reads_text = rule.prefill == CACHED
         """Whether picks look at the prompt's text."""
         # What these two compare would cost all others a few percent of a request.
-        self._looks_closely = directory.policy in (Policy.LEAST_HEAVY, Policy.BEST_FIT)
-        self._learns_passes = directory.policy is Policy.BEST_FIT
+        self._looks_closely = rule.decode in (LIGHTEST, FULLEST)
+        self._learns_passes = rule.decode == FULLEST
         self._turn = self._num_answers = 0
         books = directory.books
         self._next_turn = books.next_turn if books is not None else itertools.count(1).__next__
@@ -255,7 +267,9 @@ class Router:
     ) -> Placed:
         placed = None
         if not single:
-            placed = self._place_short(known, wish, avoids) or self._place_pair(known, wish, avoids)
+            if self._rules.whole_below_tokens:
+                placed = self._place_short(known, wish, avoids)
+            placed = placed or self._place_pair(known, wish, avoids)
         return placed or self._place_whole(model, known, wish, single, avoids, prefill_lost)
 
     def _place_short(
@@ -263,13 +277,19 @@ class Router:
     ) -> Placed | None:
         """A prompt so short, or cached so far, that it need not wait for a prefill instance."""
         limit = self._rules.whole_below_tokens
-        if not limit or (wish.prompt_tokens > limit and not wish.hashes):
+        if wish.prompt_tokens > limit and not wish.hashes:
             return None
         found = self._find_whole(known, "whole", wish, avoids[:1])
         if found is None or found.contact is Contact.STALE:
             return None
         todo = wish.prompt_tokens - self._chooser.count_cached(found, wish)
-        if todo + found.ledger.prompt.pending > limit or not is_busy(known, todo):
+        queues = [
+            board.pending_prompt.find(slot)
+            for board in known.boards
+            if (slot := board.prefill.find_least()) != NONE
+        ]
+        queue = min(queues, default=math.inf)
+        if not computes_short(todo, found.ledger.prompt.pending, queue, limit):
             return None
         return None, found, "short-prompt"
 
@@ -298,7 +318,12 @@ class Router:
             if len(known.boards) == 1:
                 best = 0.0, board, first, second
                 break
-            todo = count_todo(board, second if first == NONE else first, second)
+            ahead = second if first == NONE else first
+            todo = measure_backlog(
+                board.pending_prompt.find(ahead),
+                board.instances[second].ledger.resident.pending,
+                board.instances[ahead].ledger.last_turn,
+            )
             if first != NONE and board.decode.find(second) >= STALE:
                 todo += STALE
             if best is None or todo < best[0]:
@@ -343,7 +368,7 @@ class Router:
                 closed, scores = find_slots(board, avoid), line.to_array()
                 if closed:
                     scores = close_slots(scores, closed)
-                slot = self._chooser.find_for_whole(board, scores, wish, True)
+                slot = self._chooser.find_slot(board, scores, TO_WHOLE, wish)
                 if slot != NONE and (best is None or scores[slot] < best[0]):
                     best = float(scores[slot]), board.instances[slot]
             if best is not None:

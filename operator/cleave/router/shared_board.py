@@ -6,7 +6,7 @@ they were; so whoever changes one says so, and only those are scored.
 Whether an instance is open and how well it is heard is each process's own view.
 """
 
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
 from cleave.router.board import Board
 from cleave.router.instance import Instance
 from cleave.router.shared_books import SharedBooks
@@ -20,7 +20,7 @@ class SharedBoard(Board):
 
     __slots__ = ("_is_fresh",)
 
-    def __init__(self, instances: list[Instance], policy: Policy) -> None:
+    def __init__(self, instances: list[Instance], policy: DispatchPolicy) -> None:
         self._is_fresh = False
         super().__init__(instances, policy)
 
@@ -50,7 +50,9 @@ class LongSharedBoard(Board):
 
     __slots__ = ("_changed", "_follower", "_log", "_rows", "_slots")
 
-    def __init__(self, instances: list[Instance], policy: Policy, books: SharedBooks) -> None:
+    def __init__(
+        self, instances: list[Instance], policy: DispatchPolicy, books: SharedBooks
+    ) -> None:
         self._log = books.table.log
         self._follower = self._log.follow()
         self._rows = [books.find_row(each.ledger) for each in instances]
@@ -90,7 +92,7 @@ class LongSharedBoard(Board):
         self._log.note(row)
 
 
-def share_board(instances: list[Instance], policy: Policy, books: SharedBooks) -> Board:
+def share_board(instances: list[Instance], policy: DispatchPolicy, books: SharedBooks) -> Board:
     """One for so many; `books`: those of the instances.
 
     A process that has just heard of one instance more than its siblings may not be told by them

@@ -57,7 +57,7 @@ def _find_shortest(state: State, inst: Record, s: int) -> int:
     return shortest
 
 
-def _find_future_peak(state: State, s: int, used: int, remaining: int) -> int:
+def _find_future_peak(state: State, s: int, used: int, remaining: int) -> float:
     """Peak of the KV tokens of the slot's members and a new request, until all have ended."""
     slot = slot_at(state, s)
     size = slot.batch + 1

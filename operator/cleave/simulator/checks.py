@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.simulator.errors import SimulationError
-from cleave.simulator.fleet import Dispatch, Engine, Fleet
+from cleave.simulator.fleet import DispatchPolicy, Engine, Fleet
 from cleave.simulator.trace import Trace
 
 LONGEST_TOKENS = 1 << 24
@@ -56,10 +56,10 @@ def _explain_arrivals(arrival: NDArray[np.float64]) -> None:
 
 def check_fleet(fleet: Fleet) -> None:
     """Refuse negative times and counts, and combinations of options that cannot work."""
-    if fleet.dispatch is Dispatch.BEST_FIT and fleet.packing is None:
+    if fleet.dispatch is DispatchPolicy.BEST_FIT and fleet.packing is None:
         raise SimulationError("dispatch is BEST_FIT without packing; set the fleet's packing")
-    if fleet.dispatch is Dispatch.LATE and fleet.flipping is not None:
-        raise SimulationError("dispatch is LATE with flipping; choose another, or no flipping")
+    if fleet.defers_dispatch and fleet.flipping is not None:
+        raise SimulationError("dispatch is deferred with flipping; choose one of them")
     for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed):
         if pool.replicas < 0:
             raise SimulationError(f"replicas is {pool.replicas}; it must be at least 0")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import IntEnum
 
+from cleave.api.enums import DispatchPolicy as DispatchPolicy
 from cleave.perf.timing import Timing
 from cleave.policy.admission import Admission as Admission
 from cleave.policy.ordering import Order as Order
@@ -31,29 +32,6 @@ class Batching(IntEnum):
     leave as they end; KV is reserved as for Orca."""
     LIGHTLLM = 5
     """Prefill first, admitting only what fits at the batch's future peak of KV."""
-
-
-class Dispatch(IntEnum):
-    """Which instance takes a request."""
-
-    LEAST_PENDING = 0
-    """`policy.dispatch.choose_pair` on pending tokens, both at arrival."""
-    ROUND_ROBIN = 1
-    RANDOM = 2
-    LATE = 3
-    """Deferred binding (Vidur, section 4.5): requests wait centrally, and so do hand-offs, first
-    come first served, until an instance between two passes has room for them."""
-    LEAST_REQUESTS = 4
-    """Join the shortest queue, both phases, counted in requests."""
-    POWER_OF_TWO = 5
-    """The less pending of two drawn instances, in both phases."""
-    LEAST_HEAVY = 6
-    """TetriInfer (section 3.3.4): decoding as `policy.dispatch.find_lightest` says."""
-    BEST_FIT = 7
-    """Aladdin (section 4.2): decoding at the fullest instance that keeps all promises."""
-    SHORTEST_WAIT = 8
-    """What the router does unless told otherwise: the same, but prompts go where the queue is
-    predicted to be through first (`policy.books.Queue`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +108,11 @@ class Fleet:
     decode: tuple[Pool, ...] = ()
     mixed: tuple[Pool, ...] = ()
     transfer: Transfer = Transfer()
-    dispatch: Dispatch = Dispatch.SHORTEST_WAIT
+    dispatch: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
+    """As the router dispatches. PREFIX_AWARE finds nothing cached: a trace holds no text."""
+    defers_dispatch: bool = False
+    """Deferred binding (Vidur, section 4.5) instead: requests wait centrally, and so do hand-offs,
+    first come first served, until an instance between two passes has room for them."""
     dispatch_ms: float = 0.0
     """Client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
     packing: Packing | None = None

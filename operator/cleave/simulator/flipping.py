@@ -36,7 +36,7 @@ def look(state: State, now: float, until: float) -> bool:
     for i in range(count):
         inst, member = instance_at(state, i), fleet_members[i]
         pending_ms = inst.waiting * inst.prompt_ms + inst.prompt_book * inst.token_ms
-        worked_ms = now - inst.since if inst.prompt_book > 0 else 0.0
+        worked_ms = now - inst.since_ms if inst.prompt_book > 0 else 0.0
         member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
         member["use"] = present * inst.resident_book / (inst.blocks * inst.block)
     thresholds = Terms(

@@ -28,7 +28,7 @@ _FOLDER = "cleave-simulator"
 def compile_function(function: Function, given: dict[Function, Any]) -> Function:
     """A compiled `function`, from the cache or compiled at its first call.
 
-    `given`: compiled replacements for some of the functions that it calls.
+    `given`: replacements for some of the functions that it calls, compiled or plain.
     All called functions must be in numba's subset of Python and take only types that numba knows.
     """
     import numba
@@ -40,8 +40,10 @@ def compile_function(function: Function, given: dict[Function, Any]) -> Function
         for name in _find_globals(inner):
             called = names.get(name)
             if isinstance(called, FunctionType) and called.__module__.startswith("cleave."):
-                if called not in clones:
-                    clones[called] = clone(called, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+                stands_in = clones.get(called, called)
+                if isinstance(stands_in, FunctionType):
+                    inner_clone = clone(stands_in, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+                    clones[called] = clones[stands_in] = inner_clone
                 names[name] = clones[called]
         copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__)
         copy.__module__ = inner.__module__

@@ -22,6 +22,9 @@ from cleave.policy.pooling import WATCH as WATCH
 NONE = -1
 """No row."""
 
+PENDING_PROMPT, ROOM, HEAVINESS, FULLNESS, NUM_COLUMNS = 3, 4, 5, 6, 7
+"""Columns of scores behind those for TO_PREFILL, TO_DECODE and TO_WHOLE of `policy.dispatch`."""
+
 HAND_OFFS, PROMPTS = 1, 2
 """Bit flags: which central queues have a new head."""
 
@@ -73,15 +76,14 @@ SLOT = _dtype(
 INSTANCE = _dtype(
     # Constants of the engine:
     "prompt_step prompt_square hop hop_token "
-    # next, wake: ms of the next event, and when an idle slot looks for work; link: when the
-    # transfers over its link are finished; *_book: the router's load accounting in tokens;
-    # since, learnt_*, *_ms: the fields of `policy.books.Queue`; kv_at, kv_area: integral of the KV.
-    "next wake link prompt_book resident_book context_book since prompt_ms token_ms safe_token_ms "
-    "learnt_passes learnt_prompts learnt_tokens learnt_inverses learnt_ms learnt_rates "
-    "learnt_squares learnt_last learnt_last_ms turn kv_at kv_area busy",
-    # requests: dispatched and not finished; waiting: those whose prompt is not computed.
-    # booked, booked_first: number and list of the requests that decode here or will; heavy: those
-    # of them with long outputs.
+    # next, wake: of its next event and of an idle slot; link: when its transfers are through;
+    # prompt_book, resident_book: what the router counts, in tokens;
+    # learnt*, *_ms: its `policy.books.Queue`; kv_at, kv_area: integral.
+    "next wake link prompt_book resident_book context_book since_ms prompt_ms token_ms "
+    "safe_token_ms learnt_passes learnt_prompts learnt_tokens learnt_inverses learnt_ms "
+    "learnt_rates learnt_squares learnt_last learnt_last_ms turn kv_at kv_area busy",
+    # requests: placed and not over; waiting: those whose prompt is not computed; heavy: those that
+    # decode there with long outputs, of `booked`; booked_first: the list of these.
     "requests waiting heavy booked booked_first "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "prompt_table prompt_points decode_table decode_points context_table context_points "
@@ -101,24 +103,24 @@ TIME = _dtype("value", "")
 STATE = _dtype(
     # look: ms of the next role-flip check, inf: roles are fixed; wait .. idle: flip thresholds.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
-    "k1 c1 k2 c2 c3 ttft tpot gamma theta look wait full rise calm idle",
-    # offered: flags of the central queues with a new head; is_foretold: outputs are predicted.
-    "whole_below dispatch overlap_from is_shared is_foretold first_by_decode has_prefill "
-    "has_decode random turn entry decoder num_pulls pull_order offered events max_events "
+    "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta look wait full rise calm idle",
+    # counts, *_pick: the rule of policy.dispatch, is_by_score: whether it takes the least score,
+    # is_deferred: whether requests wait centrally instead; offered: central queues that have
+    # another head; is_foretold: outputs are predicted, not known.
+    "whole_below counts prefill_pick decode_pick is_by_score is_deferred overlap_from is_shared "
+    "is_foretold first_by_decode has_prefill "
+    "has_decode random turn num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips "
-    # The rest are addresses of arrays.
-    # queues: waiting requests by instance; then requests by instance whose KV has arrived; then
-    # hand-offs in delivery; then, for late dispatch, hand-offs and prompts not yet taken.
-    # heaps (slot, heap_size): `end_step << 32 | request` of the members, a binary heap.
-    # phases (slot, max_block): number of members by when they need a block, see `memory`.
-    # stages (instance, max_stages): when each pipeline stage is free.
-    # tables: points of all latency models, one after another.
-    # scores (use, instance): the inputs of policy.dispatch, by use: 0 prefill, 1 decode, 2 mixed,
-    # 3 pending prompt tokens, 4 free KV tokens, 5 heavy to light requests.
-    # tree: tournament over the instances' next events; winner at 1, instance i at num_leaves + i.
-    # scratch: two numbers for each request, and two more.
-    # members, watch: the inputs of policy.pooling.
+    # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
+    # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,
+    # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,
+    # max_block): members by when they next need a block, see `memory`. stages (instance,
+    # max_stages): when each is free. tables: points of all latency models. scores (column,
+    # instance): what policy.dispatch compares. tree: tournament over the instances' next events,
+    # the winner at 1, instance i at num_leaves + i.
+    # scratch: two numbers for each request and one more.
+    # members, watch: what policy.pooling looks at.
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
     "watch",
 )

@@ -9,7 +9,6 @@ scheduled to wake up at the same time instead of being started at once.
 import math
 
 from cleave.simulator.completing import alert, complete, end_request
-from cleave.simulator.fleet import Dispatch
 from cleave.simulator.flipping import look
 from cleave.simulator.forming import form
 from cleave.simulator.layout import DECODE, HAND_OFFS, NONE, PREFILL, PROMPTS, Records, State
@@ -97,7 +96,7 @@ def _deliver(state: State, r: int, now: float) -> None:
             if request.output == 1:
                 end_request(state, r, request.arrival)
                 return
-    if state.dispatch == Dispatch.LATE:
+    if state.is_deferred:
         hand_offs = 2 * state.num_instances + 1
         push(state, hand_offs if request.is_pulled else hand_offs + 1, r)
         _announce(state, HAND_OFFS if request.is_pulled else PROMPTS, now)
@@ -116,7 +115,7 @@ def _find_hand_off_ms(state: State) -> float:
 def _hand_off(state: State, now: float) -> None:
     """The oldest handoff in delivery reaches its decode instance, or the central queue."""
     r = pop(state, 2 * state.num_instances)
-    if state.dispatch == Dispatch.LATE:
+    if state.is_deferred:
         push(state, 2 * state.num_instances + 1, r)
         _announce(state, HAND_OFFS, now)
         return

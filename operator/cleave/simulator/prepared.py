@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.policy.books import NOMINAL_SUMS, NOMINAL_TOKEN_MS
+from cleave.policy.dispatch import RULES, TO_DECODE, TO_PREFILL, TO_WHOLE, is_by_score
 from cleave.policy.pooling import make_members
 from cleave.simulator import layout
 from cleave.simulator.checks import check_engine, check_fleet
@@ -126,9 +127,13 @@ def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> layout.Record
 def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
     row = np.zeros(1, layout.STATE)
     transfer = fleet.transfer
-    role = instances["role"]
+    role, rule = instances["role"], RULES[fleet.dispatch]
     values: dict[str, Any] = {
-        "dispatch": fleet.dispatch,
+        "counts": rule.counts,
+        "prefill_pick": rule.prefill,
+        "decode_pick": rule.decode,
+        "is_by_score": is_by_score(rule),
+        "is_deferred": fleet.defers_dispatch,
         "dispatch_ms": fleet.dispatch_ms,
         "whole_below": fleet.whole_below_tokens,
         "latency": transfer.latency_ms,
@@ -160,7 +165,7 @@ def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
         packing = fleet.packing
         for name in ("k1", "c1", "k2", "c2", "c3"):
             values[name] = getattr(packing.coefficients, name)
-        values |= {"ttft": packing.ttft_ms, "tpot": packing.tpot_ms}
+        values |= {"ttft_ms": packing.ttft_ms, "tpot_ms": packing.tpot_ms}
         values |= {"gamma": packing.gamma, "theta": packing.theta}
     for name, value in values.items():
         row[name] = value
@@ -169,11 +174,11 @@ def _lay_out_state(fleet: Fleet, instances: layout.Records) -> layout.Records:
 
 def _lay_out_scores(instances: layout.Records) -> NDArray[np.float64]:
     role = instances["role"]
-    scores = np.zeros((6, len(role)))
-    scores[4] = instances["blocks"] * instances["block"]
-    scores[0, role != layout.PREFILL] = np.inf
-    scores[1, role == layout.PREFILL] = np.inf
-    scores[2, role != layout.MIXED] = np.inf
+    scores = np.zeros((layout.NUM_COLUMNS, len(role)))
+    scores[layout.ROOM] = instances["blocks"] * instances["block"]
+    scores[TO_PREFILL, role != layout.PREFILL] = np.inf
+    scores[TO_DECODE, role == layout.PREFILL] = np.inf
+    scores[TO_WHOLE, role != layout.MIXED] = np.inf
     return scores
 
 

@@ -5,12 +5,21 @@ computed, so the books are kept here as `cleave.router` keeps them: prompt token
 is answered, prompt and output tokens of what decodes until it ends.
 """
 
-from cleave.policy.books import add_answer, fit_line, predict_end_ms
-from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, RECENCY, weigh
+from cleave.policy.books import add_answer, fit_line
+from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, TO_DECODE, TO_PREFILL, TO_WHOLE, weigh
+from cleave.policy.dispatch import score as score_instance
 from cleave.policy.packing import weigh_context
 from cleave.simulator.choosing import choose, choose_short
-from cleave.simulator.fleet import Dispatch
-from cleave.simulator.layout import DECODE, MIXED, NONE, PREFILL, State
+from cleave.simulator.layout import (
+    DECODE,
+    HEAVINESS,
+    MIXED,
+    NONE,
+    PENDING_PROMPT,
+    PREFILL,
+    ROOM,
+    State,
+)
 from cleave.simulator.memory import fits
 from cleave.simulator.outcome import Fate
 from cleave.simulator.rows import instance_at, request_at, score_at
@@ -19,7 +28,7 @@ from cleave.simulator.rows import instance_at, request_at, score_at
 def place(state: State, r: int) -> None:
     """Choose the instances of an arriving request and enter it in their books."""
     request = request_at(state, r)
-    if state.dispatch == Dispatch.LATE:
+    if state.is_deferred:
         if not _fits_somewhere(state, r):
             request.fate = Fate.TOO_LONG
         return
@@ -27,10 +36,7 @@ def place(state: State, r: int) -> None:
     if request.prompt <= state.whole_below and state.has_prefill and state.has_decode:
         second = choose_short(state, r)
     if second == NONE:
-        if state.dispatch == Dispatch.ROUND_ROBIN or state.dispatch == Dispatch.RANDOM:
-            first, second = _take_turns(state)
-        else:
-            first, second = choose(state, r)
+        first, second = choose(state, r)
     if (first != NONE and not fits(state, first, r)) or (
         second != NONE and not fits(state, second, r)
     ):
@@ -53,48 +59,6 @@ def _fits_somewhere(state: State, r: int) -> bool:
     return can_prefill and can_decode
 
 
-def _take_turns(state: State) -> tuple[int, int]:
-    """Round robin or random over those that take prompts, then over those that decode."""
-    if not state.has_prefill:
-        return NONE, _take_turn(state, DECODE)
-    first = _take_turn(state, PREFILL)
-    if instance_at(state, first).role == MIXED:
-        return NONE, first
-    return first, _take_turn(state, DECODE) if state.has_decode else NONE
-
-
-def _take_turn(state: State, role: int) -> int:
-    """The next instance of a role; mixed ones have both."""
-    num_instances = state.num_instances
-    at = state.entry if role == PREFILL else state.decoder
-    skip = 0
-    if state.dispatch == Dispatch.RANDOM:
-        candidates = 0
-        for i in range(num_instances):
-            if instance_at(state, i).role == role or instance_at(state, i).role == MIXED:
-                candidates += 1
-        skip = _draw(state, candidates)
-        at = 0
-    for _ in range(2 * num_instances):
-        i = at % num_instances
-        at += 1
-        if instance_at(state, i).role == role or instance_at(state, i).role == MIXED:
-            if skip == 0:
-                break
-            skip -= 1
-    if role == PREFILL:
-        state.entry = at
-    else:
-        state.decoder = at
-    return i
-
-
-def _draw(state: State, count: int) -> int:
-    """A number below `count` (Park and Miller's generator)."""
-    state.random = state.random * 48271 % 2147483647
-    return state.random * count // 2147483647
-
-
 def _enter(state: State, r: int) -> None:
     request = request_at(state, r)
     state.turn += 1
@@ -102,7 +66,7 @@ def _enter(state: State, r: int) -> None:
     if state.has_prefill:
         inst = instance_at(state, i)
         if inst.prompt_book == 0:
-            inst.since = state.now
+            inst.since_ms = state.now
         inst.prompt_book += request.prompt
         inst.waiting += 1
         inst.turn = state.turn
@@ -135,7 +99,7 @@ def _book(state: State, r: int) -> None:
 
 def close_prompt(state: State, r: int) -> None:
     """The prompt of request `r` is answered."""
-    if state.dispatch == Dispatch.LATE:
+    if state.is_deferred:
         return
     request = request_at(state, r)
     i = request.prefill if request.prefill != NONE else request.decode
@@ -155,9 +119,9 @@ def close_prompt(state: State, r: int) -> None:
             inst.learnt_last_ms,
         ),
         float(request.prompt),
-        state.now - inst.since,
+        state.now - inst.since_ms,
     )
-    inst.since = state.now
+    inst.since_ms = state.now
     inst.prompt_ms, inst.token_ms, inst.safe_token_ms = fit_line(sums)
     (
         inst.learnt_passes,
@@ -178,7 +142,7 @@ def close_prompt(state: State, r: int) -> None:
 def close_resident(state: State, r: int) -> None:
     """Request `r` has ended."""
     request = request_at(state, r)
-    if state.dispatch == Dispatch.LATE or request.decode == NONE:
+    if state.is_deferred or request.decode == NONE:
         return
     inst = instance_at(state, request.decode)
     inst.resident_book -= request.prompt + request.predicted
@@ -197,25 +161,25 @@ def close_resident(state: State, r: int) -> None:
 
 
 def score(state: State, i: int) -> None:
-    """What the router's board shows of an instance."""
-    inst = instance_at(state, i)
-    count = state.num_instances
-    tie = inst.turn * RECENCY
-    score_at(state, 3 * count + i).value = inst.prompt_book
-    first = inst.prompt_book + tie
-    total = inst.prompt_book + inst.resident_book + tie
-    if state.dispatch == Dispatch.SHORTEST_WAIT:
-        first = predict_end_ms(
-            inst.prompt_book, inst.waiting, inst.since, inst.prompt_ms, inst.safe_token_ms, tie
-        )
-    elif state.dispatch == Dispatch.LEAST_REQUESTS:
-        first = total = inst.requests + tie
+    """Set what the columns show of an instance, as the router's board does."""
+    inst, count = instance_at(state, i), state.num_instances
+    first, total = score_instance(
+        state.counts,
+        inst.prompt_book,
+        inst.waiting,
+        inst.resident_book,
+        inst.requests,
+        inst.turn,
+        inst,
+        0.0,
+        inst.role == PREFILL,
+    )
+    score_at(state, PENDING_PROMPT * count + i).value = inst.prompt_book
     if inst.role == PREFILL:
-        score_at(state, i).value = first
+        score_at(state, TO_PREFILL * count + i).value = first
         return
-    score_at(state, count + i).value = total
+    score_at(state, TO_DECODE * count + i).value = total
     if inst.role == MIXED:
-        score_at(state, 2 * count + i).value = total
-    if state.dispatch == Dispatch.LEAST_HEAVY:
-        score_at(state, 4 * count + i).value = inst.blocks * inst.block - inst.resident_book
-        score_at(state, 5 * count + i).value = weigh(inst.heavy, inst.booked - inst.heavy)
+        score_at(state, TO_WHOLE * count + i).value = total
+    score_at(state, ROOM * count + i).value = inst.blocks * inst.block - inst.resident_book
+    score_at(state, HEAVINESS * count + i).value = weigh(inst.heavy, inst.booked - inst.heavy)

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN401, ARG001 - the values of a code generator have no types of their own
+# ruff: noqa: ANN401, ARG001, ARG005 - the values of a code generator have no types of their own
 """Access to the rows of a simulation's state. Only compiled code calls these functions.
 
 What is hard: numba passes an array as seven values and counts its references atomically at each
@@ -7,11 +7,13 @@ functions pass one pointer, the STATE record, which holds the addresses of all a
 below are placeholders that `jit` replaces by a few machine instructions.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.policy.dispatch import find_least
 from cleave.simulator import layout
 from cleave.simulator.layout import Record, State
 
@@ -71,8 +73,13 @@ def points(state: State, start: int, count: int) -> Any:
     raise NotImplementedError
 
 
-def scores(state: State, start: int, count: int) -> NDArray[np.float64]:
-    """`count` of the scores that dispatch compares, from `start` on; grouped by use."""
+def scores(state: State, start: int, count: int) -> Any:
+    """`count` of the scores that dispatch compares; those of one column lie together."""
+    raise NotImplementedError
+
+
+def amounts(state: State, start: int, count: int) -> NDArray[np.float64]:
+    """`count` fractions in the scratch memory."""
     raise NotImplementedError
 
 
@@ -92,10 +99,11 @@ def watch(state: State, start: int, count: int) -> NDArray[np.void]:
 
 
 def build_intrinsics() -> dict[Any, Any]:
-    """Placeholder -> the numba intrinsic that replaces it."""
+    """Placeholder -> the numba intrinsic that replaces it; also gives arrays their methods."""
     import numba
     from numba import types
 
+    _add_methods()
     return {
         request_at: _rows_of("requests", layout.REQUEST),
         instance_at: _rows_of("instances", layout.INSTANCE),
@@ -109,10 +117,21 @@ def build_intrinsics() -> dict[Any, Any]:
         score_at: _rows_of("scores", layout.TIME),
         points: _slices_of("tables", types.float64),
         scores: _slices_of("scores", types.float64),
+        amounts: _slices_of("scratch", types.float64),
         scratch: _slices_of("scratch", types.int64),
         members: _slices_of("members", numba.from_dtype(layout.MEMBER), layout.MEMBER.itemsize),
         watch: _slices_of("watch", numba.from_dtype(layout.WATCH), layout.WATCH.itemsize),
     }
+
+
+@functools.cache
+def _add_methods() -> None:
+    """Give compiled arrays the methods of `policy.dispatch.ScoreColumn`."""
+    from numba import types
+    from numba.extending import overload_method
+
+    overload_method(types.Array, "find")(lambda scores, slot: lambda scores, slot: scores[slot])
+    overload_method(types.Array, "find_least", strict=False)(lambda scores: find_least)
 
 
 def _rows_of(name: str, dtype: Any) -> Any:

@@ -60,6 +60,15 @@ def is_compiled() -> bool:
 def _run(
     prepared: Prepared, trace: Trace, seed: int
 ) -> tuple[layout.Records, layout.Records, layout.Records]:
+    arrays, state = lay_out(prepared, trace, seed)
+    _load()(state)
+    return arrays["requests"], arrays["instances"], state
+
+
+def lay_out(
+    prepared: Prepared, trace: Trace, seed: int
+) -> tuple[dict[str, NDArray[Any]], layout.Records]:
+    """What a simulation works on: arrays by name, and the STATE that holds their addresses."""
     check_trace(trace)
     requests = np.zeros(len(trace), layout.REQUEST)
     requests["arrival"] = trace.arrival_ms
@@ -102,8 +111,7 @@ def _run(
     state["heap_size"] = batch
     for name, array in arrays.items():
         state[name] = array.ctypes.data
-    _load()(state)
-    return requests, instances, state
+    return arrays, state
 
 
 _UNREACHED = (
@@ -119,11 +127,20 @@ _UNREACHED = (
 
 @functools.cache
 def _load() -> Callable[..., None]:
-    from cleave.simulator.jit import compile_function
     from cleave.simulator.loop import run_events
+
+    return compile_loop(run_events)
+
+
+def compile_loop(function: Callable[..., None]) -> Callable[..., None]:
+    """A compiled function over a STATE, with what `policy` leaves to its callers."""
+    from cleave.policy import dispatch, packing
+    from cleave.simulator import choosing
+    from cleave.simulator.jit import compile_function
     from cleave.simulator.rows import build_intrinsics
 
-    return compile_function(run_events, build_intrinsics())
+    own = {dispatch.find_for: choosing.find, packing.check: choosing.check}
+    return compile_function(function, build_intrinsics() | own)
 
 
 def _to_outcome(

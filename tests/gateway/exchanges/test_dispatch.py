@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from cleave.policy.dispatch import Policy
+from cleave.api.enums import DispatchPolicy
 
 FLEET = {"p1": "prefill", "p2": "prefill", "d": "decode"}
 
@@ -32,7 +32,7 @@ async def test_headers_of_other_names_are_no_sessions(make_stage) -> None:
 
 
 async def test_a_conversation_goes_back_to_where_its_beginning_was_computed(make_stage) -> None:
-    stage = await make_stage(FLEET, policy=Policy.PREFIX_AWARE)
+    stage = await make_stage(FLEET, policy=DispatchPolicy.PREFIX_AWARE)
     for start in ("a", "b", "c"):
         turns = [{"prompt": start * 2_000 + "next" * n} for n in range(4)]
         assert len(await prefills(stage, turns)) == 1

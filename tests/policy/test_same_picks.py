@@ -1,0 +1,219 @@
+"""Router and simulator pick the same instances, whatever has happened, under every policy.
+
+Both supply what they know to `policy`. Each history is a random fleet and random arrivals, answers,
+ends, losses, flips of roles and lost instances; after each arrival both must have picked alike.
+HISTORIES=10000 draws so many for each policy.
+"""
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from cleave.api.enums import DispatchPolicy
+from cleave.perf.aladdin import Coefficients
+from cleave.perf.timing import Timing
+from cleave.policy.packing import Packing
+from cleave.router.directory import Directory
+from cleave.router.router import Phase, Pick, Router, Rules
+from cleave.rpc.v1 import agent_pb2
+from cleave.simulator.fleet import Engine, Fleet, Pool
+from cleave.simulator.flipping import _flip
+from cleave.simulator.layout import NONE, Records
+from cleave.simulator.routing import close_prompt, close_resident, place, score
+from cleave.simulator.rows import instance_at, request_at, score_at
+from cleave.simulator.run import compile_loop, lay_out, prepare
+from cleave.simulator.trace import Trace
+
+HISTORIES = int(os.environ.get("HISTORIES", "100"))
+REQUESTS = 24
+ARRIVE, ANSWER, END, LOSE, FLIP, SCORE = range(6)
+ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
+PREFILL, DECODE, MIXED = range(3)
+TIMING = Timing(1.0, (1.0, 2.0), 0.0, (1.0, 1.0), (0.0,))
+BLOCK = 16
+TICK_S = 1 / 1024
+"""Milliseconds of such times are exact, so that both clocks show the same."""
+
+
+def apply(rows: Records, closed: Records, kind: int, which: int, role: int, now: float) -> None:
+    """One event of a history, in a simulation without engines; compiled."""
+    state = rows[0]
+    state.now = now
+    if kind == ARRIVE:
+        place(state, which)
+    elif kind == ANSWER:
+        request_at(state, which).prefill_end = now
+        close_prompt(state, which)
+    elif kind == END:
+        close_resident(state, which)
+    elif kind == LOSE:
+        # Nothing is learnt of a prompt that is never answered.
+        request = request_at(state, which)
+        i = request.prefill if request.prefill != NONE else request.decode
+        inst = instance_at(state, i)
+        inst.prompt_book -= request.prompt
+        inst.waiting -= 1
+        if request.prefill != NONE:
+            inst.requests -= 1
+            score(state, i)
+        close_resident(state, which)
+    elif kind == FLIP:
+        _flip(state, which, role, now)
+    elif kind == SCORE:
+        score(state, which)
+    for i in range(state.num_instances):
+        if closed[i]:
+            for use in range(3):
+                score_at(state, use * state.num_instances + i).value = np.inf
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Callable[..., None]:
+    return compile_loop(apply)
+
+
+class Known:
+    """Predicts what it is told."""
+
+    tokens = 0
+
+    def predict(self, prompt_tokens: int, limit: int = 0) -> float:
+        return self.tokens
+
+    def learn(self, prompt_tokens: int, output_tokens: int) -> None: ...
+
+
+class History:
+    """One fleet, known to a router and to a simulation."""
+
+    def __init__(self, policy: DispatchPolicy, seed: int, apply: Callable[..., None]) -> None:
+        self.draw = draw = random.Random(f"{policy} {seed}")
+        self.apply, self.now_s = apply, 1.0
+        self.roles = [PREFILL] * draw.randint(1, 4) + [DECODE] * draw.randint(1, 4)
+        self.roles += [MIXED] * draw.choice([0, 0, 1, 2])
+        self.blocks = draw.randint(60, 250)
+        self.is_closed = np.zeros(len(self.roles), np.int64)
+        slope = draw.choice([0.001, 0.01])
+        fit = Coefficients(k1=0.1, c1=5.0, k2=slope, c2=0.5, c3=5.0)
+        packing = Packing(fit, draw.choice([40.0, 200.0]), draw.choice([12.0, 30.0]))
+        short = draw.choice([0, 0, 80, 250])
+        self.packing = packing
+        self._start_simulation(policy, packing, short)
+        self._start_router(policy, packing, short)
+        self.waiting: dict[int, Pick] = {}
+        self.decoding: dict[int, Pick] = {}
+        self.number = 0
+
+    def _start_simulation(self, policy: DispatchPolicy, packing: Packing, short: int) -> None:
+        draw, engine = self.draw, Engine(TIMING, self.blocks * BLOCK, BLOCK)
+        pools = [
+            (Pool(engine, count),) if (count := self.roles.count(role)) else ()
+            for role in (PREFILL, DECODE, MIXED)
+        ]
+        fleet = Fleet(*pools, dispatch=policy, packing=packing, whole_below_tokens=short)
+        self.trace = Trace(
+            np.zeros(REQUESTS),
+            np.array([draw.randint(1, draw.choice([60, 400])) for _ in range(REQUESTS)]),
+            np.array([draw.randint(1, draw.choice([60, 400])) for _ in range(REQUESTS)]),
+        )
+        predicted = [draw.randint(1, draw.choice([60, 400])) for _ in range(REQUESTS)]
+        self.trace = dataclasses.replace(self.trace, predicted_tokens=np.array(predicted))
+        self.arrays, self.state = lay_out(prepare(fleet), self.trace, 0)
+        self.state["random"] = 1 + draw.randrange(1 << 30)
+
+    def _start_router(self, policy: DispatchPolicy, packing: Packing, short: int) -> None:
+        directory = Directory(policy)
+        rules = Rules(short, packing.ttft_ms, packing.tpot_ms)
+        seed = int(self.state["random"][0])
+        self.router = Router(directory, rules=rules, clock=lambda: self.now_s, seed=seed)
+        self.router.lengths = self.lengths = Known()
+        # The simulation knows the passes from the start.
+        self.router._passes.packing = packing
+        self.router._passes.add_prompt = lambda *_: None  # type: ignore[method-assign]
+        for i in range(len(self.roles)):
+            self.register(i)
+
+    def register(self, i: int) -> None:
+        stated = agent_pb2.Registration(
+            instance=f"i{i:02}",
+            model="m",
+            boot_id=f"boot{i}",
+            role=ROLES[self.roles[i]],
+            state=agent_pb2.STATE_READY,
+            engine_url="http://127.0.0.1:8000",
+            kv_block_size=BLOCK,
+            kv_blocks_total=self.blocks,
+            kv_path=agent_pb2.KvPath(verified=True),
+        )
+        event = agent_pb2.WatchEvent(registration=stated)
+        self.router.directory.hear(f"agent{i}", event, self.now_s)
+
+    def step(self) -> None:
+        """One event; fails when an arrival is placed on different instances."""
+        self.now_s += self.draw.choice([0, 1, 3, 40]) * TICK_S
+        kind = self.draw.choices(range(5), (45, 25, 15, 7, 8))[0]
+        if kind == ARRIVE:
+            self.arrive()
+        elif kind == ANSWER and self.waiting:
+            r = self.draw.choice(list(self.waiting))
+            self.decoding[r] = self.waiting.pop(r)
+            self.simulate(ANSWER, r)
+            self.router.release(self.decoding[r], Phase.PREFILL)
+        elif kind == END and self.decoding:
+            r = self.draw.choice(list(self.decoding))
+            self.simulate(END, r)
+            self.router.release(self.decoding.pop(r))
+        elif kind == LOSE and self.waiting:
+            r = self.draw.choice(list(self.waiting))
+            self.simulate(LOSE, r)
+            self.router.release(self.waiting.pop(r))
+        elif kind == FLIP:
+            self.change(self.draw.randrange(len(self.roles)))
+
+    def arrive(self) -> None:
+        r, self.number = self.number, self.number + 1
+        assert self.trace.predicted_tokens is not None
+        self.lengths.tokens = int(self.trace.predicted_tokens[r])
+        self.simulate(ARRIVE, r)
+        pick = self.router.pick("m", int(self.trace.prompt_tokens[r]))
+        self.waiting[r] = pick
+        request = self.arrays["requests"][r]
+        first, second = int(request["prefill"]), int(request["decode"])
+        routed = pick.prefill.instance if pick.prefill else None, pick.decode.instance
+        assert routed == (f"i{first:02}" if first != NONE else None, f"i{second:02}")
+
+    def change(self, i: int) -> None:
+        """Flip an instance, or lose it or hear it again; unless nothing could serve then."""
+        roles, is_closed = list(self.roles), self.is_closed.copy()
+        if self.draw.random() < 0.5:
+            roles[i] = self.draw.randrange(3)
+        else:
+            is_closed[i] = not is_closed[i]
+        left = {role for role, gone in zip(roles, is_closed, strict=True) if not gone}
+        if MIXED not in left and not {PREFILL, DECODE} <= left:
+            return
+        self.roles, was_closed = roles, self.is_closed
+        self.is_closed = is_closed
+        if is_closed[i] and not was_closed[i]:
+            self.router.directory.lose(f"agent{i}")
+        elif not is_closed[i]:
+            self.register(i)
+        # An agent that is lost tells of its role when it is back.
+        self.simulate(FLIP, i, roles[i])
+
+    def simulate(self, kind: int, which: int, role: int = NONE) -> None:
+        self.apply(self.state, self.is_closed, kind, which, role, self.now_s * 1000)
+
+
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_the_simulator_picks_what_the_router_picks(
+    policy: DispatchPolicy, compiled: Callable[..., None]
+) -> None:
+    for seed in range(HISTORIES):
+        history = History(policy, seed, compiled)
+        while history.number < REQUESTS:
+            history.step()
