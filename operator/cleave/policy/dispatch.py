@@ -220,10 +220,8 @@ def find_lightest(
             following, slot = draw(following, scores.size)
             if scores[slot] < STALE and slot != best and room[slot] >= need:
                 found += 1
-                if best == NONE or (heaviness[slot], scores[slot]) < (
-                    heaviness[best],
-                    scores[best],
-                ):
+                wins_tie = heaviness[slot] == heaviness[best] and scores[slot] < scores[best]
+                if best == NONE or heaviness[slot] < heaviness[best] or wins_tie:
                     best = slot
                 if found == 2:
                     break

@@ -56,13 +56,7 @@ def weigh_context(prompt_tokens: float, output_tokens: float, gamma: float) -> f
 
 
 def find_spare_context(
-    batch: Amount,
-    context: Amount,
-    k2: float,
-    c2: float,
-    c3: float,
-    tpot_ms: float,
-    theta: float,
+    batch: Amount, context: Amount, k2: float, c2: float, c3: float, tpot_ms: float, theta: float
 ) -> Amount:
     """(b) Context that one more request may bring to `batch` others that have `context` (Eq. 4)."""
     return theta * (tpot_ms - c3 - c2 * (batch + 1)) / k2 - context
@@ -140,11 +134,7 @@ def check(checker: Checker[Request], slot: int, request: Request, prefills: bool
 
 
 def guess_progress(
-    prompt_tokens: float,
-    output_tokens: float,
-    decoding_ms: float,
-    step_ms: float,
-    packing: Packing,
+    prompt_tokens: float, output_tokens: float, decoding_ms: float, step_ms: float, packing: Packing
 ) -> tuple[float, float, float]:
     """(tokens held, tokens to come, ms it can spare) of a request that decodes for `decoding_ms`.
 

@@ -94,11 +94,7 @@ class Chooser:
     """One policy and what it remembers: the seed of its draws, and which prompts are cached."""
 
     def __init__(
-        self,
-        policy: DispatchPolicy,
-        passes: Passes,
-        clock: Callable[[], float],
-        seed: int,
+        self, policy: DispatchPolicy, passes: Passes, clock: Callable[[], float], seed: int
     ) -> None:
         """`clock`: seconds; `seed`: above 0, for policies that draw."""
         rule = RULES[policy]
