@@ -36,6 +36,7 @@ def scores(*values: float):
 
 class Column(ScoreColumn):
     def __init__(self, *values: float) -> None:
+        super().__init__(len(values))
         self.values = scores(*values)
 
     def find(self, slot: int) -> float:

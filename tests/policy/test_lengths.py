@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cleave.policy.lengths import ConditionalMean, find_left
+from cleave.policy.lengths import ConditionalMean, find_left, guess_progress
 
 
 def taught(*answers: tuple[int, int], first: float = 256) -> ConditionalMean:
@@ -56,3 +56,8 @@ def test_one_that_outran_its_prediction_is_taken_to_need_as_much_again() -> None
     assert find_left(100, 40) == 60
     assert find_left(100, 100) == 100
     assert find_left(100, 250) == 100
+
+
+def test_progress_is_guessed_from_how_long_a_request_decodes() -> None:
+    assert guess_progress(40, 200.0, 20.0) == (10, 30)
+    assert guess_progress(40, 900.0, 20.0) == (45, 40), "it has outrun its prediction"

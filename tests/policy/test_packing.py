@@ -14,7 +14,6 @@ from cleave.policy.packing import (
     find_saved_ms,
     find_spare_context,
     find_spare_prompt,
-    guess_progress,
     keeps_running,
     measure_fullness,
     weigh_context,
@@ -106,13 +105,6 @@ def test_the_fullest_that_keeps_what_runs_is_the_best_fit() -> None:
         return find_best_fit(fullness, lambda slot, *_: slot in kept, None, False)
 
     assert [find(0, 1, 2, 3, 4), find(0, 3), find(0), find(2), find()] == [1, 3, 0, -1, -1]
-
-
-def test_progress_is_guessed_from_how_long_a_request_decodes() -> None:
-    assert guess_progress(100, 40, np.nan, 20.0, PACKING) == (100, 40, np.inf)
-    held, left, spare_ms = guess_progress(100, 40, 200.0, 20.0, PACKING)
-    assert (held, left) == (110, 30)
-    assert spare_ms == pytest.approx(0.9 * (11 * 30 - 200))
 
 
 def test_a_request_stays_away_where_kv_runs_out_or_what_decodes_would_wait_too_long() -> None:

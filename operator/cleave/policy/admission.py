@@ -11,10 +11,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
-    Amounts = NDArray[np.int64] | NDArray[np.float64] | list[float]
+    Amounts = NDArray[np.int64] | NDArray[np.float64]
 
 
 class Admission(IntEnum):
@@ -74,14 +76,17 @@ def sort_by_left(held: "Amounts", left: "Amounts") -> None:
         gap //= 2
 
 
-def find_sorted_peak(held: "Amounts", left: "Amounts") -> float:
+def find_sorted_peak(held: "Amounts | Sequence[float]", left: "Amounts | Sequence[float]") -> float:
     """`find_peak` of requests that are sorted, the most tokens to come first.
 
     Each pass adds a token to every request, and one that ends frees all of its own; so the peak is
     just before some request ends.
     """
-    peak = total = 0.0
-    for index in range(len(left)):
-        total += held[index]
-        peak = max(peak, total + (index + 1) * left[index])
+    peak = total = count = 0.0
+    for tokens, rest in zip(held, left):  # noqa: B905 - numba knows no more
+        total += tokens
+        count += 1.0
+        at_end = total + count * rest
+        if at_end > peak:
+            peak = at_end
     return peak

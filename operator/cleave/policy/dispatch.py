@@ -104,7 +104,11 @@ class ScoreColumn:
     """Scores by slot in the caller's own form; +inf where a slot is closed. A base class because
     compiled protocols take three times as long."""
 
-    __slots__ = ()
+    __slots__ = ("size",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        """Slots; 0: all are closed."""
 
     def find(self, slot: int) -> float:
         """One score."""
@@ -220,10 +224,8 @@ def find_lightest(
             following, slot = draw(following, scores.size)
             if scores[slot] < STALE and slot != best and room[slot] >= need:
                 found += 1
-                if best == NONE or (heaviness[slot], scores[slot]) < (
-                    heaviness[best],
-                    scores[best],
-                ):
+                wins_tie = heaviness[slot] == heaviness[best] and scores[slot] < scores[best]
+                if best == NONE or heaviness[slot] < heaviness[best] or wins_tie:
                     best = slot
                 if found == 2:
                     break
@@ -276,7 +278,8 @@ def choose_least_pair(
     """
     first = prefill.find_least()
     second = decode.find_least() if first != NONE else NONE
-    return settle(first, second, mixed.find_least(), decode, pending_prompt)
+    whole = mixed.find_least() if mixed.size else NONE
+    return settle(first, second, whole, decode, pending_prompt)
 
 
 def settle(

@@ -19,6 +19,9 @@ _EVERY = 32
 _PRIOR = 8.0
 """Weight of the overall mean in the mean of a class, in requests."""
 
+_SHORTEST_STEP_MS = 1e-3
+"""Of a decode pass, so that progress stays finite."""
+
 
 class Predictor(Protocol):
     """Predicts output lengths."""
@@ -65,6 +68,13 @@ def find_left(predicted: float, generated: float) -> float:
     A request beyond its prediction is assumed to need as much again: outputs have long tails.
     """
     return predicted - generated if generated < predicted else predicted
+
+
+def guess_progress(output_tokens: float, decoding_ms: float, step_ms: float) -> tuple[float, float]:
+    """(tokens made, tokens to come) of a request of which a router knows no more than that it
+    decodes for `decoding_ms`, at `step_ms` a pass."""
+    made = decoding_ms / max(step_ms, _SHORTEST_STEP_MS)
+    return made, find_left(output_tokens, made)
 
 
 class _Outputs:

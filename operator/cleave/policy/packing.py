@@ -11,8 +11,7 @@ Source: Aladdin, section 4.2 (constraints (a) to (e), Algorithm 1) and Eq. 2 to 
 at one instance, holds by construction.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from cleave.perf.aladdin import Coefficients
 from cleave.policy.admission import find_sorted_peak
 from cleave.policy.dispatch import NONE, STALE, Scores
-from cleave.policy.lengths import find_left
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 Request = TypeVar("Request")
@@ -33,8 +31,6 @@ GAMMA = 0.5
 """Share of an output that counts as context: 0 its first token only, 1 all of it."""
 THETA = 0.9
 """Share of a limit that is used; the rest is a reserve for wrong predictions."""
-SHORTEST_STEP_MS = 1e-3
-"""Of a decode pass, so that progress stays finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +52,7 @@ def weigh_context(prompt_tokens: float, output_tokens: float, gamma: float) -> f
 
 
 def find_spare_context(
-    batch: Amount,
-    context: Amount,
-    k2: float,
-    c2: float,
-    c3: float,
-    tpot_ms: float,
-    theta: float,
+    batch: Amount, context: Amount, k2: float, c2: float, c3: float, tpot_ms: float, theta: float
 ) -> Amount:
     """(b) Context that one more request may add to a `batch` with `context` tokens (Eq. 4)."""
     return theta * (tpot_ms - c3 - c2 * (batch + 1)) / k2 - context
@@ -139,28 +129,9 @@ def check(checker: Checker[Request], slot: int, request: Request, prefills: bool
     return checker(slot, request, prefills)
 
 
-def guess_progress(
-    prompt_tokens: float,
-    output_tokens: float,
-    decoding_ms: float,
-    step_ms: float,
-    packing: Packing,
-) -> tuple[float, float, float]:
-    """(tokens held, tokens to come, ms it can spare) of a request that decodes for `decoding_ms`.
-
-    nan: its prompt is not computed yet. `output_tokens`: predicted. A router sees no tokens, so
-    how far it has come follows from `step_ms`, which a pass takes.
-    """
-    if math.isnan(decoding_ms):
-        return prompt_tokens, output_tokens, math.inf
-    made = decoding_ms / max(step_ms, SHORTEST_STEP_MS)
-    spare_ms = find_saved_ms(made + 1.0, decoding_ms, packing.tpot_ms, packing.theta)
-    return prompt_tokens + made, find_left(output_tokens, made), spare_ms
-
-
 def keeps_running(
-    held: Scores | list[float],
-    left: Scores | list[float],
+    held: Scores | Sequence[float],
+    left: Scores | Sequence[float],
     saved_ms: float,
     pending: float,
     prompt_tokens: float,
@@ -171,7 +142,7 @@ def keeps_running(
 ) -> bool:
     """(d) and (e): what runs there keeps its TPOT, and its KV fits until all have ended.
 
-    `held`, `left`: as `guess_progress` gives them for each running request and the new one, most
+    `held`, `left`: tokens of each running request and the new one by `lengths.guess_progress`, most
     `left` first; `saved_ms`: the least that any can spare; `capacity`: tokens of KV that fit.
     """
     if prefills and find_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < prompt_tokens:

@@ -8,7 +8,6 @@ in doubt only when all are.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -39,10 +38,11 @@ from cleave.policy.dispatch import (
     stay_in_cell,
     weigh_cells,
 )
+from cleave.policy.lengths import guess_progress
 from cleave.policy.packing import (
     Packing,
     find_best_fit,
-    guess_progress,
+    find_saved_ms,
     keeps_running,
     measure_fullness,
     weigh_context,
@@ -54,7 +54,6 @@ from cleave.router.instance import Instance
 from cleave.router.passes import Passes
 
 _INF = math.inf
-_LEFT = itemgetter(1)
 
 
 class Cached(NamedTuple):
@@ -94,11 +93,7 @@ class Chooser:
     """One policy and what it remembers: the seed of its draws, and which prompts are cached."""
 
     def __init__(
-        self,
-        policy: DispatchPolicy,
-        passes: Passes,
-        clock: Callable[[], float],
-        seed: int,
+        self, policy: DispatchPolicy, passes: Passes, clock: Callable[[], float], seed: int
     ) -> None:
         """`clock`: seconds; `seed`: above 0, for policies that draw."""
         rule = RULES[policy]
@@ -264,20 +259,24 @@ class Chooser:
         """(d) and (e) by what this router has sent there."""
         ledger, stated, now = instance.ledger, instance.registration, self._clock()
         step_ms = packing.coefficients.decode_ms(len(ledger.running), ledger.context)
-        running = [(float(wish.prompt_tokens), wish.output_tokens, _INF)]
+        running = [(wish.output_tokens, float(wish.prompt_tokens))]
+        saved_ms = _INF
         for each in ledger.running:
-            since = each.decoding_since
-            decoding_ms = (now - since) * 1000 if since is not None else math.nan
-            running.append(
-                guess_progress(
-                    each.prompt_tokens, each.output_tokens, decoding_ms, step_ms, packing
-                )
-            )
-        running.sort(key=_LEFT, reverse=True)
+            since, left = each.decoding_since, each.output_tokens
+            held: float = each.prompt_tokens
+            if since is not None:
+                decoding_ms = (now - since) * 1000
+                made, left = guess_progress(left, decoding_ms, step_ms)
+                held += made
+                spare_ms = find_saved_ms(made + 1.0, decoding_ms, packing.tpot_ms, packing.theta)
+                saved_ms = min(saved_ms, spare_ms)
+            running.append((left, held))
+        running.sort(reverse=True)
+        lefts, helds = zip(*running, strict=True)
         return keeps_running(
-            [held for held, _, _ in running],
-            [left for _, left, _ in running],
-            min([spare_ms for _, _, spare_ms in running]),
+            helds,
+            lefts,
+            saved_ms,
             ledger.prompt.pending,
             wish.prompt_tokens,
             prefills,

@@ -18,11 +18,7 @@ _INF = math.inf
 class Line(ScoreColumn):
     """A column of the router: scores by slot, +inf where the instance is closed for this use."""
 
-    __slots__ = ("size",)
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        """Slots; 0: no instance is open."""
+    __slots__ = ()
 
     def enter(self, slot: int, score: float) -> None:
         """Set one score."""

@@ -149,10 +149,7 @@ class Router:
         self._passes = Passes(self._rules.ttft_ms, self._rules.tpot_ms)
         self._clock = clock
         self._chooser = Chooser(
-            directory.policy,
-            self._passes,
-            clock,
-            seed or random.randrange(1, 2147483647),
+            directory.policy, self._passes, clock, seed or random.randrange(1, 2147483647)
         )
         rule = RULES[directory.policy]
         self.reads_text = rule.prefill == CACHED

@@ -21,9 +21,10 @@ from cleave.policy.dispatch import (
     find_least,
     find_slot,
 )
+from cleave.policy.lengths import guess_progress
 from cleave.policy.packing import (
     find_best_fit,
-    guess_progress,
+    find_saved_ms,
     keeps_running,
     measure_fullness,
     weigh_context,
@@ -115,10 +116,13 @@ def check(state: State, i: int, r: int, prefills: bool) -> bool:
     other = inst.booked_first
     while other != NONE:
         request = request_at(state, other)
-        held[at], left[at], spare_ms = guess_progress(
-            request.prompt, request.predicted, state.now - request.prefill_end, step_ms, state
-        )
-        saved_ms = min(saved_ms, spare_ms)
+        held[at], left[at] = request.prompt, request.predicted
+        if not math.isnan(request.prefill_end):
+            decoding_ms = state.now - request.prefill_end
+            made, left[at] = guess_progress(request.predicted, decoding_ms, step_ms)
+            held[at] += made
+            spare_ms = find_saved_ms(made + 1.0, decoding_ms, state.tpot_ms, state.theta)
+            saved_ms = min(saved_ms, spare_ms)
         at += 1
         other = request.later
     sort_by_left(held, left)
