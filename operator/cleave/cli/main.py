@@ -110,7 +110,7 @@ def cleave(
 
     \b
     Examples:
-      # Start one prefill and one decode instance here and send them a chat request
+      # Start one prefill and one decode instance here, and chat with them
       cleave demo
       # Start a deployment on this machine, inspect it and stop it
       cleave up -f examples/emulated.yaml -d
