@@ -72,8 +72,8 @@ def test_what_a_rank_should_hold_passes(module: Any) -> None:
     [
         (Share(Shape(3), 0), [cache(1)], "4 KV heads cannot be sharded over 3 tensor"),
         (Share(Shape(1, (0, 3)), 0, (3,)), [cache(4)], "cannot have layers"),
-        (Share(Shape(2), 0), [cache(4)], "has not 2 heads after its blocks"),
-        (Share(Shape(2), 0), [torch.zeros(7, 32, 128)], "has not 2 heads after its blocks"),
+        (Share(Shape(2), 0), [cache(4)], "does not have 2 heads"),
+        (Share(Shape(2), 0), [torch.zeros(7, 32, 128)], "does not have 2 heads"),
         (Share(Shape(2), 0), [cache(2, blocks=14)], "splits 7 blocks of 32 tokens into 14"),
     ],
 )
