@@ -973,8 +973,10 @@ class Renamer:
         for i, n in self.dtypes.items():
             w = i.split(".")[-1]
             if w not in fields:
-                self.note("record field unknown", f"{i} -> {n}: taken as a string of its own")
-                self.dtype_names[w] = n
+                is_prefix = w.endswith("_")
+                self.note("record field unknown", f"{i} -> {n}" + ": taken as a prefix in strings" * is_prefix)
+                if is_prefix:
+                    self.dtype_names[w] = n
         for w, ids in fields.items():
             news = {self.dtypes.get(i) for i in ids}
             if news == {None}:
