@@ -263,7 +263,7 @@ class Chooser:
         saved_ms = _INF
         for each in ledger.running:
             since, left = each.decoding_since, each.output_tokens
-            held: float = each.prompt_tokens
+            held = float(each.prompt_tokens)
             if since is not None:
                 decoding_ms = (now - since) * 1000
                 made, left = guess_progress(left, decoding_ms, step_ms)
