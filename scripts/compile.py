@@ -32,7 +32,7 @@ MODULES = {
     "gateway.recovery": "recovery",
     "gateway.stories": "watched",
     "metrics": "shared_log",
-    "policy": "admission books dispatch length_ranges lengths",
+    "policy": "books dispatch length_ranges lengths",
     "router": (
         "board chooser directory instance line router shared_board shared_books shared_router"
     ),

@@ -6,7 +6,14 @@ is answered, prompt and output tokens of what decodes until it ends.
 """
 
 from cleave.policy.books import add_answer, fit_line
-from cleave.policy.dispatch import HEAVY_OUTPUT_TOKENS, TO_DECODE, TO_PREFILL, TO_WHOLE, weigh
+from cleave.policy.dispatch import (
+    HEAVY_OUTPUT_TOKENS,
+    LIGHTEST,
+    TO_DECODE,
+    TO_PREFILL,
+    TO_WHOLE,
+    weigh,
+)
 from cleave.policy.dispatch import score as score_instance
 from cleave.policy.packing import weigh_context
 from cleave.simulator.choosing import choose, choose_short
@@ -181,5 +188,6 @@ def score(state: State, i: int) -> None:
     score_at(state, TO_DECODE * count + i).value = total
     if inst.role == MIXED:
         score_at(state, TO_WHOLE * count + i).value = total
-    score_at(state, ROOM * count + i).value = inst.blocks * inst.block - inst.resident_book
-    score_at(state, HEAVINESS * count + i).value = weigh(inst.heavy, inst.booked - inst.heavy)
+    if state.decode_pick == LIGHTEST:
+        score_at(state, ROOM * count + i).value = inst.blocks * inst.block - inst.resident_book
+        score_at(state, HEAVINESS * count + i).value = weigh(inst.heavy, inst.booked - inst.heavy)
